@@ -1,4 +1,4 @@
-"""Which way of drafting is meant: as asked for, or as the checkpoint shows."""
+"""Chooses how to draft: by ``speculative_algorithm``; if that is ``auto``, by the checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ HEAD_MARKS = (
     ".hidden_norm.weight",
     ".midlayer.self_attn.q_proj.weight",
 )
-"""Ends of tensor names that only draft heads have."""
+"""Ends of tensor names that occur only in draft heads."""
 MTP_MARKS = (".input_proj.weight", ".eh_proj.weight")
-"""Ends of tensor names that only MTP layers have."""
+"""Ends of tensor names that occur only in MTP layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The way of drafting, and the folder that it reads; None where it reads none.
+    """The chosen way of drafting, and the folder that it reads.
 
     Attributes:
-        algorithm: EAGLE (any head), MTP, STANDALONE or NGRAM.
-        folder: Of the head, the draft model, or the target whose MTP layers are meant.
-        asked: What was asked for.
+        algorithm: EAGLE (any kind of head), MTP, STANDALONE or NGRAM.
+        folder: Folder of the head, of the draft model, or of the target with MTP layers; None for NGRAM.
+        asked: The algorithm in the settings.
     """
 
     algorithm: Algorithm
@@ -38,7 +38,7 @@ class Choice:
     asked: Algorithm
 
     def require_folder(self) -> Path:
-        """Return the folder of a way of drafting that reads one."""
+        """Return the folder. Only for ways of drafting that read one."""
         assert self.folder is not None, f"{self.algorithm} reads a folder"
         return self.folder
 
@@ -47,13 +47,14 @@ def choose(asked: Algorithm, draft: Path | None, target_weights: Path | None) ->
     """Decide how to draft.
 
     Args:
-        asked: `speculative_algorithm`.
+        asked: The setting `speculative_algorithm`.
         draft: Folder of a head or of a draft model, or None.
         target_weights: The target's folder, or None while unknown.
 
     Raises:
-        ConfigurationError: the settings contradict each other or lack something; names the field and the fix.
-        CheckpointError: a folder does not hold what was asked for.
+        ConfigurationError: The settings contradict each other or are incomplete. The message names the field
+            and the fix.
+        CheckpointError: A folder does not contain what the settings need.
     """
     check_given(asked, draft, target_weights)
     if asked is Algorithm.NGRAM:
@@ -66,60 +67,64 @@ def choose(asked: Algorithm, draft: Path | None, target_weights: Path | None) ->
     if asked in (Algorithm.MTP, Algorithm.NEXTN):
         if found is not Algorithm.MTP:
             raise CheckpointError(
-                f"{draft} holds no MTP layers; give the folder of a model that was published with them.",
+                f"{draft} contains no MTP layers. Give the folder of a model that was published with them.",
                 field=FIELD,
             )
         return Choice(Algorithm.MTP, draft, asked)
     if asked is Algorithm.STANDALONE:
         if found is Algorithm.EAGLE:
             raise CheckpointError(
-                f"{draft} is a draft head, not a model of its own: ask for EAGLE or EAGLE3, or give a small model.",
+                f"{draft} is a draft head, not a standalone model. Set EAGLE or EAGLE3, or give a small "
+                "model.",
                 field=FIELD,
             )
         return Choice(Algorithm.STANDALONE, draft, asked)
     if found is Algorithm.STANDALONE:
         raise CheckpointError(
-            f"{draft} is a model of its own, not an {asked.value} head: ask for STANDALONE, or give a head.",
+            f"{draft} is a standalone model, not an {asked.value} head. Set STANDALONE, or give a head.",
             field=FIELD,
         )
     if found is Algorithm.MTP and asked is Algorithm.EAGLE3:
         raise CheckpointError(
-            f"{draft} holds MTP layers, not an EAGLE3 head: ask for MTP, or give a head.", field=FIELD
+            f"{draft} contains MTP layers, not an EAGLE3 head. Set MTP, or give a head.", field=FIELD
         )
     return Choice(found, draft, asked)
 
 
 def check_head(choice: Choice, algorithm: str) -> None:
-    """Check that a loaded head is of the kind that was asked for.
+    """Check that a loaded head is of the kind in the settings.
 
     Raises:
-        CheckpointError: names both.
+        CheckpointError: It is not. The message names both kinds.
     """
     if choice.asked in (Algorithm.EAGLE, Algorithm.EAGLE3) and choice.asked.value != algorithm:
         raise CheckpointError(
-            f"{choice.folder} is a head of {algorithm}, and {choice.asked.value} was asked for: set --speculative-algorithm {algorithm}.",
+            f"{choice.folder} is an {algorithm} head, not an {choice.asked.value} head. "
+            f"Set --speculative-algorithm {algorithm}.",
             field=FIELD,
         )
 
 
 def check_restricted(choice: Choice, token_map: Path | None) -> None:
-    """Check that what drafts has a vocabulary which a token map can cut.
+    """Check that a token map can restrict this way of drafting.
 
     Raises:
-        ConfigurationError: it has none.
+        ConfigurationError: It cannot, because it has no vocabulary.
     """
     if token_map is not None and choice.algorithm is Algorithm.NGRAM:
         raise ConfigurationError(
-            "speculative_token_map: NGRAM has no vocabulary of its own; leave it out.",
+            "speculative_token_map: NGRAM has no vocabulary of its own. Leave out --speculative-token-map.",
             field="speculative_token_map",
         )
 
 
 def identify(folder: Path) -> Algorithm:
-    """Return what a checkpoint is good for, by the names of its tensors: EAGLE (a head), MTP (a model with MTP layers) or STANDALONE.
+    """Return the algorithm for which a checkpoint can be used, by the names of its tensors.
+
+    The result is EAGLE (a head), MTP (a model with MTP layers) or STANDALONE (any other model).
 
     Raises:
-        CheckpointError: the folder or its files cannot be read.
+        CheckpointError: The folder or its files cannot be read.
     """
     with CheckpointReader(folder) as reader:
         names = list(reader.names)
@@ -129,12 +134,12 @@ def identify(folder: Path) -> Algorithm:
 
 
 def _own_layers(target_weights: Path | None) -> Path:
-    """Return the target's folder, if it holds MTP layers: what an algorithm means that was given no draft."""
+    """Return the target's folder if it contains MTP layers, which draft when no draft is given."""
     assert target_weights is not None, "check_given"
     if identify(target_weights) is not Algorithm.MTP:
         raise ConfigurationError(
-            f"draft: is missing, and {target_weights} holds no MTP layers that could draft instead: give a head by --draft, or ask for "
-            "--speculative-algorithm NGRAM.",
+            f"draft: none is given, and {target_weights} contains no MTP layers that could draft instead. "
+            "Give a head by --draft, or set --speculative-algorithm NGRAM.",
             field="draft",
         )
     return target_weights

@@ -1,4 +1,4 @@
-"""Puts the draft together and runs it: load, warm up, serve, drain."""
+"""Runs the draft service: load the draft, warm up, serve its address, drain on SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from outrider.shared.rpc.address import IpcAddress, grpc_address
 from outrider.shared.rpc.server import SyncServer, sync_server
 
 MAX_WORKERS = 64
-"""Every open stream occupies one: two per target, and short calls."""
+"""Threads of the gRPC server. Each open stream occupies one: two per target, plus short calls."""
 
 log = get_logger("outrider.draft")
 
 
 def run(settings: DraftSettings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code.
+    """Serve until SIGTERM or SIGINT; return the exit code.
 
     Raises:
-        OutriderError: the settings or the checkpoint cannot be served; says what to change.
+        OutriderError: The settings or the checkpoint cannot be served. The message names the fix.
     """
     settings.check()
     configure_logging("draft", settings.log_level, settings.log_json)
@@ -45,13 +45,15 @@ def run(settings: DraftSettings) -> int:
 
 
 class DraftService:
-    """A draft that serves on one address, over gRPC, and over ``ipc:///path`` on a socket beside that too. Use `start`, then `stop`.
+    """A draft that serves on one address. Call `start`, then `stop`.
+
+    It always serves gRPC. With the address ``ipc:///path`` it also serves a socket for targets on this host.
 
     Args:
-        settings: Resolved.
+        settings: The resolved settings.
 
     Raises:
-        OutriderError: the checkpoint cannot be served, or the address is taken.
+        OutriderError: The checkpoint cannot be served, or the address is in use.
     """
 
     def __init__(self, settings: DraftSettings) -> None:
@@ -77,7 +79,7 @@ class DraftService:
 
     @property
     def address(self) -> str:
-        """Where it listens, the port resolved."""
+        """The address that it listens on, with the actual port."""
         return self._settings.listen if self._ipc else self._server.address
 
     def start(self) -> None:
@@ -92,7 +94,7 @@ class DraftService:
         self._server.set_serving(True)
 
     def stop(self) -> None:
-        """Not serving → end streams → stop the server → join the engine."""
+        """Report not serving, join the engine, end the streams, and stop the server."""
         done = run_steps(
             [
                 DrainStep("not serving", lambda: self._server.set_serving(False)),
@@ -109,13 +111,13 @@ class DraftService:
 
 
 def _use_device(device: torch.device) -> None:
-    """Make what this thread launches go to `device`: graphs, and streams known by number, belong to the current one."""
+    """Make `device` current in this thread: CUDA graphs and numbered streams belong to the current device."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def _tokenizer(settings: DraftSettings) -> str:
-    """Return the fingerprint of the tokenizer that the draft, or the target's folder beside it, has; empty if neither has one."""
+    """Return the fingerprint of the draft's tokenizer, else of the target's; empty if neither has one."""
     prints = (
         tokenizer_fingerprint(folder)
         for folder in (settings.draft, settings.target_weights)

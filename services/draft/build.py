@@ -1,4 +1,7 @@
-"""Makes a strategy and an engine from settings: loading, checking, sizing. Used by the service and by the in-process drafter."""
+"""Builds the draft engine from settings: chooses and loads the strategy, sizes its KV pool, borrows tensors.
+
+Used by the draft service and by the in-process drafter.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ from outrider.shared.obs.logging import get_logger
 log = get_logger("outrider.draft")
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""Tensors that a target with tied embeddings stores under another name."""
 
 
 def build_engine(
@@ -44,17 +48,19 @@ def build_engine(
     target: TargetInfo | None = None,
     sizing: CacheSizing | None = None,
 ) -> DraftEngine:
-    """Load what drafts and make an engine that follows no session yet.
+    """Load the draft and build an engine that follows no session yet.
 
     Args:
-        settings: Resolved.
-        device, dtype: Where and how to compute.
-        target: The target in this process, which lends what is missing afterwards; None when it is elsewhere.
-        sizing: Sizes the cache unless `kv_tokens` does; None: as much as `plan_pages` allows.
+        settings: The resolved settings.
+        device, dtype: Device and type to compute with.
+        target: The target in this process, which lends the missing tensors afterwards; None if the target
+            runs elsewhere.
+        sizing: Sizes the KV cache unless `kv_tokens` is set; None for as much as `plan_pages` allows.
 
     Raises:
-        CheckpointError: the checkpoint, or what it should borrow from `target_weights`, is unusable; names the key or tensor.
-        ConfigurationError: the settings contradict each other, or the KV pool is too small.
+        CheckpointError: The checkpoint, or a tensor to borrow from `target_weights`, is unusable. The message
+            names the key or tensor.
+        ConfigurationError: The settings contradict each other, or the KV pool is too small.
     """
     choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
     check_restricted(choice, settings.speculative_token_map)
@@ -87,7 +93,7 @@ def build_engine(
     engine = DraftEngine(strategy, limits, metrics)
     metrics.watch(lambda: len(engine.sessions), lambda: strategy.pages().free, lambda: strategy.pages().held)
     log.info(
-        "draft engine made",
+        "draft engine built",
         algorithm=info.algorithm,
         pages=strategy.pages().total,
         page_size=settings.page_size,
@@ -98,14 +104,14 @@ def build_engine(
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What a strategy is made from.
+    """The inputs for building a strategy.
 
     Attributes:
-        settings: Resolved.
-        choice: Which one, and its folder.
-        device, dtype: Where and how to compute.
+        settings: The resolved settings.
+        choice: The chosen way of drafting, and its folder.
+        device, dtype: Device and type to compute with.
         target: The target in this process, or None.
-        same_tokenizer: The folders of draft and target were compared, and their tokens have the same ids.
+        same_tokenizer: True if the tokenizers in the folders of draft and target were compared and are equal.
         sizing: See `build_engine`.
     """
 
@@ -118,26 +124,26 @@ class Build:
     sizing: CacheSizing | None
 
     def target_vocab_size(self) -> int | None:
-        """Return the target's vocabulary, or None while it is unknown."""
+        """Return the size of the target's vocabulary, or None while unknown."""
         if self.target is not None:
             return self.target.vocab_size
         folder = self.settings.target_weights
         return read_model_config(folder).vocab_size if folder is not None else None
 
     def token_map(self) -> torch.Tensor | None:
-        """Return the target ids that alone shall be drafted, ``[size] int64``, or None for all."""
+        """Return the only target ids to draft, ``[size] int64``, or None for all."""
         path = self.settings.speculative_token_map
         return read_token_map(path).to(self.device) if path is not None else None
 
     def num_pages(self, bytes_per_token: int) -> int:
-        """Return how many pages the strategy's pool gets; to be asked when its weights are loaded."""
+        """Return the number of pages of the strategy's pool. Call it after the weights are loaded."""
         if self.sizing is not None and self.settings.kv_tokens is None:
             return plan_pages(self.settings.sized(self.sizing(bytes_per_token)), bytes_per_token, None)
         gpu_memory = torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
         return plan_pages(self.settings, bytes_per_token, gpu_memory)
 
     def attention(self) -> AttentionBackend:
-        """Return an attention backend of its own."""
+        """Create an attention backend for one strategy."""
         return create_backend(self.settings.attention_backend, self.device)
 
 
@@ -206,10 +212,10 @@ BUILDERS: Mapping[Algorithm, Callable[[Build], DraftStrategy]] = {
 
 
 def borrow(strategy: DraftStrategy, target_weights: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that the head fits the target in a folder, and read the tensors that it borrows, and only those.
+    """Check that the draft fits the target in a folder, and read only the tensors that it borrows.
 
     Raises:
-        CheckpointError: it does not fit, or a tensor is missing; names the key or tensor.
+        CheckpointError: The draft does not fit, or a tensor is missing. The message names the key or tensor.
     """
     config = read_model_config(target_weights)
     strategy.feature_spec(TargetInfo.of(target_weights.name, config))
@@ -221,7 +227,8 @@ def borrow(strategy: DraftStrategy, target_weights: Path, device: torch.device, 
             stored = TIED.get(name, name) if config.tie_word_embeddings else name
             if stored not in reader.names:
                 raise CheckpointError(
-                    f"{target_weights}: {stored} is missing, and the draft head borrows it; give the target's complete folder.",
+                    f"{target_weights}: the tensor {stored} is missing, but the draft borrows it. Give the "
+                    "target's complete folder.",
                     field=stored,
                 )
             strategy.lend(name, reader.take(stored, shape))

@@ -1,4 +1,4 @@
-"""The draft's Prometheus metrics. `GetInfo` returns them as text; the gateway shows them beside its own."""
+"""The draft's Prometheus metrics. `GetInfo` returns them as text; the gateway exposes them with its own."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ class DraftMetrics(Metrics):
         super().__init__()
         self.trees = self.counter("draft_trees", "Trees proposed.")
         self.resyncs = self.counter(
-            "draft_resync", "Sequences that the draft lost and that must be opened again.", ["reason"]
+            "draft_resync", "Sequences that the draft lost and that the target must open again.", ["reason"]
         )
         self.dropped = self.counter(
             "draft_messages_dropped",
             "Messages that were late, repeated, stale or refused.",
             ["message", "reason"],
         )
-        self.evicted = self.counter("draft_sessions_evicted", "Idle sessions that made room for others.")
-        self.expired = self.counter("draft_sessions_expired", "Sessions of targets that fell silent.")
-        self.failures = self.counter("draft_step_failures", "Steps that raised.")
+        self.evicted = self.counter(
+            "draft_sessions_evicted", "Idle sessions evicted to make room for others."
+        )
+        self.expired = self.counter("draft_sessions_expired", "Sessions of targets that stopped responding.")
+        self.failures = self.counter("draft_step_failures", "Steps that raised an exception.")
         self.extend_seconds = self.histogram(
-            "draft_extend_seconds", "Feeding true features to the head, per step.", STEP_BUCKETS_S
+            "draft_extend_seconds", "Time per step to add committed rows to the draft's KV.", STEP_BUCKETS_S
         )
         self.propose_seconds = self.histogram(
-            "draft_propose_seconds", "Growing trees, per step.", STEP_BUCKETS_S
+            "draft_propose_seconds", "Time per step to grow trees.", STEP_BUCKETS_S
         )
         self._sessions = self.gauge("draft_sessions", "Sequences followed now.")
         self._pages = self.gauge("draft_kv_pages", "Pages of the draft's KV pool.", ["state"])
 
     def watch(self, sessions: Callable[[], int], free: Callable[[], int], held: Callable[[], int]) -> None:
-        """Read the gauges from these functions whenever metrics are rendered."""
+        """Read the gauges from these functions each time the metrics are rendered."""
         self._sessions.set_function(sessions)
         self._pages.labels(state="free").set_function(free)
         self._pages.labels(state="held").set_function(held)

@@ -1,4 +1,4 @@
-"""What the draft can be told, and how it becomes a plan for the machine at hand."""
+"""The draft's settings (flags of ``serve draft``), and plans from them: KV pages, threads, device, dtype."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from outrider.shared.spec.tree import DraftShape
 CPU_KV_TOKENS = 64 * 1024
 CPU_KV_BYTES = 1 << 30
 FREE_SHARE = 0.1
-"""Of what a GPU has free that may be the target's too: the most that a cache takes unasked."""
+"""Default limit of the KV cache, as a share of the free GPU memory. The target may need the rest."""
 SESSION_TOKENS = 16 * 1024
-"""For each session at most so many on average, about a target's on a large GPU (848K tokens of 8B on an H200, 64 sessions)."""
+"""Default limit of the KV cache, in tokens per session on average. It is close to a target's cache on a large
+GPU: 848K tokens of an 8B model on an H200, for 64 sessions."""
 SMALL_HEAD = 1024
-"""Hidden size up to which a head's operations are too short to be worth sharing among threads."""
+"""Hidden size up to which a head's operations are too short to gain from several threads."""
 
 
 class Dtype(Enum):
-    """Type of weights and activations; AUTO is fp32 on the CPU and bf16 on CUDA."""
+    """Type of weights and activations. AUTO is fp32 on the CPU and bf16 on CUDA."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -41,30 +42,31 @@ class DraftSettings(ServiceSettings):
 
     listen: str = Field(
         "127.0.0.1:7002",
-        description="Address of the service: host:port, unix:/path, or ipc:///path for a target of this host.",
+        description="Address to listen on: host:port, unix:/path, or ipc:///path for targets on this host.",
     )
     insecure: bool = Field(
-        False, description="Listen on addresses that other hosts reach, without authentication."
+        False, description="Allow addresses that other hosts can reach, without authentication."
     )
     draft: Path | None = Field(
         None,
-        description="Folder of the draft head or draft model; none for n-grams or the target's MTP layers.",
+        description="Folder of the draft head or draft model; none for NGRAM or for the target's MTP layers.",
     )
     target_weights: Path | None = Field(
-        None, description="Target's folder: borrowed tensors, MTP layers and the tokenizer are read from it."
+        None, description="The target's folder, to read borrowed tensors, MTP layers and the tokenizer."
     )
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO,
-        description="EAGLE, EAGLE3, MTP (or NEXTN), STANDALONE, NGRAM, NONE, or auto: what the checkpoint shows.",
+        description="EAGLE, EAGLE3, MTP (or NEXTN), STANDALONE, NGRAM, NONE, or auto to detect it.",
     )
     speculative_token_map: Path | None = Field(
         None,
-        description="FR-Spec: the frequent tokens to draft, .pt, .safetensors or .json of ids; for heads with a full vocabulary.",
+        description="FR-Spec: file with the ids of the only tokens to draft, .pt, .safetensors or .json; "
+        "for heads with a full vocabulary.",
     )
-    ngram_min_match: int = Field(1, ge=1, description="NGRAM: tokens of context that must agree.")
-    ngram_max_match: int = Field(12, ge=1, description="NGRAM: tokens of context that can at most count.")
+    ngram_min_match: int = Field(1, ge=1, description="NGRAM: least number of matching context tokens.")
+    ngram_max_match: int = Field(12, ge=1, description="NGRAM: largest number of context tokens compared.")
     ngram_corpus: Path | None = Field(
-        None, description="NGRAM: further texts, .json or .jsonl of token ids or texts, or a text a line."
+        None, description="NGRAM: additional texts: .json or .jsonl of token ids or texts, or lines."
     )
     device: str = Field(
         "auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N."
@@ -72,85 +74,95 @@ class DraftSettings(ServiceSettings):
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     attention_backend: AttentionKind = Field(AttentionKind.AUTO, description="auto, reference or triton.")
     disable_tile_trial: bool = Field(
-        False, description="Try no tiles of products at start, and use none of earlier trials."
+        False, description="Do not tune kernel tiles at startup, and ignore the results of earlier tuning."
     )
-    max_sessions: int = Field(64, ge=1, description="Sequences that are followed at once.")
-    max_steps: int = Field(16, ge=1, description="Deepest tree that a target may ask for.")
-    max_topk: int = Field(16, ge=1, description="Widest branching that a target may ask for.")
-    max_nodes: int = Field(128, ge=1, description="Largest tree that a target may ask for.")
+    max_sessions: int = Field(64, ge=1, description="Largest number of sequences followed at the same time.")
+    max_steps: int = Field(16, ge=1, description="Largest tree depth that a target may request.")
+    max_topk: int = Field(16, ge=1, description="Largest branching that a target may request.")
+    max_nodes: int = Field(128, ge=1, description="Largest number of tree nodes that a target may request.")
     num_steps: int = Field(
-        5, ge=1, description="Depth of the trees that are recorded at start: the target's own default."
+        5, ge=1, description="Depth of the trees prepared at startup; the target's own default."
     )
-    topk: int = Field(4, ge=1, description="Branching of these trees.")
-    num_draft_tokens: int = Field(16, ge=1, description="Nodes of these trees, the root included.")
+    topk: int = Field(4, ge=1, description="Branching of the trees prepared at startup.")
+    num_draft_tokens: int = Field(
+        16, ge=1, description="Nodes of the trees prepared at startup, the root included."
+    )
     cuda_graph_max_bs: int = Field(
-        64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without."
+        64, ge=1, description="Largest batch with CUDA graphs; larger batches run without."
     )
     disable_cuda_graph: bool = Field(
-        False, description="Record no CUDA graphs; every round is launched kernel by kernel."
+        False, description="Capture no CUDA graphs; launch the kernels of every round one by one."
     )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the draft's KV cache.")
     kv_tokens: int | None = Field(
-        None, ge=1, description="Size of the draft's KV cache in tokens; by default what the memory allows."
+        None, ge=1, description="Size of the draft's KV cache in tokens; by default limited by memory."
     )
     mem_fraction_static: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="Share of the GPU's memory for weights and KV cache; by default the cache gets a tenth of what is free.",
+        description="Share of the GPU's memory for weights and KV cache; by default the KV cache gets a "
+        "tenth of the free memory.",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads of the draft; by default 1 for a small one, else torch's own choice.",
+        description="CPU threads of the draft; by default 1 for a small draft, else torch's default.",
     )
-    lease_s: float = Field(10.0, gt=0, description="A target that is silent for so long loses its sessions.")
+    lease_s: float = Field(
+        10.0, gt=0, description="Seconds of silence after which a target loses its sessions."
+    )
     evict_idle_s: float = Field(
-        1.0, ge=0, description="A session that was idle for so long may make room for another."
+        1.0, ge=0, description="Seconds after which an idle session may be evicted to make room for another."
     )
-    drain_grace_s: float = Field(
-        2.0, ge=0, description="On SIGTERM: time that the step in hand gets to finish."
-    )
+    drain_grace_s: float = Field(2.0, ge=0, description="Seconds to finish the current step on SIGTERM.")
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."
     )
-    log_json: bool = Field(False, description="One JSON object per log line.")
+    log_json: bool = Field(False, description="Write one JSON object per log line.")
 
     def check(self) -> None:
-        """Check what concerns several fields or the machine.
+        """Check conditions that concern several fields or the machine.
 
         Raises:
-            ConfigurationError: names the field and the fix.
+            ConfigurationError: A condition is violated. The message names the field and the fix.
         """
         check_listen_address(grpc_address(self.listen, "listen"), "listen", allow_remote=self.insecure)
         check_given(self.speculative_algorithm, self.draft, self.target_weights)
         if self.ngram_corpus is not None and self.speculative_algorithm is not Algorithm.NGRAM:
             raise ConfigurationError(
-                f"ngram_corpus: {self.ngram_corpus} is read by NGRAM only; ask for --speculative-algorithm NGRAM, or leave it out.",
+                f"ngram_corpus: only NGRAM reads {self.ngram_corpus}. Set --speculative-algorithm NGRAM, "
+                "or leave out --ngram-corpus.",
                 field="ngram_corpus",
             )
         if self.ngram_min_match > self.ngram_max_match:
             raise ConfigurationError(
-                f"ngram_min_match = {self.ngram_min_match} is above ngram_max_match = {self.ngram_max_match}.",
+                f"ngram_min_match = {self.ngram_min_match} must not be larger than ngram_max_match = "
+                f"{self.ngram_max_match}.",
                 field="ngram_min_match",
             )
         if self.attention_backend is AttentionKind.FLASHINFER:
             raise ConfigurationError(
-                "attention_backend: flashinfer waits for the GPU, drafts must not; use auto, reference or triton.",
+                "attention_backend: flashinfer blocks on the GPU, which a draft must not do. Use auto, "
+                "reference or triton.",
                 field="attention_backend",
             )
         if self.mem_fraction_static is not None and self.torch_device().type == "cpu":
             raise ConfigurationError(
-                f"mem_fraction_static = {self.mem_fraction_static} would do nothing: on a CPU kv_tokens sizes the cache; leave it out.",
+                f"mem_fraction_static = {self.mem_fraction_static} has no effect on a CPU. Leave it out, "
+                "and set kv_tokens to size the cache.",
                 field="mem_fraction_static",
             )
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError(
-                "device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device"
+                "device: cuda is set, but torch finds no GPU. Use --device cpu.", field="device"
             )
 
     def sized(self, kv_tokens: int) -> DraftSettings:
-        """Return the settings with a cache of so many tokens (and at least one largest tree), unless they name its size."""
+        """Return the settings with a cache of this size, unless they set the size themselves.
+
+        The cache is at least large enough for one tree of the largest shape.
+        """
         if self.kv_tokens is not None:
             return self
         return self.model_copy(
@@ -158,22 +170,22 @@ class DraftSettings(ServiceSettings):
         )
 
     def max_shape(self) -> DraftShape:
-        """Return the largest tree that may be asked for."""
+        """Return the largest tree that a target may request."""
         return DraftShape(self.max_steps, self.max_topk, self.max_nodes)
 
     def usual_shape(self) -> DraftShape:
-        """Return the tree of a request that names none, no larger than `max_shape`."""
+        """Return the default tree of a target, limited by `max_shape`."""
         steps, topk = min(self.num_steps, self.max_steps), min(self.topk, self.max_topk)
         return DraftShape(steps, topk, min(self.num_draft_tokens, self.max_nodes))
 
     def torch_device(self) -> torch.device:
-        """Return the device that `device` means on this machine."""
+        """Return the device that the setting `device` selects on this machine."""
         if self.device != "auto":
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the type of weights and activations on `device`."""
+        """Return the type of weights and activations on this device."""
         if self.dtype is Dtype.AUTO:
             return torch.float32 if device.type == "cpu" else torch.bfloat16
         dtype: torch.dtype = getattr(torch, self.dtype.value)
@@ -181,15 +193,15 @@ class DraftSettings(ServiceSettings):
 
 
 def plan_pages(settings: DraftSettings, bytes_per_token: int, gpu_memory: tuple[int, int] | None) -> int:
-    """Return how many pages the pool gets; pure, so that it is tested without a GPU.
+    """Return the number of pages of the KV pool. A pure function, so that tests need no GPU.
 
     Args:
-        settings: `kv_tokens`, `mem_fraction_static`, `max_sessions`, `page_size` and the caps of a tree.
-        bytes_per_token: Of one token in the head's KV.
-        gpu_memory: (free, total) bytes of the GPU once the head is loaded; None on a CPU.
+        settings: `kv_tokens`, `mem_fraction_static`, `max_sessions`, `page_size` and the limits of a tree.
+        bytes_per_token: Size of one token in the draft's KV cache.
+        gpu_memory: (free, total) bytes of the GPU after the weights were loaded; None on a CPU.
 
     Raises:
-        ConfigurationError: the pool would hold no sequence with the largest tree.
+        ConfigurationError: The pool is too small for one sequence with the largest tree.
     """
     if gpu_memory is None:
         tokens = min(CPU_KV_TOKENS, CPU_KV_BYTES // bytes_per_token)
@@ -207,15 +219,15 @@ def plan_pages(settings: DraftSettings, bytes_per_token: int, gpu_memory: tuple[
     smallest = settings.max_topk * settings.max_steps + settings.page_size
     if pages * settings.page_size < smallest:
         raise ConfigurationError(
-            f"kv_tokens: {pages * settings.page_size} tokens hold no sequence with a tree of {settings.max_steps} levels of "
-            f"{settings.max_topk}; at least {smallest} are needed.",
+            f"kv_tokens: {pages * settings.page_size} tokens are too few for a sequence with a tree of "
+            f"{settings.max_steps} levels of {settings.max_topk} nodes. Set at least {smallest}.",
             field="kv_tokens",
         )
     return pages
 
 
 def plan_threads(settings: DraftSettings, hidden_size: int) -> int | None:
-    """Return how many CPU threads the head gets; None leaves torch's own choice."""
+    """Return the number of CPU threads for the draft, or None for torch's default."""
     if settings.threads is not None:
         return settings.threads
     return 1 if hidden_size <= SMALL_HEAD else None

@@ -1,4 +1,4 @@
-"""The target as it describes itself in its Hello."""
+"""The target's self-description from its Hello (`TargetInfo`): sizes, model type, fingerprints."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from outrider.shared.nn.config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """What a target says of itself in its Hello.
+    """The target's self-description.
 
     Attributes:
-        target_id: Identifies the target process; its bulk stream names it too.
-        fingerprint: Of the target's weights or configuration.
-        vocab_size, hidden_size, num_layers: Of the target's model.
-        model_type: Of its configuration, e.g. ``deepseek_v3``; some heads count layers by the target's family. Empty when it is not told.
-        tokenizer: `tokenizer_fingerprint` of its folder; empty when it is not told.
+        target_id: Identifies the target process; its bulk stream carries the same id.
+        fingerprint: Fingerprint of the target's weights or configuration.
+        vocab_size, hidden_size, num_layers: Sizes of the target's model.
+        model_type: Model type in its configuration, for example ``deepseek_v3``. For some heads it decides
+            how aux layers are counted. Empty if unknown.
+        tokenizer: `tokenizer_fingerprint` of the target's folder; empty if unknown.
     """
 
     target_id: str
@@ -29,6 +30,6 @@ class TargetInfo:
 
     @classmethod
     def of(cls, target_id: str, config: ModelConfig, fingerprint: str | None = None) -> TargetInfo:
-        """Describe a target whose configuration is at hand; `fingerprint` is the configuration's by default."""
+        """Describe a target by its configuration, whose fingerprint is the default for `fingerprint`."""
         sizes = (config.vocab_size, config.hidden_size, config.num_layers)
         return cls(target_id, fingerprint or config.fingerprint, *sizes, config.model_type)

@@ -1,4 +1,4 @@
-"""The draft vocabulary: which of the target's tokens a head can name."""
+"""The draft vocabulary: maps the rows of a head's lm_head to target ids, with ``d2t`` or a token map."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from outrider.shared.base.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabulary:
-    """A subset of the target's vocabulary, or all of it.
+    """The part of the target's vocabulary that a head can draft.
 
     Attributes:
         size: Rows of the head's lm_head.
-        target_size: The target's vocabulary.
-        d2t: ``[size] int64`` **offsets**: target id = draft id + d2t[draft id]; None when draft ids are target ids.
+        target_size: Size of the target's vocabulary.
+        d2t: ``[size] int64`` **offsets**: target id = draft id + d2t[draft id]. None if draft ids are target
+            ids.
     """
 
     size: int
@@ -25,65 +26,74 @@ class DraftVocabulary:
 
     @classmethod
     def identity(cls, size: int) -> DraftVocabulary:
-        """Return the vocabulary of a head that names every token."""
+        """Return the vocabulary of a head that can draft every token."""
         return cls(size, size, None)
 
     @classmethod
     def from_tensors(cls, d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> DraftVocabulary:
-        """Check the mapping of a checkpoint.
+        """Check the mapping in a checkpoint, and return the vocabulary.
 
         Args:
-            d2t: ``[size]`` offsets, any integer type.
-            t2d: ``[target_size] bool`` membership, only compared; or None.
-            target_size: The target's vocabulary.
+            d2t: ``[size]`` offsets of any integer type.
+            t2d: ``[target_size] bool``, True for each token in the vocabulary. It is only compared; may be
+                None.
+            target_size: Size of the target's vocabulary.
 
         Raises:
-            CheckpointError: ids out of range or repeated (absolute ids stored as offsets are), or t2d says otherwise.
+            CheckpointError: Ids are repeated or out of range (for example target ids instead of offsets), or
+                `t2d` contains other tokens.
         """
         offsets = d2t.to(torch.int64)
         ids = offsets + torch.arange(offsets.shape[0], device=offsets.device)
         if int(ids.min()) < 0 or int(ids.max()) >= target_size:
             raise CheckpointError(
-                f"d2t maps draft ids to {int(ids.min())}…{int(ids.max())}, outside the vocabulary of {target_size}; it must hold offsets "
-                "(target id - draft id), not target ids.",
+                f"d2t maps draft ids to {int(ids.min())}…{int(ids.max())}, outside the vocabulary of "
+                f"{target_size}. It must contain offsets (target id - draft id), not target ids.",
                 field="d2t",
             )
         if len(set(ids.tolist())) != ids.shape[0]:
             raise CheckpointError(
-                "d2t maps two draft ids to one target id; it must hold offsets (target id - draft id).",
+                "d2t maps two draft ids to the same target id. It must contain offsets (target id - draft "
+                "id).",
                 field="d2t",
             )
         if t2d is not None and (int(t2d.sum()) != ids.shape[0] or not bool(t2d[ids].all())):
             raise CheckpointError(
-                "t2d names other tokens than d2t; export both from the same vocabulary.", field="t2d"
+                "t2d marks other tokens than d2t. Export both from the same vocabulary.", field="t2d"
             )
         return cls(ids.shape[0], target_size, offsets)
 
     @classmethod
     def from_token_map(cls, token_ids: torch.Tensor | None, target_size: int) -> DraftVocabulary:
-        """Return the vocabulary of a head that drafts with the target's lm_head, cut to the rows of a token map (FR-Spec).
+        """Return the vocabulary of a head whose full lm_head is cut to the ids of a token map (FR-Spec).
 
         Args:
-            token_ids: ``[size] int64`` target ids, see `heads.token_map.read_token_map`; None = all of them.
-            target_size: The target's vocabulary.
+            token_ids: ``[size] int64`` target ids, from `heads.files.token_map.read_token_map`; None for all
+                ids.
+            target_size: Size of the target's vocabulary.
 
         Raises:
-            CheckpointError: ids outside the vocabulary.
+            CheckpointError: An id is outside the vocabulary.
         """
         if token_ids is None:
             return cls.identity(target_size)
         ids = token_ids.sort().values
         if int(ids[-1]) >= target_size:
             raise CheckpointError(
-                f"The token map names token {int(ids[-1])}, the head's vocabulary has {target_size}; give the map that was made for this "
-                "model's tokenizer.",
+                f"The token map contains the id {int(ids[-1])}, but the head's vocabulary has "
+                f"{target_size} ids. Give the map that was made for this model's tokenizer.",
                 field="speculative_token_map",
             )
         return cls(ids.shape[0], target_size, ids - torch.arange(ids.shape[0], device=ids.device))
 
     @classmethod
     def in_order(cls, token_ids: torch.Tensor, target_size: int) -> DraftVocabulary:
-        """Return the vocabulary of a head whose lm_head has a row for each of ``token_ids [size]``, distinct target ids, in that order."""
+        """Return the vocabulary of a head whose lm_head has one row per id, in the order of `token_ids`.
+
+        Args:
+            token_ids: ``[size] int64``, distinct target ids.
+            target_size: Size of the target's vocabulary.
+        """
         return cls(
             token_ids.shape[0],
             target_size,
@@ -91,6 +101,6 @@ class DraftVocabulary:
         )
 
     def target_ids(self, device: torch.device) -> torch.Tensor:
-        """Return the target id of every draft id, ``[size] int64``."""
+        """Return the target ids of all draft ids, ``[size] int64``."""
         ids = torch.arange(self.size, device=device)
         return ids if self.d2t is None else ids + self.d2t.to(device)

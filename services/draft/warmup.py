@@ -1,4 +1,4 @@
-"""Sessions through the whole engine before anybody is served: compiles kernels, touches memory, and proves that nothing leaks."""
+"""Warms up the draft with made-up sessions: compiles kernels, captures CUDA graphs, and checks for leaks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _log = get_logger("outrider.draft")
 WARM_UP_PEER = PeerId(0)
 PROMPT_LEN = 20
 LONG_PROMPT_LEN = 300
-"""More rows than are recorded."""
+"""A prompt with more rows than CUDA graphs are captured for."""
 PERIOD = 7
-"""The made-up sequence repeats itself, so that n-grams have something to find."""
+"""Period of the made-up sequence. It repeats itself so that n-grams find matches."""
 MOST_UNRECORDED = 16
-"""Sessions that are followed at once by what has no rounds in one go."""
+"""Largest number of concurrent sessions for a strategy without recorded rounds."""
 MOST_TOKENS = 256
-"""Of a made-up sequence with its tree: so many sessions of them as the cache holds are followed at once."""
+"""Upper bound of the tokens of a made-up sequence with its tree; limits concurrent sessions to the cache."""
 
 
 def warm_up(
@@ -42,24 +42,30 @@ def warm_up(
     tiles: bool = True,
     tiles_s: float = BESIDE_BUDGET_S,
 ) -> None:
-    """Follow made-up sequences and grow trees of the default shapes, greedy and with noise; on a GPU in batches of several sizes.
+    """Follow made-up sequences and grow trees of the default shapes, greedy and with noise.
+
+    On a GPU this runs for batches of several sizes.
 
     Args:
-        engine: Follows nobody yet.
-        device: Where it computes.
-        record: Record the rounds that the host starts on a GPU too; for a draft whose rounds do not stay on the device.
-        tiles: Try tiles of products that nobody measured.
-        tiles_s: Begin nothing of that after so many seconds.
+        engine: An engine without sessions.
+        device: The engine's device.
+        record: On a GPU, also capture the rounds that the host starts; needed for a draft whose rounds do not
+            stay on the device.
+        tiles: Tune the tiles of products that were never measured.
+        tiles_s: Start no further tuning after this time, in seconds.
 
     Raises:
-        CheckpointError: the draft's output is not finite: its weights are damaged, or its dtype is too narrow.
+        CheckpointError: The draft's output is not finite, because its weights are damaged or its dtype is too
+            narrow.
     """
+    # 1. Tune tiles, then rehearse the work without kernels, to compile all kernels that it needs.
     if tiles and isinstance(engine.strategy, HasProducts):
         try_products(engine.strategy.uses(), device, tiles_s)
     works, rounds = list(_works(engine, device, record)), engine.strategy.rounds
     if compiled := compile_ahead(device, works):
         _log.info("kernels compiled", kernels=compiled)
-    engine.drop_peer(WARM_UP_PEER)  # whom a rehearsal that failed may have left
+    engine.drop_peer(WARM_UP_PEER)  # a failed rehearsal may have left sessions
+    # 2. Run the work, which captures the CUDA graphs.
     started = time.monotonic()
     with rounds.graphs.cache.keeping() if rounds is not None else nullcontext():
         for work in works:
@@ -92,10 +98,10 @@ def _works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[
 
 
 def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
-    """Return 1, 2, 4 … as many sessions as are followed or recorded at once, and no more than the cache holds.
+    """Return the batch sizes to prepare: 1, 2, 4 … up to the largest batch, limited by the cache.
 
-    Kernels are compiled anew where a size is 1, a multiple of 16, or padded to another power of two; a compilation in mid-stream takes
-    longer than a target waits.
+    Kernels are compiled again for a size of 1, for multiples of 16, and for each power of two to which sizes
+    are padded. A compilation in mid-stream takes longer than a target waits.
     """
     pages, rounds = engine.strategy.pages(), engine.strategy.rounds
     most = engine.sessions.limits.max_sessions
@@ -107,7 +113,7 @@ def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
 
 
 def usual_shapes(engine: DraftEngine) -> tuple[DraftShape, ...]:
-    """Return the tree that most requests ask for, and its chain."""
+    """Return the default tree, and the chain of the same depth."""
     tree = engine.sessions.limits.usual_shape
     return tuple(dict.fromkeys((tree, DraftShape(tree.depth, 1, min(tree.depth + 1, tree.max_nodes)))))
 
@@ -131,7 +137,8 @@ def _follow(engine: DraftEngine, sessions: int, temperature: float, length: int 
         for proposal in engine.step().proposals:
             if fitting.bounded().drafts and not rehearsing() and int(proposal.trees.num_nodes.min()) < 2:
                 raise CheckpointError(
-                    f"{info.model_id}: its logits are not finite; its weights are damaged, or --dtype is too narrow.",
+                    f"{info.model_id}: the logits are not finite. Its weights are damaged, or --dtype is "
+                    "too narrow.",
                     field="draft",
                 )
     engine.drop_peer(WARM_UP_PEER)

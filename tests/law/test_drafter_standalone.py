@@ -141,7 +141,7 @@ def test_another_vocabulary_is_refused_unless_the_tokenizer_is_the_same(
     padded = make_toy_target(
         tmp_path / "padded", vocab_size=VOCAB + 32, hidden_size=96, num_layers=1, planted=0.0
     )
-    with pytest.raises(CheckpointError, match="vocab_size is 96, the target's 64") as caught:
+    with pytest.raises(CheckpointError, match="vocab_size is 96, but the target's is 64") as caught:
         drafter_for(target, padded)
     assert caught.value.field == "vocab_size"
     draft = copy_of(padded, tmp_path / "draft", {"a": 0})

@@ -73,7 +73,7 @@ def test_a_head_in_the_targets_process_is_refused(
     bare: tuple[Path, Path], target: Path, tmp_path: Path
 ) -> None:
     decoder = load_decoder(target, CPU, torch.float32)
-    with pytest.raises(CheckpointError, match=r"another tokenizer.*'b' is id 2 .* and id 1") as caught:
+    with pytest.raises(CheckpointError, match=r"different tokenizers.*'b' is id 2 .* and id 1") as caught:
         drafter_beside(decoder, settings(head(bare, tmp_path, OTHERS), target_weights=target))
     assert caught.value.field == "tokenizer"
 
@@ -81,7 +81,7 @@ def test_a_head_in_the_targets_process_is_refused(
 def test_a_service_that_knows_the_targets_folder_refuses_before_it_listens(
     bare: tuple[Path, Path], target: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match="another tokenizer") as caught:
+    with pytest.raises(CheckpointError, match="different tokenizers") as caught:
         DraftService(
             settings(
                 head(bare, tmp_path, OTHERS), target_weights=target, listen=f"unix:{tmp_path}/draft.sock"

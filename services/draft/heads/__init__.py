@@ -1,1 +1,1 @@
-"""Draft heads: the networks, one module per kind, and the registry that finds the one a checkpoint needs."""
+"""EAGLE draft heads: one module per kind of network, and the registry that picks the right one."""

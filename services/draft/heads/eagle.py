@@ -1,12 +1,16 @@
-"""EAGLE-1/2: the target's own kind of layer over a mix of (embedding of token t + 1, feature of t).
+"""EAGLE-1/2 head: decoder layers over pairs of (embedding of token t + 1, feature of token t).
 
-Source: arXiv 2401.15077 and 2406.16858 and their official code. The feature is the target's last hidden state after its final norm.
+Sources: EAGLE (arXiv 2401.15077), EAGLE-2 (arXiv 2406.16858) and their official code. The feature is the
+target's last hidden state after its final norm.
 
-    h0 = fc([embed(token) ; feature])                    embedding first
-    h1 = h0 + Attention(h0);   h = h1 + MLP(post_attention_layernorm(h1))        layer 0 has no input_layernorm, later ones do
-    logits = the target's lm_head(h), no norm before it;   next feature = h
+    h0 = fc([embed(token) ; feature])                the embedding comes first
+    h1 = h0 + Attention(h0)                          layer 0 has no input_layernorm; later layers do
+    h  = h1 + MLP(post_attention_layernorm(h1))
+    logits = lm_head(h)                              the target's lm_head, without a norm before it
+    next feature = h
 
-In Mistral's own heads layer 0 has its norm too, and h is normed at the end (`mistral_format`).
+Heads in Mistral's own format differ in two ways: layer 0 has its input norm, and a final norm is applied
+to h (`mistral_format`).
 """
 
 from __future__ import annotations
@@ -34,17 +38,17 @@ from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape
-from outrider.shared.nn.fused.products import ProductUse
+from outrider.shared.nn.fused.products import HasProducts, ProductUse
 from outrider.shared.nn.layers.blocks import DecoderLayer, RMSNorm
 from outrider.shared.nn.layers.rope import Rotation
 from outrider.shared.spec.drafter import FeatureSpec
 
 RAW_FEATURES = "final_hidden"
-"""Fingerprint of features that no head's weights went into."""
+"""Fingerprint of raw features: they do not depend on any weights of the head."""
 
 
-class EagleHead(LoadedHead):
-    """An EAGLE-1/2 head; implements `RecurrentHead`. Make it by `load`."""
+class EagleHead(LoadedHead, HasProducts):
+    """An EAGLE-1/2 head. Create it with `load`."""
 
     algorithm = "EAGLE"
 
@@ -84,15 +88,15 @@ class EagleHead(LoadedHead):
     def load(
         cls, path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
     ) -> tuple[EagleHead, HeadKeys]:
-        """Read a head's folder strictly: every tensor is used, or ignored by name (`HeadKeys.ignored`).
+        """Read a head from its folder. Every tensor must be used or be in `HeadKeys.ignored`.
 
         Args:
-            path: The folder.
-            device, dtype: Where and how it computes.
-            token_map: Target ids that it shall draft (FR-Spec); None = all.
+            path: Folder of the head.
+            device, dtype: Device and type to compute with.
+            token_map: The only target ids to draft (FR-Spec); None drafts all of them.
 
         Raises:
-            CheckpointError: naming the key or tensor, and the fix.
+            CheckpointError: The checkpoint is not usable. The message names the key or tensor, and the fix.
         """
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
             config = EagleConfig.from_dir(path, native=is_native(reader.names))
@@ -106,7 +110,7 @@ class EagleHead(LoadedHead):
         return head, keys
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """See `DraftStrategy.feature_spec`. Features travel raw: ``fc`` mixes the embedding in, so it cannot run on the target."""
+        # Features travel raw: `fc` also mixes in the embedding, so the target cannot apply it.
         if target is not None:
             self.config.check_target(target)
         return FeatureSpec(final_hidden=True, feature_size=self.hidden_size, fingerprint=RAW_FEATURES)
@@ -121,7 +125,6 @@ class EagleHead(LoadedHead):
         source: torch.Tensor | None = None,
         ends: Ends | None = None,
     ) -> torch.Tensor:
-        """See `RecurrentHead.forward`."""
         if features.is_cuda:
             pair, _ = head_input(tokens, self._tables.embedding, features, source, None, None, 0.0)
         else:
@@ -140,16 +143,14 @@ class EagleHead(LoadedHead):
         return hidden if self._norm is None else self._norm(hidden)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentHead.logits`."""
         return self._tables.logits(states) if self._fused is None else self._fused.logits(states)
 
     def uses(self) -> list[ProductUse]:
-        """See `HasProducts.uses`."""
         return [] if self._fused is None else self._fused.uses()
 
     @cached_property
     def _fused(self) -> FusedHead | None:
-        """What runs the layers on a GPU; asked for when nothing is missing any more."""
+        """The fused GPU path, or None. Read it only after every missing tensor was lent: it is built once."""
         if not runs_fused(self.device, self.dtype):
             return None
         last = self._first_post_norm if self._norm is None else self._norm
@@ -167,7 +168,7 @@ def _optional_norm(keys: HeadKeys, reader: CheckpointReader, name: str, eps: flo
 
 
 def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
-    """Match a file's names and shapes with what the configuration says."""
+    """Match the names and shapes of a checkpoint's tensors against its configuration."""
     layer = config.layer
     hidden = layer.hidden_size
     stored = canonical_names(reader)
@@ -175,13 +176,14 @@ def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
     ignored = {"lm_head.weight": "EAGLE-1/2 heads draft with the target's lm_head"}
     if config.fc_bias and "fc.weight" in stored and "fc.bias" not in stored:
         raise CheckpointError(
-            f'{reader.path}: fc.bias is missing; a head whose fc has no bias says "bias": false in its config.json.',
+            f"{reader.path}: the tensor fc.bias is missing. If the head's fc has no bias, "
+            'add "bias": false to its config.json; otherwise download the checkpoint again.',
             field="fc.bias",
         )
     if config.fc_bias:
         shapes["fc.bias"] = (hidden,)
     else:
-        ignored["fc.bias"] = 'config.json says "bias": false'
+        ignored["fc.bias"] = 'config.json sets "bias": false'
     for index in range(layer.num_layers):
         shapes |= layer_shapes(layer, index, hidden, stored, qkv_bias=config.qkv_bias)
         if index or config.first_norm:

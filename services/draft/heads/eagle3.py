@@ -1,12 +1,15 @@
-"""EAGLE-3: decoder layers over the pair (embedding of token t + 1, feature of t). Source: arXiv 2503.01840 and its official code.
+"""EAGLE-3 head: decoder layers over pairs of (embedding of token t + 1, feature of token t).
 
-    r  = projected target feature, or this head's own state of the row before
-    x  = [input_layernorm(embed(token)) ; hidden_norm(r)]             q, k, v of layer 0 take 2h
+Source: EAGLE-3 (arXiv 2503.01840) and its official code.
+
+    r  = the projected target feature, or this head's own state from the previous step
+    x  = [input_layernorm(embed(token)) ; hidden_norm(r)]        q, k and v of layer 0 read 2 * hidden inputs
     h1 = r + Attention(x);   h = h1 + MLP(post_attention_layernorm(h1))
-    layers behind the first: h1 = h + Attention(hidden_norm(h));   h = h1 + MLP(post_attention_layernorm(h1))
+    later layers: h1 = h + Attention(hidden_norm(h));   h = h1 + MLP(post_attention_layernorm(h1))
     logits = lm_head(norm(h)) over the draft vocabulary;   next feature = h, before the norm
 
-The projection of the target's features (``fc`` and its norms) runs on the target, so every feature that arrives here has width h.
+The target runs the projection of its features (``fc`` and its norms), so every feature that arrives here is
+already ``hidden`` wide.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
-from outrider.shared.nn.fused.products import ProductUse
+from outrider.shared.nn.fused.products import HasProducts, ProductUse
 from outrider.shared.nn.layers.blocks import Attention, DecoderLayer
 from outrider.shared.nn.layers.rope import Rotation
 from outrider.shared.obs.logging import get_logger
@@ -51,8 +54,8 @@ __all__ = ["EMBEDDING", "LM_HEAD", "Eagle3Head"]
 log = get_logger("outrider.draft.heads")
 
 
-class Eagle3Head(LoadedHead):
-    """An EAGLE-3 head; implements `RecurrentHead`. Make it by `load`."""
+class Eagle3Head(LoadedHead, HasProducts):
+    """An EAGLE-3 head. Create it with `load`."""
 
     algorithm = "EAGLE3"
 
@@ -91,15 +94,16 @@ class Eagle3Head(LoadedHead):
     def load(
         cls, path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None = None
     ) -> tuple[Eagle3Head, HeadKeys]:
-        """Read a head's folder strictly: every tensor is used, or ignored by name (`HeadKeys.ignored`).
+        """Read a head from its folder. Every tensor must be used or be in `HeadKeys.ignored`.
 
         Args:
-            path: The folder.
-            device, dtype: Where and how it computes.
-            token_map: Target ids that a head with a full vocabulary shall draft (FR-Spec); None = all.
+            path: Folder of the head.
+            device, dtype: Device and type to compute with.
+            token_map: The only target ids that a head with a full vocabulary drafts (FR-Spec); None drafts
+                all of them.
 
         Raises:
-            CheckpointError: naming the key or tensor, and the fix.
+            CheckpointError: The checkpoint is not usable. The message names the key or tensor, and the fix.
         """
         config = Eagle3Config.from_dir(path)
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
@@ -109,7 +113,6 @@ class Eagle3Head(LoadedHead):
         return head, keys
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """See `DraftStrategy.feature_spec`."""
         return FeatureSpec(
             aux_layer_ids=self._captured(target) if target is not None else self.config.aux.ids or (),
             final_hidden=self.config.final_hidden,
@@ -124,7 +127,7 @@ class Eagle3Head(LoadedHead):
         if layers:
             convention = self.config.aux_convention(target).value
             log.info(
-                "aux layers",
+                "aux layers selected",
                 outputs_of=list(layers),
                 convention=convention,
                 layers=target.num_layers,
@@ -133,7 +136,6 @@ class Eagle3Head(LoadedHead):
         return layers
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
         super().lend(name, tensor)
         self._settle()
 
@@ -147,9 +149,10 @@ class Eagle3Head(LoadedHead):
         source: torch.Tensor | None = None,
         ends: Ends | None = None,
     ) -> torch.Tensor:
-        """See `RecurrentHead.forward`."""
         kind = Residual.NORMED_FEATURE if self.config.norm_before_residual else Residual.FEATURE
+        # Path 1: fused kernels; the embedding's share of the first product comes from a table.
         if self._fused is not None and self._embedded is not None and isinstance(attention, StoredAttention):
+            # If the last pass left the sums of squares of these features, no norm kernel is needed.
             stream = self._fused.behind(features) if source is None and self._embedded.folded else None
             if stream is None:
                 normed, residual = feature_input(
@@ -161,6 +164,7 @@ class Eagle3Head(LoadedHead):
             lookup = Lookup(self._embedded.table, tokens.contiguous())
             stream = self._fused.forward(stream, rotation, attention, pool, ends, lookup)
             return normalise(stream) if self.config.norm_output else stream.residual
+        # Paths 2 and 3 read the pair [embedding ; feature]: prepare it, and the residual around layer 0.
         if features.is_cuda:
             norms = self._embedding_norm.weight, self._hidden_norm.weight
             pair, residual = head_input(
@@ -173,9 +177,11 @@ class Eagle3Head(LoadedHead):
                 [self._embedding_norm(self._tables.embed(tokens)), normed], dim=-1
             )  # [rows, 2 * hidden]
             residual = normed if self.config.norm_before_residual else features
+        # Path 2: fused kernels with the whole first product, because the table would be too large.
         if self._fused is not None and isinstance(attention, StoredAttention):
             stream = self._fused.forward(Stream(residual, pair, None, 0.0), rotation, attention, pool, ends)
             return normalise(stream) if self.config.norm_output else stream.residual
+        # Path 3: no fused kernels exist for this device or these layers.
         hidden = self._attention(pair, residual, rotation, attention, pool)
         hidden = self._mlp(self._post_attention_norm(hidden), hidden)
         for layer in self._layers:
@@ -184,7 +190,6 @@ class Eagle3Head(LoadedHead):
         return self._norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """See `RecurrentHead.logits`."""
         if self._fused is None:
             return self._tables.logits(states if self.config.norm_output else self._norm(states))
         behind = self._fused.behind(states)
@@ -195,11 +200,10 @@ class Eagle3Head(LoadedHead):
         )
 
     def uses(self) -> list[ProductUse]:
-        """See `HasProducts.uses`."""
         return [] if self._fused is None else self._fused.uses()
 
     def _settle(self) -> None:
-        """Make what runs the layers on a GPU, once nothing is missing any more."""
+        """Build the fused GPU path once no borrowed tensor is missing."""
         if self.missing() or not runs_fused(self.device, self.dtype):
             return
         if type(self._attention) is Attention:
@@ -210,14 +214,14 @@ class Eagle3Head(LoadedHead):
         attention = self._attention
         if self._embedded is not None:
             attention = self._embedded.attention
-            log.info("embeddings multiplied beforehand", mib=round(self._embedded.table.nbytes / 2**20))
+            log.info("embedding products precomputed", mib=round(self._embedded.table.nbytes / 2**20))
         self._fused = fuse(
             (attention, self._mlp), self._post_attention_norm, self._layers, self._norm, self._tables.lm_head
         )
 
 
 def _fingerprint(projector: Mapping[str, torch.Tensor], norm_eps: float) -> str:
-    """Identify a projector: stored features are valid for this value only."""
+    """Return the projector's fingerprint: stored features are valid only for the same value."""
     digest = hashlib.sha256(repr(norm_eps).encode())
     for name in sorted(projector):
         tensor = projector[name].to("cpu")

@@ -1,4 +1,4 @@
-"""A head's decoder layers and its logits from fused kernels, as the target's decoder runs them on a GPU."""
+"""Runs a head's decoder layers and lm_head with the fused GPU kernels that the target's decoder uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from outrider.shared.nn.layers.rope import Rotation
 
 @dataclass(frozen=True, slots=True)
 class FusedBlock:
-    """One layer: its blocks, and the norms before its MLP and after it."""
+    """One decoder layer: attention, MLP, the norm between them, and the norm after the MLP."""
 
     attention: Attention
     mlp: GatedMLP
@@ -44,7 +44,7 @@ class FusedHead:
     """Runs a head's layers over the rows of a planned step.
 
     Args:
-        blocks: The layers.
+        blocks: The decoder layers, in order.
         lm_head: ``[vocabulary, hidden]``.
     """
 
@@ -62,15 +62,16 @@ class FusedHead:
         ends: Ends | None = None,
         lookup: Lookup | None = None,
     ) -> Stream:
-        """Return the residual stream behind the last layer, prepared for its norm.
+        """Return the residual stream after the last layer, ready for the final norm.
 
         Args:
-            stream: What the first q-k-v product reads, and what goes round the first layer.
+            stream: The input of the first q-k-v product, and the residual that bypasses the first layer.
             rotation, attention, pool, ends: As in `RecurrentHead.forward`.
-            lookup: What a table adds to the first q-k-v product.
+            lookup: Table rows to add to the first q-k-v product; None adds nothing.
         """
         for block in self._blocks:
             if ends is not None and block is self._blocks[-1]:
+                # Only the last layer may skip rows: earlier layers feed the K/V of all rows in later layers.
                 if ends.batch is None:
                     return _store(block.attention, stream, rotation, attention.slots, pool, lookup)
                 stream = replace(stream, residual=ends.of(stream.residual))
@@ -78,15 +79,15 @@ class FusedHead:
             stream = attention_block(
                 block.attention, stream, rotation, attention, pool, block.between, lookup=lookup
             )
-            lookup = None
+            lookup = None  # only the first layer reads the embedding
             stream = mlp_block(block.mlp, stream, block.after)
         self._behind = stream
         return stream
 
     def behind(self, states: torch.Tensor) -> Stream | None:
-        """Return the stream behind the last pass if these very states are its residual and their sums of squares are known.
+        """Return the stream of the last pass, if `states` is its residual and its sums of squares are known.
 
-        Whoever reads them next then needs no kernel of its own for the norm.
+        The next reader of these states then needs no separate kernel for the norm.
         """
         stream = self._behind
         return (
@@ -94,14 +95,14 @@ class FusedHead:
         )
 
     def logits_behind(self, stream: Stream) -> torch.Tensor:
-        """Return ``[rows, vocabulary]`` for the rows of a stream, normed."""
+        """Normalise the rows of a stream and return their logits, ``[rows, vocabulary]``."""
         if self._lm_head.bias is not None:
             return self._lm_head(normalise(stream))
         parts = project_normed(stream, self._lm_head.weight)
         return parts.sum(0) if parts.dim() == 3 else parts
 
     def uses(self) -> list[ProductUse]:
-        """Return the uses of all products, for a trial of tiles."""
+        """Return the uses of all products, so that kernel tiles can be tried for them."""
         layers = [(block.attention, block.mlp) for block in self._blocks]
         return uses_of(layers, self._lm_head, self._lm_head.weight.dtype, reduced=False)
 
@@ -114,28 +115,39 @@ class FusedHead:
 
 
 def _store(
-    block: Attention, stream: Stream, rotation: Rotation, slots: torch.Tensor, pool: KVPool, lookup: Lookup | None
-) -> Stream:  # fmt: skip
-    """Write K and V of all rows; return a stream of no rows."""
+    block: Attention,
+    stream: Stream,
+    rotation: Rotation,
+    slots: torch.Tensor,
+    pool: KVPool,
+    lookup: Lookup | None,
+) -> Stream:
+    """Store K and V of all rows without computing any states, and return a stream without rows."""
     weight, first = block.qkv.weight, block.num_heads * block.head_dim
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
     rope_store(
-        functional.linear(stream.scaled, weight[first:]), rotation.cos, rotation.sin, k_plane, v_plane, slots, stream=stream,
+        functional.linear(stream.scaled, weight[first:]),
+        rotation.cos,
+        rotation.sin,
+        k_plane,
+        v_plane,
+        slots,
+        stream=stream,
         bias=None if block.qkv.bias is None else block.qkv.bias[first:],
         head_norm=block.head_norm.weight[block.num_heads :] if block.head_norm else None,
         head_eps=block.head_norm.eps if block.head_norm else 0.0,
         lookup=None if lookup is None else Lookup(lookup.table[:, first:], lookup.index),
-    )  # fmt: skip
+    )
     return Stream(stream.residual[:0], stream.residual[:0], None, 0.0)
 
 
 class _EndAttention(StoredAttention):
-    """Stores K and V of all rows that were planned, and attends from the last of each sequence.
+    """Stores K and V of all planned rows, but attends only from the last row of each sequence.
 
     Args:
-        attention: Planned for all rows; attending plans it for the last ones.
-        ends: Which they are.
-        batch: What they see.
+        attention: Backend planned for all rows. `attend` plans it again, for the last rows only.
+        ends: Selects the last rows.
+        batch: The positions that those rows attend to.
     """
 
     def __init__(self, attention: StoredAttention, ends: Ends, batch: AttentionBatch) -> None:
@@ -146,11 +158,9 @@ class _EndAttention(StoredAttention):
 
     @property
     def slots(self) -> torch.Tensor:
-        """See `StoredAttention.slots`."""
         return self._slots
 
     def plan(self, batch: AttentionBatch) -> None:
-        """See `AttentionBackend.plan`."""
         self._attention.plan(batch)
         self._slots = self._attention.slots
 
@@ -164,7 +174,6 @@ class _EndAttention(StoredAttention):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """See `StoredAttention.attend`."""
         self._attention.plan(self._batch)
         return self._attention.attend(layer, self._ends.of(q), pool, scale, window, sinks, softcap)
 
@@ -176,14 +185,14 @@ def fuse(
     last: RMSNorm,
     lm_head: Linear,
 ) -> FusedHead | None:
-    """Return what runs a head's layers, or None if they are of a kind that has no fused kernels.
+    """Build the fused path of a head, or return None if a layer has no fused kernels.
 
     Args:
-        first: Attention and MLP of layer 0, whose input is the head's own affair.
-        between: The norm between the two.
-        others: The layers behind it.
-        last: The norm behind all; of a head without one, any: what it makes is not read.
-        lm_head: Makes logits of states.
+        first: Attention and MLP of layer 0. The head itself prepares the input of layer 0.
+        between: The norm between those two.
+        others: The layers after layer 0.
+        last: The norm after the last layer. A head without one may pass any norm: its output is not read.
+        lm_head: Projects states to logits.
     """
     layers = [
         (*first, between),
@@ -199,5 +208,5 @@ def fuse(
 
 
 def runs_fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers of this type run from fused kernels on a device."""
+    """Return whether fused kernels exist for this device and type."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float32)

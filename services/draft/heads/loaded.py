@@ -1,4 +1,4 @@
-"""What the heads that are read from a folder have in common."""
+"""Base class of the heads read from a folder: sizes, rotary table, borrowed tensors, token tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from outrider.services.draft.growth.recurrent_head import RecurrentHead
 from outrider.services.draft.heads.files.head_config import HeadConfig
 from outrider.services.draft.heads.tables import TokenTables
 from outrider.services.draft.vocab import DraftVocabulary
@@ -13,13 +14,13 @@ from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.layers.rope import RotaryEmbedding, Rotation
 
 
-class LoadedHead:
-    """Sizes, rotary table and token tables of a head; the rest of `RecurrentHead` is its kind's.
+class LoadedHead(RecurrentHead):
+    """Sizes, rotary table and token tables of a head. Subclasses add the network.
 
     Args:
-        layer: Of its decoder layers.
-        reader: Of its checkpoint.
-        vocabulary: What its logits range over.
+        layer: Configuration of the head's decoder layers.
+        reader: Reader of the head's checkpoint.
+        vocabulary: The tokens that the logits range over.
     """
 
     _tables: TokenTables
@@ -37,13 +38,10 @@ class LoadedHead:
         self._rope = RotaryEmbedding(layer.rope, layer.rotary_dim, self.device, self.dtype)
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`."""
         return self._tables.missing()
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
         self._tables.lend(name, tensor)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
-        """See `RecurrentHead.rotation`."""
         return self._rope(positions)

@@ -1,4 +1,4 @@
-"""Finds the head that a checkpoint needs: by the architecture in its configuration, or by its tensors where that says too little."""
+"""Loads the draft head in a folder. Detects EAGLE or EAGLE-3 by architecture name, else by its tensors."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ Loader = Callable[[Path, torch.device, torch.dtype, torch.Tensor | None], Recurr
 
 
 class HeadKind(Enum):
-    """The kinds of heads; the values are the algorithms' names in settings."""
+    """The kinds of heads. The values are the names of the algorithms in the settings."""
 
     EAGLE = "EAGLE"
     EAGLE3 = "EAGLE3"
 
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "GptOss")
-"""Of the targets that heads are named for; their layers are Llama's, whatever the target's are."""
+"""Families of targets that appear in heads' architecture names. Whatever the target's layers are like, the
+heads' layers are Llama's."""
 ARCHITECTURES: Mapping[str, HeadKind] = {
     **{
         name: HeadKind.EAGLE
@@ -55,17 +56,17 @@ ARCHITECTURES: Mapping[str, HeadKind] = {
     "LlamaForCausalLMEagle3Deep": HeadKind.EAGLE3,  # ModelOpt, of several layers
 }
 PLAIN_ARCHITECTURES = tuple(f"{one}ForCausalLM" for one in FAMILIES)
-"""What the official heads call themselves, and plain models too: their tensors decide."""
+"""Names used both by official heads and by plain models; the tensors tell them apart."""
 
 FUSION = "fc.weight"
 EAGLE3_ONLY = ".hidden_norm.weight"
 
 
 def head_kind(path: Path) -> HeadKind | None:
-    """Return the kind of head in a folder, or None when it holds a plain model.
+    """Return the kind of head in a folder, or None if the folder holds a plain model.
 
     Raises:
-        CheckpointError: the folder holds neither; `field` names the key or file.
+        CheckpointError: The folder holds neither. `field` names the key or file.
     """
     raw = read_head_config(path)
     source = config_file(path)
@@ -79,7 +80,8 @@ def head_kind(path: Path) -> HeadKind | None:
     if architecture not in PLAIN_ARCHITECTURES:
         known = ", ".join((*ARCHITECTURES, *PLAIN_ARCHITECTURES))
         raise CheckpointError(
-            f"{config_file(path)}: architectures: {architecture!r} is not a known draft head; known: {known}.",
+            f"{config_file(path)}: architectures: {architecture!r} is not a supported draft head. "
+            f"Supported names: {known}.",
             field="architectures",
         )
     with CheckpointReader(path) as reader:
@@ -95,18 +97,19 @@ def load_head(
     """Load the head in a folder.
 
     Args:
-        path: The folder.
-        device, dtype: Where and how it computes.
-        token_map: Target ids that a head with a full vocabulary shall draft (`token_map.read_token_map`); None = all.
+        path: Folder of the head.
+        device, dtype: Device and type to compute with.
+        token_map: The only target ids that a head with a full vocabulary drafts (`token_map.read_token_map`);
+            None drafts all of them.
 
     Raises:
-        CheckpointError: the folder is not a draft head of a known kind; `field` names the key, file or tensor.
+        CheckpointError: The folder does not hold a supported head. `field` names the key, file or tensor.
     """
     kind = head_kind(path)
     if kind is None:
         raise CheckpointError(
-            f"{path} holds no {FUSION}, so this is a plain model and not a draft head; give the folder of a head, or draft with the model "
-            "by --speculative-algorithm STANDALONE.",
+            f"{path} has no tensor {FUSION}, so it is a plain model and not a draft head. Give the folder of "
+            "a head, or draft with this model by --speculative-algorithm STANDALONE.",
             field=FUSION,
         )
     return LOADERS[kind](path, device, dtype, token_map)
@@ -131,7 +134,7 @@ def _load_eagle3(
 
 def _log(head: RecurrentHead, keys: HeadKeys, **more: object) -> None:
     log.info(
-        "draft head read",
+        "draft head loaded",
         algorithm=head.algorithm,
         layer_names=keys.dialect,
         layers=head.num_layers,

@@ -1,4 +1,4 @@
-"""The embedding and the lm_head of a head: its own, or borrowed from the target."""
+"""A head's embedding and lm_head: its own, or borrowed from the target (`TokenTables.missing`, `lend`)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LM_HEAD = "lm_head.weight"
 
 
 class TokenTables:
-    """Tokens to vectors and states to logits.
+    """Maps tokens to embeddings and states to logits.
 
     Args:
-        config: The head's.
-        reader: Its file, for device, dtype and the errors.
-        vocabulary: What the logits range over; of a full lm_head only its rows are kept.
+        config: Configuration of the head's layers.
+        reader: Reader of the head's checkpoint. Supplies the device, the dtype and the path for errors.
+        vocabulary: The tokens that the logits range over. Only their rows of a full lm_head are kept.
         embedding: ``[vocab_size, hidden_size]``, or None to borrow the target's.
         lm_head: ``[vocabulary.size or vocab_size, hidden_size]``, or None to borrow the target's.
-        target_hidden_size: Width of what can be borrowed.
+        target_hidden_size: Width of the target's embedding and lm_head.
 
     Raises:
-        CheckpointError: something has to be borrowed and the target's does not fit.
+        CheckpointError: A tensor must be borrowed, but the target's has the wrong width.
     """
 
     def __init__(
@@ -58,24 +58,34 @@ class TokenTables:
         if self._missing and target_hidden_size != config.hidden_size:
             name = next(iter(self._missing))
             raise CheckpointError(
-                f"{reader.path}: the head has no {name} of its own and cannot borrow the target's: its hidden_size is "
-                f"{config.hidden_size}, target_hidden_size {target_hidden_size}. Export the head with {name}.",
+                f"{reader.path}: the head has no {name}, and the target's does not fit: the head's "
+                f"hidden_size is {config.hidden_size}, its target_hidden_size is {target_hidden_size}. "
+                f"Export the head again, with {name}.",
                 field=name,
             )
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`."""
+        """Return the names and shapes of the target's tensors that are still to be lent."""
         return dict(self._missing)
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
+        """Store a tensor borrowed from the target.
+
+        Raises:
+            CheckpointError: The tensor is not missing, or its shape is wrong.
+        """
         shape = self._missing.get(name)
         if shape is None:
             raise CheckpointError(
-                f"{name} is not wanted; missing: {', '.join(self._missing) or 'nothing'}.", field=name
+                f"The head does not borrow {name}; still missing: {', '.join(self._missing) or 'nothing'}.",
+                field=name,
             )
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{name} is {list(tensor.shape)}, must be {list(shape)}.", field=name)
+            raise CheckpointError(
+                f"The target's {name} has shape {list(tensor.shape)}, but the head needs {list(shape)}. "
+                "Serve the target that the head was trained for.",
+                field=name,
+            )
         tensor = tensor.to(device=self._device, dtype=self._dtype)
         if name == EMBEDDING:
             self._embedding = tensor
@@ -85,26 +95,26 @@ class TokenTables:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """The embedding, ``[vocab_size, hidden_size]``; nothing of it is missing any more."""
+        """The embedding, ``[vocab_size, hidden_size]``. Must not be missing."""
         assert self._embedding is not None, "the embedding is missing; lend() it first"
         return self._embedding
 
     @property
     def lm_head(self) -> Linear:
-        """What makes logits of states; nothing of it is missing any more."""
+        """The projection of states to logits. Must not be missing."""
         assert self._lm_head is not None, "lm_head is missing; lend() it first"
         return self._lm_head
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, hidden_size]`` for ``tokens [rows]``."""
+        """Return the embeddings ``[rows, hidden_size]`` of ``tokens [rows]``."""
         return functional.embedding(tokens, self.embedding)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden_size]``."""
+        """Return the logits ``[rows, vocabulary.size]`` of ``states [rows, hidden_size]``."""
         return self.lm_head(states)
 
     def _gathered(self, full: torch.Tensor) -> Linear:
-        """Keep the vocabulary's rows of ``[vocab_size, hidden_size]``."""
+        """Make a projection from the vocabulary's rows of a full lm_head, ``[vocab_size, hidden_size]``."""
         return Linear(
             full if self._vocabulary.d2t is None else full[self._vocabulary.target_ids(full.device)]
         )

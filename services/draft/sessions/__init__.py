@@ -1,1 +1,1 @@
-"""The sequences that a draft follows: a state machine without any model."""
+"""The draft's copies of the target's sequences: a state machine that resyncs on gaps and evicts idle ones."""

@@ -1,4 +1,4 @@
-"""New rows of sessions on their way into a model's KV: which of them one pass takes in, and what is noted when it has."""
+"""Splits the new rows of sessions into chunks for one pass, and records finished passes in the sessions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.shared.kv.pages import PageLease
 
 @dataclass(frozen=True, slots=True)
 class RowChunk:
-    """New rows ``[start, start + count)`` of one session that are taken in by one pass."""
+    """New rows ``[start, start + count)`` of one session that a pass adds to the KV."""
 
     session: Session
     start: int
@@ -22,12 +22,15 @@ class RowChunk:
 
     @property
     def stop(self) -> int:
-        """Behind the last row."""
+        """One past the last row."""
         return self.start + self.count
 
 
 def take_chunks(sessions: Sequence[Session], max_rows: int, keep: int = 0) -> list[RowChunk]:
-    """Share `max_rows` rows out among sessions, first come first served; of each, the last `keep` new rows are left for later."""
+    """Distribute up to `max_rows` rows among the sessions, in order.
+
+    The last `keep` new rows of each session are left for later.
+    """
     chunks: list[RowChunk] = []
     for session in sessions:
         count = min(session.extendable_rows - keep, max_rows - sum(chunk.count for chunk in chunks))
@@ -37,24 +40,32 @@ def take_chunks(sessions: Sequence[Session], max_rows: int, keep: int = 0) -> li
 
 
 def take_features(chunks: Sequence[RowChunk], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Remove the features of the chunks' rows from their queues: ``[rows, feature_size]``."""
+    """Remove the features of the chunks' rows from their queues and return them, ``[rows, feature_size]``."""
     rows = [chunk.session.features.take(chunk.count) for chunk in chunks]
     return (rows[0] if len(rows) == 1 else torch.cat(rows)).to(device=device, dtype=dtype)
 
 
 def leases_of(chunks: Sequence[RowChunk]) -> list[PageLease]:
-    """Return the lease of each chunk's session, which is reserved."""
+    """Return the lease of each chunk's session. All sessions must be reserved."""
     return [chunk.session.lease for chunk in chunks if chunk.session.lease is not None]
 
 
 def finish_chunks(chunks: Sequence[RowChunk], states: Sequence[torch.Tensor | None]) -> None:
-    """Note that the rows of the chunks are cached, and keep the state of each one's last row, ``[hidden]``; None where it was not asked."""
+    """Record that the rows of the chunks are cached.
+
+    Args:
+        chunks: The chunks of one pass.
+        states: The state of each chunk's last row, ``[hidden]``; None if it was not computed.
+    """
     for chunk, state in zip(chunks, states, strict=True):
         chunk.session.cached_rows += chunk.count
         chunk.session.last_state = state
 
 
 def last_states(chunks: Sequence[RowChunk], states: torch.Tensor) -> list[torch.Tensor]:
-    """Return the states of the chunks' last rows of ``states [rows, hidden]``, as copies: a view would keep those of a whole prompt."""
+    """Return the states of the chunks' last rows, from ``states [rows, hidden]``.
+
+    They are copies, because a view would keep the states of a whole prompt in memory.
+    """
     ends = [end - 1 for end in accumulate(chunk.count for chunk in chunks)]
     return [states[end].clone() for end in ends]

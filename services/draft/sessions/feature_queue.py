@@ -1,4 +1,4 @@
-"""Feature rows of one sequence on their way from the target to the head: deduplicated, in order, complete."""
+"""Queues feature rows between target and head: removes duplicates, restores order, waits until gaps close."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ MAX_EARLY_ROWS = 16 * 1024
 EARLY_LIFE_S = 5.0
 
 EarlyKey = tuple[int, int, int]
-"""Peer, session, epoch."""
+"""Peer, session id, epoch."""
 
 
 class FeatureQueue:
-    """Rows that arrived and are not consumed yet.
+    """Feature rows of one sequence that have arrived but are not consumed yet.
 
-    Lengths: ``0 <= consumed <= contiguous``; rows ``[consumed, contiguous)`` are held in order, rows beyond a gap are kept apart until
-    the gap closes (a commit overtakes the bulk stream) and are bounded in number.
+    ``0 <= consumed <= contiguous`` always holds. Rows ``[consumed, contiguous)`` are stored in order. Rows
+    beyond a gap are stored separately until the gap closes (a commit may overtake the bulk stream); their
+    number is bounded.
     """
 
     __slots__ = ("_ahead", "_segments", "consumed", "contiguous")
@@ -29,19 +30,19 @@ class FeatureQueue:
 
     @property
     def available(self) -> int:
-        """Rows that can be taken now."""
+        """Number of rows that can be taken now."""
         return self.contiguous - self.consumed
 
     @property
     def rows_ahead(self) -> int:
-        """Rows that wait behind a gap."""
+        """Number of rows that wait behind a gap."""
         return sum(rows.shape[0] for rows in self._ahead.values())
 
     def add(self, base: int, rows: torch.Tensor) -> bool:
-        """Take in the rows of positions ``[base, base + n)``; what is known already is ignored.
+        """Add the rows of positions ``[base, base + n)``. Known rows are ignored.
 
         Returns:
-            False when they lie behind a gap and too many do: the caller must give the sequence up.
+            False if too many rows now wait behind a gap. The caller must then drop the sequence.
         """
         if base > self.contiguous:
             known = self._ahead.get(base)
@@ -57,8 +58,8 @@ class FeatureQueue:
         return True
 
     def take(self, n: int) -> torch.Tensor:
-        """Remove and return the next `n` rows, ``[n, feature_size]``; 1 <= n <= available."""
-        assert 1 <= n <= self.available, f"{n} rows wanted, {self.available} available"
+        """Remove and return the next `n` rows, ``[n, feature_size]``; requires 1 <= n <= available."""
+        assert 1 <= n <= self.available, f"{n} rows requested, {self.available} available"
         taken: list[torch.Tensor] = []
         missing = n
         while missing:
@@ -80,7 +81,10 @@ class FeatureQueue:
 
 
 class EarlyRows:
-    """Rows of sessions that are not open yet: the bulk stream may overtake the Open. Bounded in number and in time."""
+    """Feature rows of sessions that are not open yet, because the bulk stream overtook the Open.
+
+    Their number and their age are bounded.
+    """
 
     __slots__ = ("_kept", "_num_rows")
 
@@ -92,7 +96,7 @@ class EarlyRows:
         return self._num_rows
 
     def keep(self, peer: int, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float) -> None:
-        """Keep the rows of positions ``[base, base + n)``; the oldest go when there are too many."""
+        """Keep the rows of positions ``[base, base + n)``. Over the limit, drop the oldest session's rows."""
         _, chunks = self._kept.setdefault((peer, session_id, epoch), (now, []))
         chunks.append((base, rows))
         self._num_rows += rows.shape[0]
@@ -100,16 +104,16 @@ class EarlyRows:
             self._drop(next(iter(self._kept)))
 
     def take(self, peer: int, session_id: int, epoch: int) -> list[tuple[int, torch.Tensor]]:
-        """Remove and return ``(base, rows)`` in order of arrival."""
+        """Remove and return a session's chunks ``(base, rows)``, in order of arrival."""
         return self._drop((peer, session_id, epoch))
 
     def drop_peer(self, peer: int) -> None:
-        """Forget what a peer sent."""
+        """Drop all rows from a peer."""
         for key in [key for key in self._kept if key[0] == peer]:
             self._drop(key)
 
     def expire(self, now: float) -> None:
-        """Forget rows whose Open never came."""
+        """Drop rows whose Open did not arrive in time."""
         for key in [key for key, (kept_s, _) in self._kept.items() if now - kept_s >= EARLY_LIFE_S]:
             self._drop(key)
 

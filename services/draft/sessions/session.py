@@ -1,4 +1,4 @@
-"""One followed sequence, what may be asked for it, and what becomes of a message about it."""
+"""The state of one followed sequence (`Session`), requests for trees (`Ask`), and verdicts on messages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PeerId = NewType("PeerId", int)
 
 
 class RowSource(Enum):
-    """What the strategy computes the rows of its KV from, and so how many rows a complete session has."""
+    """The input from which a strategy computes its KV rows; it decides which rows a complete session has."""
 
     FEATURES = "features"
-    """The row at position t pairs the feature of t with token t + 1; the last row is the one before the root."""
+    """The row at position t pairs the feature of t with token t + 1. The last row is just before the root."""
     TOKENS = "tokens"
-    """The row at position t is token t; the last row is the root's."""
+    """The row at position t is token t. The last row is the root's."""
     NONE = "none"
     """There are no rows."""
 
 
 class Verdict(Enum):
-    """What became of a message."""
+    """The outcome of a message."""
 
     ACCEPTED = "accepted"
     DROPPED = "dropped"
@@ -38,7 +38,7 @@ class Verdict(Enum):
 
 
 class Reason(Enum):
-    """Why a message was not accepted."""
+    """The reason why a message was not accepted."""
 
     NONE = ""
     DUPLICATE = "duplicate"
@@ -59,7 +59,14 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The verdict on one message. `have_len` = feature rows held (accepted open or features); `retry_after_ms` for REJECTED."""
+    """The verdict on one message.
+
+    Attributes:
+        verdict: The outcome.
+        reason: Why the message was not accepted.
+        have_len: Number of feature rows stored, after an accepted open or accepted features.
+        retry_after_ms: For REJECTED, the time to wait before trying again.
+    """
 
     verdict: Verdict
     reason: Reason = Reason.NONE
@@ -72,13 +79,13 @@ ACCEPTED = Answer(Verdict.ACCEPTED)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The tree that the target wants for a session's present state.
+    """A target's request for a tree from a session's current state.
 
     Attributes:
         round: The target's round, echoed in the answer.
-        shape: How large a tree.
-        asked_s: When it was asked, monotonic.
-        deadline_s: From when on nobody waits for it, monotonic; None = unknown.
+        shape: Requested size of the tree.
+        asked_s: Time of the request, monotonic seconds.
+        deadline_s: Time after which the target ignores the tree, monotonic seconds; None if unknown.
     """
 
     round: int
@@ -89,7 +96,11 @@ class Ask:
 
 @dataclass(slots=True)
 class Session:
-    """One sequence. `features` is what arrived and is not in the strategy's KV yet; `cached_rows` is what is."""
+    """One followed sequence.
+
+    `features` contains the rows that have arrived but are not in the strategy's KV yet. `cached_rows` is the
+    number of rows in the KV.
+    """
 
     peer: PeerId
     session_id: int
@@ -105,31 +116,32 @@ class Session:
     ask: Ask | None = None
     lease: PageLease | None = None
     last_state: torch.Tensor | None = None
-    """What the strategy computed for the last cached row; levels grow from it."""
+    """The strategy's state for the last cached row. Trees grow from it."""
     row_source: RowSource = RowSource.FEATURES
     engaged: bool = False
-    """Its rounds stay on the device: nobody may take its memory, and only those rounds know all of its tokens."""
+    """True while its rounds stay on the device. Its memory must then not be freed by others, and only those
+    rounds have all of its tokens."""
 
     @property
     def committed_len(self) -> int:
-        """Chosen tokens, the root included."""
+        """Number of committed tokens, the root included."""
         return len(self.tokens)
 
     @property
     def fence(self) -> Fence:
-        """The fence of the present state."""
+        """The fence of the current state."""
         return Fence(self.session_id, self.epoch, self.committed_len, self.prefix_hash)
 
     @property
     def num_rows(self) -> int:
-        """Rows that the strategy's KV holds once everything committed is in it."""
+        """Number of rows in the strategy's KV once all committed tokens are processed."""
         if self.row_source is RowSource.FEATURES:
             return self.committed_len - 1
         return self.committed_len if self.row_source is RowSource.TOKENS else 0
 
     @property
     def extendable_rows(self) -> int:
-        """Rows whose inputs are all here and that are not in the strategy's KV yet."""
+        """Number of rows that can be computed now and are not in the strategy's KV yet."""
         known = (
             min(self.features.contiguous, self.num_rows)
             if self.row_source is RowSource.FEATURES

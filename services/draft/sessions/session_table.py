@@ -1,16 +1,18 @@
-"""The sequences that this draft follows: a state machine over opens, features, commits and closes, without any model.
+"""The table of followed sequences: opens, commits, closes, evicts and expires them, without any model.
 
-Every message carries a fence. What repeats or comes late is dropped and counted; what does not fit makes the draft forget that one
-sequence and say so (RESYNC), and the target opens it again with a higher epoch. No message, in any order, can do more than that.
+Every message carries a fence. Repeated or late messages are dropped and counted. If a message does not fit,
+the draft forgets that one sequence and answers RESYNC; the target then opens it again with a higher epoch. No
+message, in any order, can cause more harm than that.
 
-Ledger of one session (who ends what):
+Ledger of one session (what ends each resource):
 
-    what                        made by            ended by
-    Session in the table        `open`             `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
-    KV pages (session.lease)    the runner         `SessionTable._forget` → `release`, on each of the above
+    resource                    created by      ended by
+    Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
+    KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
 
-Lengths: ``0 <= cached_rows <= num_rows``, and ``cached_rows <= features.contiguous`` where rows are made of features: the row at position t
-needs the feature of t and the token t + 1, so ``num_rows = committed_len - 1`` (`RowSource`).
+Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, it also holds that
+``cached_rows <= features.contiguous`` and ``num_rows = committed_len - 1``: the row at position t needs the
+feature of t and the token t + 1 (`RowSource`).
 """
 
 from __future__ import annotations
@@ -39,24 +41,26 @@ REFUSED_RETRY_MS = 1000
 NEVER_MS = 24 * 60 * 60 * 1000
 
 USUAL_SHAPE = DraftShape(5, 4, 16)
-"""A target's own default."""
+"""The target's default tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What a table accepts.
+    """Limits of a session table.
 
     Attributes:
-        max_sessions: Sessions at once, of all peers.
-        max_len: Tokens of one session.
-        vocab_size: Token ids must be below.
-        feature_size: Width of a feature row; 0 = the drafter needs none.
-        max_shape: Largest tree that may be asked for.
-        lease_s: A peer silent for so long loses its sessions.
-        evict_idle_s: When the table is full, the least recently used session may go if nobody used it for so long.
-        row_source: What the strategy's rows are made of.
-        rewind: Rows, besides the last, of the common prefix that a reopened session computes again.
-        usual_shape: Of most trees: what is made ready at the start.
+        max_sessions: Largest number of sessions, over all peers.
+        max_len: Largest number of tokens of one session.
+        vocab_size: Token ids must be smaller.
+        feature_size: Width of a feature row; 0 if the strategy needs no features.
+        max_shape: Largest tree that can be requested.
+        lease_s: A peer that is silent for this time loses its sessions.
+        evict_idle_s: When the table is full, the least recently used session may be evicted if it was idle
+            for this time.
+        row_source: The input of the strategy's rows.
+        rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
+            addition to the last one.
+        usual_shape: Shape of most trees; warm-up prepares it.
     """
 
     max_sessions: int
@@ -72,11 +76,11 @@ class SessionLimits:
 
 
 class SessionTable:
-    """All sessions of all peers. One engine thread owns it; `now` is monotonic seconds.
+    """All sessions of all peers. Owned by one engine thread; `now` is in monotonic seconds.
 
     Args:
-        limits: What is accepted.
-        release: Called once for every session that ends, to free what the runner holds for it.
+        limits: Limits of the table.
+        release: Called once for every session that ends, to free the strategy's resources for it.
     """
 
     def __init__(self, limits: SessionLimits, release: Callable[[Session], None]) -> None:
@@ -97,11 +101,15 @@ class SessionTable:
         return self._sessions.get((peer, session_id))
 
     def touch(self, peer: PeerId, now: float) -> None:
-        """Note that a peer is alive."""
+        """Record that a peer is alive."""
         self._last_heard_s[peer] = now
 
     def open(self, peer: PeerId, opening: SequenceOpen, now: float) -> Answer:
-        """Start following a sequence, or restart it at a higher epoch (keeping the rows of the common prefix)."""
+        """Start following a sequence, or restart it at a higher epoch.
+
+        A restarted sequence keeps the rows of the common prefix.
+        """
+        # 1. Check the opening by itself, and against the session that it would replace.
         fence, tokens = opening.fence, opening.token_ids
         known = self.get(peer, fence.session_id)
         if known is not None and fence.epoch < known.epoch:
@@ -123,6 +131,7 @@ class SessionTable:
             return Answer(
                 Verdict.REJECTED, Reason.FULL, retry_after_ms=max(1, int(self.limits.evict_idle_s * 1000))
             )
+        # 2. Register the session.
         session = Session(
             peer,
             fence.session_id,
@@ -139,6 +148,7 @@ class SessionTable:
         if known is not None:
             _inherit(session, known, self.limits.rewind)
         self._sessions[peer, fence.session_id] = session
+        # 3. Add the features that arrived before the opening.
         for base, rows in self._early.take(peer, fence.session_id, fence.epoch):
             answer = self.add_features(peer, fence.session_id, fence.epoch, base, rows, now)
             if answer.verdict is not Verdict.ACCEPTED:
@@ -148,9 +158,10 @@ class SessionTable:
     def add_features(
         self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor, now: float
     ) -> Answer:
-        """Take in feature rows of positions ``[base, base + n)`` from the bulk stream, which keeps its order within a session.
+        """Add feature rows of positions ``[base, base + n)`` from the bulk stream, ordered per session.
 
-        Rows may overtake the Open that they follow, since that travels on another stream; they are kept for it a while.
+        Rows may overtake the Open that they belong to, because it travels on another stream. They are then
+        kept for a while.
         """
         session = self.get(peer, session_id)
         if session is None or epoch > session.epoch:
@@ -170,9 +181,9 @@ class SessionTable:
         return Answer(Verdict.ACCEPTED, have_len=session.features.contiguous)
 
     def commit(self, peer: PeerId, commit: Commit, ask: Ask | None, now: float) -> Answer:
-        """Learn what a round chose, and what tree is wanted next (None = none).
+        """Append the tokens chosen in a round, and store the request for the next tree (None requests none).
 
-        A commit of the present state again renews the ask; one of an earlier state is dropped.
+        A commit that repeats the current state renews the request. A commit of an earlier state is dropped.
         """
         fence = commit.fence
         session = self.get(peer, fence.session_id)
@@ -207,7 +218,7 @@ class SessionTable:
         return ACCEPTED
 
     def cancel(self, peer: PeerId, round_number: int) -> int:
-        """Forget what was asked in a round; returns how many asks that were."""
+        """Drop the requests of a round and return their number."""
         cancelled = [
             session
             for session in self
@@ -218,7 +229,7 @@ class SessionTable:
         return len(cancelled)
 
     def close(self, peer: PeerId, session_id: int) -> Answer:
-        """Stop following a sequence and free what it holds."""
+        """Stop following a sequence and free its resources."""
         session = self.get(peer, session_id)
         if session is None:
             return Answer(Verdict.DROPPED, Reason.UNKNOWN_SESSION)
@@ -226,7 +237,7 @@ class SessionTable:
         return ACCEPTED
 
     def drop_peer(self, peer: PeerId) -> int:
-        """Forget every session of a peer; returns how many there were."""
+        """Forget every session of a peer and return their number."""
         self._last_heard_s.pop(peer, None)
         self._early.drop_peer(peer)
         mine = [session for session in self if session.peer == peer]
@@ -235,7 +246,7 @@ class SessionTable:
         return len(mine)
 
     def expire(self, now: float) -> list[Session]:
-        """Forget the sessions of peers that were silent for `lease_s`, and return them."""
+        """Forget the sessions of peers that were silent for `lease_s`, and return these sessions."""
         self._early.expire(now)
         silent = {
             peer for peer, heard_s in self._last_heard_s.items() if now - heard_s >= self.limits.lease_s
@@ -246,20 +257,24 @@ class SessionTable:
         return expired
 
     def ready(self) -> list[Session]:
-        """Return the sessions that are asked for a tree and whose features are complete, longest waiting first."""
+        """Return the sessions with a requested tree and complete features, longest waiting first."""
         waiting = [session for session in self if session.ask is not None and self.complete(session)]
         return sorted(waiting, key=lambda session: session.ask.asked_s if session.ask else 0.0)
 
     def extendable(self) -> list[Session]:
-        """Return the sessions that have rows to feed to the head but no tree to grow now."""
+        """Return the sessions with rows to extend by, except those whose rounds stay on the device."""
         return [session for session in self if session.extendable_rows > 0 and not session.engaged]
 
     def lose(self, session: Session) -> None:
-        """Forget a session because the draft cannot follow it any more; its next commit is answered with RESYNC."""
+        """Forget a session that the draft can no longer follow. Its next commit is answered with RESYNC."""
         self._forget(session)
 
     def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
-        """Forget the least recently used session if it was idle for `evict_idle_s`; `keep` holds ids of `Session` objects in use."""
+        """Forget the least recently used session if it was idle for `evict_idle_s`. Return whether one was.
+
+        Sessions with a request, sessions whose rounds stay on the device, and those in `keep` (ids of
+        `Session` objects) are spared.
+        """
         spared = [s for s in self if id(s) not in keep and s.ask is None and not s.engaged]
         idle = [s for s in spared if now - s.last_used_s >= self.limits.evict_idle_s]
         if not idle:
@@ -268,7 +283,7 @@ class SessionTable:
         return True
 
     def check(self) -> None:
-        """Assert the lengths of every session."""
+        """Assert the invariants of every session."""
         assert len(self._sessions) <= self.limits.max_sessions
         for (peer, session_id), session in self._sessions.items():
             assert (peer, session_id) == (session.peer, session.session_id)
@@ -278,14 +293,14 @@ class SessionTable:
             assert extend_prefix_hash(FNV_OFFSET, session.tokens) == session.prefix_hash
 
     def complete(self, session: Session) -> bool:
-        """Whether everything is here that a tree needs."""
+        """Return whether all inputs of a tree have arrived."""
         if session.row_source is not RowSource.FEATURES:
             return True
         # A tree grows from the row before the root, so one committed token is not enough.
         return session.num_rows > 0 and session.features.contiguous >= session.num_rows
 
     def allows(self, shape: DraftShape) -> bool:
-        """Whether trees may be as large."""
+        """Return whether trees of this shape may be requested."""
         most = self.limits.max_shape
         return (
             1 <= shape.max_nodes <= most.max_nodes
@@ -298,7 +313,7 @@ class SessionTable:
         return all(0 <= token < vocab_size for token in tokens)
 
     def _problem(self, session: Session, commit: Commit) -> Reason:
-        """Return what is wrong with a commit that claims to be at or ahead of the session, before its hash is compared."""
+        """Return the fault of a commit at or ahead of the session's state, before the hash is compared."""
         fence = commit.fence
         if commit.base_len > session.committed_len:
             return Reason.GAP
@@ -324,7 +339,7 @@ class SessionTable:
         return len(self) < self.limits.max_sessions or self.evict_idle(now)
 
     def _reject(self, known: Session | None, reason: Reason) -> Answer:
-        """Refuse an opening; what was followed under that id is gone too, since the target gave it up."""
+        """Refuse an opening, and forget the session it would replace: the target has given that one up."""
         if known is not None:
             self._forget(known)
         return Answer(
@@ -343,9 +358,10 @@ class SessionTable:
 
 
 def _inherit(session: Session, known: Session, rewind: int) -> None:
-    """Hand the pages of `known` to its successor and keep the cached rows that both share.
+    """Move the pages of `known` to its successor, and keep the cached rows of the common prefix.
 
-    The last shared row, and `rewind` rows before it, are computed again: growing a tree needs what the strategy made of them.
+    The last common row and the `rewind` rows before it are computed again, because growing a tree needs their
+    states.
     """
     session.lease, known.lease = known.lease, None
     shared = 0
@@ -353,7 +369,7 @@ def _inherit(session: Session, known: Session, rewind: int) -> None:
         if mine != theirs:
             break
         shared += 1
-    # A row of a feature was made of the token behind it too.
+        # The row at position t also depends on token t + 1.
     valid = shared - 1 if session.row_source is RowSource.FEATURES else shared
     session.cached_rows = max(0, min(known.cached_rows, valid, session.num_rows - 1) - rewind)
     session.features = FeatureQueue(session.cached_rows)

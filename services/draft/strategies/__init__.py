@@ -1,1 +1,1 @@
-"""Ways of drafting beside the heads: a table of n-grams, a model of its own, MTP layers of the target; and which one a checkpoint means."""
+"""The ways of drafting behind one interface: EAGLE heads, MTP layers, a standalone model, n-grams."""

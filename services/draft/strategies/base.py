@@ -1,7 +1,8 @@
-"""The seam between the draft engine and the ways of drafting.
+"""Defines `DraftStrategy`, the interface between the draft engine and the ways of drafting.
 
-A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a model of its own, a table of n-grams, or a block
-drafter: the engine knows only that it can take in sessions' new rows and answer with trees.
+A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, a
+table of n-grams, or a block drafter. The engine relies only on this: a strategy extends sessions by their new
+rows and answers with trees.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftBatch
 
 EXTEND_ROWS = 512
-"""Rows per pass over prompts: bounds memory, and how long other sessions wait."""
+"""Rows per pass over prompts. The limit bounds memory, and the time that other sessions wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyInfo:
-    """What a strategy is, for the handshake and the logs.
+    """Description of a strategy, for the handshake and the logs.
 
     Attributes:
-        algorithm: E.g. ``EAGLE3``.
+        algorithm: Name of the algorithm, for example ``EAGLE3``.
         model_id: Name of the checkpoint folder.
-        fingerprint: Of its weights.
-        vocab_size: The target's vocabulary that it was made for.
-        feature_size: Width of the feature rows that it takes; 0 if it needs none.
-        max_len: Tokens of a session that it can follow.
-        row_source: What the rows of its KV are made of.
-        hidden_size: Of its model; 0 without one.
-        rewind: Rows, besides the last, of a session's common prefix that are computed again when it is opened again.
+        fingerprint: Fingerprint of the weights.
+        vocab_size: Size of the target vocabulary that the strategy was made for.
+        feature_size: Width of the feature rows that it reads; 0 if it reads none.
+        max_len: Largest number of tokens of a session.
+        row_source: The input from which the rows of its KV are computed.
+        hidden_size: Hidden size of its model; 0 without a model.
+        rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
+            addition to the last one.
         extend_rows: Rows per pass over prompts.
     """
 
@@ -53,7 +55,7 @@ class StrategyInfo:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of the strategy's own KV pool; all zero where there is none."""
+    """Page counts of the strategy's own KV pool; all zero without a pool."""
 
     total: int
     free: int
@@ -61,52 +63,69 @@ class Pages:
 
 
 class DraftStrategy(Protocol):
-    """One way of drafting. Called on the engine thread only, but for `info` and `feature_spec`, which never change.
+    """One way of drafting.
+
+    The engine thread makes all calls. Only `info` and `feature_spec`, which never change, may be used from
+    other threads.
 
     Attributes:
-        info: What it is.
-        rounds: Its rounds in one go on the device; None where it has none.
+        info: Description of the strategy.
+        rounds: Its recorded rounds, which extend sessions and grow their trees in one launch on the device;
+            None if it has none.
     """
 
     info: StrategyInfo
     rounds: DeviceGrowth | None
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """Return what this target has to capture; without a target, what does not depend on it.
+        """Return the features that the target must capture; without a target, the part independent of it.
 
         Raises:
-            CheckpointError: the strategy does not fit the target; names the key and what to change.
+            CheckpointError: The strategy does not fit the target. The message names the key and the fix.
         """
         ...
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """Return names and shapes of the target's tensors that are still to be lent; drafting starts when none is left."""
+        """Return the names and shapes of the target's tensors that are still to be lent.
+
+        Drafting starts when none is left.
+        """
         ...
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one of the missing tensors.
+        """Store one of the missing tensors.
 
         Raises:
-            CheckpointError: it is not missing, or its shape is wrong.
+            CheckpointError: The tensor is not missing, or its shape is wrong.
         """
         ...
 
     def reserve(self, session: Session) -> bool:
-        """Hold the memory that extending the session and growing its asked tree take; False when there is not enough now."""
+        """Reserve the memory to extend the session and to grow the requested tree.
+
+        Returns:
+            False if too little memory is free now.
+        """
         ...
 
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        """Take in new rows of reserved sessions, at most `max_rows` in all (a prompt takes several calls), but not the last `keep`."""
+        """Add new rows of reserved sessions to the KV, except the last `keep` of each session.
+
+        At most `max_rows` rows are added in all, so a long prompt needs several calls.
+        """
         ...
 
     def propose(self, sessions: Sequence[Session]) -> DraftBatch:
-        """Grow one tree per session. They are extended, reserved and asked for trees of equal depth and topk."""
+        """Grow one tree per session.
+
+        The sessions must be extended and reserved, and all requested trees must have the same depth and topk.
+        """
         ...
 
     def release(self, session: Session) -> None:
-        """Free what is held for a session."""
+        """Free all resources of a session."""
         ...
 
     def pages(self) -> Pages:
-        """Return the state of the KV pool."""
+        """Return the page counts of the KV pool."""
         ...

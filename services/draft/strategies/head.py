@@ -1,4 +1,4 @@
-"""Drafting with a recurrent head (EAGLE): extends sessions with features of the target."""
+"""Drafting with a recurrent head (EAGLE): extends sessions by pairing the target's features with tokens."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 
 
-class HeadStrategy(PagedStrategy):
-    """`DraftStrategy` of recurrent heads.
+class HeadStrategy(PagedStrategy, HasProducts):
+    """Drafts with a recurrent head.
 
     Args:
         head: The head.
-        pool: Its KV: ``head.num_layers`` layers.
-        attention: Its attention backend.
+        pool: KV pool with ``head.num_layers`` layers.
+        attention: Attention backend for this pool.
         model_id: Name of the checkpoint.
-        max_shape: Largest tree that will be asked for.
+        max_shape: Largest tree that can be requested.
     """
 
     def __init__(
@@ -58,24 +58,19 @@ class HeadStrategy(PagedStrategy):
         self._head = head
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """See `DraftStrategy.feature_spec`."""
         return self._head.feature_spec(target)
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`."""
         return self._head.missing()
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
         self._head.lend(name, tensor)
 
     def uses(self) -> list[ProductUse]:
-        """See `HasProducts.uses`."""
         return self._head.uses() if isinstance(self._head, HasProducts) else []
 
     @torch.inference_mode()
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        """See `DraftStrategy.extend`."""
         chunks = take_chunks(sessions, max_rows, keep)
         if not chunks or self._extended(chunks):
             return
@@ -90,7 +85,8 @@ class HeadStrategy(PagedStrategy):
         host = upload(np.stack([np.concatenate(tokens), np.concatenate(positions)]), torch.int32, head.device)
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
         batch = build_batch(self._pool, leases_of(chunks), starts, counts)
-        ends = ONLY_KEYS  # where rows are kept, the last of them gives the state that a tree grows from
+        # Kept rows stay for the round that grows the tree; that round computes the state of the last one.
+        ends = ONLY_KEYS
         if not keep:
             order = upload(
                 [*range(len(chunks) + 1), *(stop - 1 for stop in accumulate(counts))],

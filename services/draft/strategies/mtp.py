@@ -1,12 +1,15 @@
-"""Drafting with the MTP layers of the target's own checkpoint.
+"""Drafting with the multi-token prediction (MTP) layers of the target's own checkpoint.
 
-Layer m (from 0) pairs, at position t, the token t + 1 + m with the state of layer m - 1 at t (layer 0: the target's last hidden state
-after the final norm), and predicts the token t + 2 + m. Each layer has K/V of its own, in a plane of the pool; with C committed tokens
-layer m has C - 1 - m rows. Level i of a tree is run by layer i: its rows complete the sequence of that layer by the drafted token. Levels
-beyond the last layer repeat it, its own state taking the place of the one before, as models with one MTP layer are served.
+Layer m (from 0) works on pairs. At position t it pairs the token t + 1 + m with the state of layer m - 1 at
+t, and predicts the token t + 2 + m. Layer 0 uses the target's last hidden state after the final norm. Each
+layer has its own K/V, in a plane of the pool. With C committed tokens, layer m has C - 1 - m rows.
 
-From the third layer on, there are rows between the stable ones and the row of a tree's node (layer m has m - 1 of them), whose tokens are
-drafted as well: those of the node's ancestors. When layer m takes over at level m, it runs the levels before too; see `growth.Stage`.
+Layer i runs level i of a tree: its rows extend the layer's sequence by the drafted token. Levels beyond the
+last layer repeat that layer on its own previous state, as models with one MTP layer are served.
+
+From the third layer on, there are rows between the stable rows and the row of a tree's node: m - 1 rows for
+layer m. Their tokens are drafted too; they belong to the node's ancestors. When layer m takes over at level
+m, it therefore runs the earlier levels first; see `growing_model.Stage`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from outrider.services.draft.growth.growing_model import LevelPass, Stage, split_rotation
+from outrider.services.draft.growth.growing_model import GrowingModel, LevelPass, Stage, split_rotation
 from outrider.services.draft.sessions.chunks import RowChunk, leases_of, take_chunks, take_features
 from outrider.services.draft.sessions.session import Session
 from outrider.services.draft.strategies.base import StrategyInfo
@@ -35,16 +38,16 @@ from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 
 FINGERPRINT = "final_hidden"
-"""The target stores its last hidden state as it is, whichever layers read it."""
+"""Fingerprint of raw features: the target stores its last hidden state, whichever layers read it."""
 
 
-class MtpModel:
-    """`GrowingModel` of chained MTP layers: one stage per layer.
+class MtpModel(GrowingModel):
+    """A chain of MTP layers, each of which is one stage of the tree's growth.
 
     Args:
         weights: The layers.
-        device, dtype: Where and how they compute.
-        token_map: Target ids that they may draft, or None for all.
+        device, dtype: Device and type to compute with.
+        token_map: The only target ids to draft, or None for all.
     """
 
     def __init__(
@@ -65,11 +68,11 @@ class MtpModel:
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
+        """The number of MTP layers."""
         return len(self.weights.layers)
 
     def make_pool(self, num_pages: int, page_size: int) -> KVPool:
-        """Make a pool with a plane (or a pair) for each layer."""
+        """Create a pool with a plane, or a pair of planes for K and V, for each layer."""
         config = self.weights.config
         return KVPool(
             num_pages, page_size, self.depth, config.num_kv_heads, config.head_dim, self.dtype, self.device,
@@ -77,7 +80,7 @@ class MtpModel:
         )  # fmt: skip
 
     def missing(self) -> dict[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`: embedding and output head are the target's."""
+        """Return the names and shapes of the tensors still to be lent: the target's embedding and lm_head."""
         shape = (self.weights.config.vocab_size, self.weights.config.hidden_size)
         return {
             name: shape
@@ -86,14 +89,24 @@ class MtpModel:
         }
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
+        """Store a tensor borrowed from the target.
+
+        Raises:
+            CheckpointError: The tensor is not missing, or its shape is wrong.
+        """
         shape = self.missing().get(name)
         if shape is None:
             raise CheckpointError(
-                f"{name} is not wanted; missing: {', '.join(self.missing()) or 'nothing'}.", field=name
+                f"The MTP layers do not borrow {name}; still missing: "
+                f"{', '.join(self.missing()) or 'nothing'}.",
+                field=name,
             )
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{name} is {list(tensor.shape)}, must be {list(shape)}.", field=name)
+            raise CheckpointError(
+                f"The target's {name} has shape {list(tensor.shape)}, but the MTP layers need {list(shape)}. "
+                "Serve the target that the layers belong to.",
+                field=name,
+            )
         tensor = tensor.to(device=self.device, dtype=self.dtype)
         if name == EMBEDDING:
             self._embedding = tensor
@@ -103,13 +116,11 @@ class MtpModel:
             )
 
     def stage(self, level: int) -> Stage:
-        """See `GrowingModel.stage`."""
         return Stage(behind=min(level, self.depth - 1))
 
     def level_passes(
         self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
     ) -> Sequence[LevelPass]:
-        """See `GrowingModel.level_passes`."""
         rotations = split_rotation(self._rope(positions.view(-1)), positions.shape[0])
         return [
             partial(
@@ -127,11 +138,13 @@ class MtpModel:
         attention: AttentionBackend,
         pool: KVPool,
     ) -> torch.Tensor:
-        """Run one layer over rows ``tokens, positions [rows]``, ``states [rows, hidden]``; attention is planned for them."""
+        """Run one layer over rows ``tokens, positions [rows]`` and ``states [rows, hidden]``.
+
+        The attention backend must be planned for these rows.
+        """
         return self._run(layer, tokens, states, self._rope(positions), positions, attention, pool)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """See `GrowingModel.logits`."""
         assert self._lm_head is not None, "lm_head is missing; lend() it first"
         return self._lm_head(states)
 
@@ -148,19 +161,20 @@ class MtpModel:
         assert self._embedding is not None, "the embedding is missing; lend() it first"
         embedded = functional.embedding(tokens, self._embedding)
         if self.weights.dialect.blind_start:
+            # These families treat the embedding at position 0 as zero.
             embedded = embedded * (positions != 0)[:, None]
         return self.weights.layers[layer](embedded, states, rotation, attention, pool)
 
 
 class MtpStrategy(PagedStrategy):
-    """`DraftStrategy` of MTP layers.
+    """Drafts with MTP layers.
 
     Args:
         model: The layers.
-        pool: Made by `MtpModel.make_pool`.
-        attention: Its attention backend.
+        pool: KV pool made by `MtpModel.make_pool`.
+        attention: Attention backend for this pool.
         model_id: Name of the checkpoint.
-        max_shape: Largest tree that will be asked for.
+        max_shape: Largest tree that can be requested.
     """
 
     def __init__(
@@ -175,14 +189,14 @@ class MtpStrategy(PagedStrategy):
             feature_size=config.hidden_size,
             max_len=longest_session(pool, max_shape),
             hidden_size=config.hidden_size,
-            # Layer m goes on from what the layer before made of the row m - 1 before its own, which a reopened session has not.
+            # Layer m continues from the last state of layer m - 1, which a reopened session no longer has.
+            # Layer 0 computes m earlier rows again to supply it.
             rewind=model.depth - 1,
         )
         super().__init__(info, model, pool, attention)
         self._model = model
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """See `DraftStrategy.feature_spec`."""
         config = self._model.weights.config
         if target is not None:
             for key, mine, theirs in (
@@ -191,23 +205,22 @@ class MtpStrategy(PagedStrategy):
             ):
                 if mine != theirs:
                     raise CheckpointError(
-                        f"The MTP layers belong to a target of {key} {mine}, this one's is {theirs}: MTP layers draft for their own "
-                        "checkpoint only.",
+                        f"The MTP layers belong to a target with {key} {mine}, but this target's is "
+                        f"{theirs}. MTP layers draft only for their own checkpoint: serve that target, or "
+                        "give another --draft.",
                         field=key,
                     )
         return FeatureSpec(final_hidden=True, feature_size=config.hidden_size, fingerprint=FINGERPRINT)
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`."""
         return self._model.missing()
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
         self._model.lend(name, tensor)
 
     @torch.inference_mode()
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        """See `DraftStrategy.extend`. ``last_state [layers, hidden]`` holds the state of the last row of each layer that has rows."""
+        # `last_state [layers, hidden]` holds the state of the last row of each layer that has rows.
         chunks = take_chunks(sessions, max_rows, keep)
         if not chunks:
             return
@@ -219,6 +232,7 @@ class MtpStrategy(PagedStrategy):
                 [chunk.count for chunk in chunks]
             )
         )
+        # Each layer lags one row behind the layer before: the token for its newest row is not known yet.
         for layer in range(model.depth):
             if layer:
                 parts = [
@@ -234,7 +248,17 @@ class MtpStrategy(PagedStrategy):
     def _run_layer(
         self, layer: int, chunks: Sequence[RowChunk], inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Run a layer over its new rows of each chunk, ``inputs[i] [rows, hidden]``; the last of them is ``chunk.stop - 1 - layer``."""
+        """Run a layer over its new rows of each chunk.
+
+        Args:
+            layer: Index of the layer.
+            chunks: The chunks.
+            inputs: For each chunk ``[rows, hidden]``, the states that the layer pairs with tokens. The last
+                row is at position ``chunk.stop - 1 - layer``.
+
+        Returns:
+            The layer's states for each chunk, ``[rows, hidden]``.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         starts: list[int] = []
@@ -267,17 +291,19 @@ class MtpStrategy(PagedStrategy):
         if depth <= 2:
             return None
         states = [session.last_state for session in sessions if session.last_state is not None]
-        # A layer without rows has no row of a tree that would go on from its state.
+        # A layer without rows has no tree rows that would continue from its state, so padding is never read.
         return torch.stack([functional.pad(rows, (0, 0, 0, depth - rows.shape[0])) for rows in states])
 
 
 def _inputs(outputs: torch.Tensor, before: torch.Tensor | None, layer: int) -> torch.Tensor:
-    """Return what `layer` takes for its new rows: what the layer before made of all its rows up to the last but one.
+    """Return the input states of a layer's new rows: the states of the layer before, except the newest one.
 
     Args:
-        outputs: ``[rows, hidden]`` of the layer before; its last row waits for a token that is not known yet.
-        before: ``[layers, hidden]``, states of the last rows of the time before, of the layers that had any; None at the first time.
-        layer: From 1.
+        outputs: ``[rows, hidden]``, new states of the layer before. The last row must wait: the token that
+            this layer would pair it with is not known yet.
+        before: ``[layers, hidden]``, states of the last rows in the previous call, for the layers that had
+            rows; None in the first call. The row that waited then comes first now.
+        layer: Index of the layer, at least 1.
     """
     if before is not None and before.shape[0] >= layer:
         return torch.cat([before[layer - 1 : layer], outputs[:-1]])

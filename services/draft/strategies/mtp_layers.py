@@ -1,11 +1,13 @@
-"""Multi-token prediction layers as models are published with them: which tensors, and how token and state are joined.
+"""Loads multi-token prediction (MTP) layers from a model's checkpoint, and runs one layer.
 
     x = projection([hidden_norm(state) ; token_norm(embed(token))])      (or the embedding first)
     state' = final_norm(decoder_layer(x));   logits = the target's lm_head(state')
 
-Sources: the DeepSeek-V3 report (arXiv 2412.19437, section 2.2) and the published code of DeepSeek-V3 and MiMo as SGLang runs it. Following
-SGLang, the state that the first layer takes is the target's last hidden state *after* its final norm, and the state that goes on to the
-next layer, or to the next step of the same layer, is normed by the layer's own final norm.
+Sources: the DeepSeek-V3 report (arXiv 2412.19437, section 2.2), and the published code of DeepSeek-V3 and
+    MiMo
+as SGLang runs it. As in SGLang, the first layer reads the target's last hidden state *after* its final norm.
+The state passed to the next layer, or to the next step of the same layer, is normed by the layer's own final
+norm.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ COUNT = "num_nextn_predict_layers"
 
 @dataclass(frozen=True, slots=True)
 class MtpDialect:
-    """How a family names and joins its MTP layers.
+    """How a model family names the tensors of its MTP layers, and how it joins token and state.
 
     Attributes:
-        layers: Prefix of the layers; the layer's number follows.
+        layers: Prefix of the layers' names; the layer's number follows it.
         hidden_norm, token_norm, projection, final_norm: Names within a layer.
-        hidden_first: The state is the first half of what is projected, not the second.
-        blind_start: The embedding counts as zero in the row of position 0.
-        ignored: Names within a layer that are stored a second time.
+        hidden_first: True if the state is the first half of the projection's input, False if the second.
+        blind_start: True if the embedding counts as zero in the row of position 0.
+        ignored: Names within a layer of tensors that only repeat other tensors.
     """
 
     layers: str
@@ -70,20 +72,20 @@ DEEPSEEK = MtpDialect(
     "shared_head.norm",
     hidden_first=False,
     blind_start=False,
-    ignored=("embed_tokens.weight", "shared_head.head.weight"),  # copies of the target's, which are borrowed
+    ignored=("embed_tokens.weight", "shared_head.head.weight"),  # copies of tensors borrowed from the target
 )
 DIALECTS = (MIMO, DEEPSEEK)
 
 
 class MtpLayer:
-    """One layer: joins a token with a state, then a decoder layer.
+    """One MTP layer: joins token and state, then applies a decoder layer and a norm.
 
     Args:
-        dialect: How.
-        hidden_norm, token_norm: Of the two halves.
-        projection: ``[hidden, 2 * hidden]``.
+        dialect: How token and state are joined.
+        hidden_norm, token_norm: Norms of the state and of the token's embedding.
+        projection: ``[hidden, 2 * hidden]``, applied to both halves.
         block: The decoder layer.
-        final_norm: Over its output.
+        final_norm: The norm of the decoder layer's output.
     """
 
     def __init__(
@@ -114,10 +116,10 @@ class MtpLayer:
 
         Args:
             embedded: ``[rows, hidden]``, embeddings of the rows' tokens.
-            states: ``[rows, hidden]``, of the target or of the layer before.
-            rotation: Of the rows' positions.
-            attention: Planned for these rows.
-            pool: The K/V of all MTP layers.
+            states: ``[rows, hidden]``, states of the target or of the layer before.
+            rotation: Rotary angles of the rows' positions.
+            attention: Backend planned for these rows.
+            pool: KV pool of all MTP layers.
         """
         halves = [self._hidden_norm(states), self._token_norm(embedded)]
         joined = torch.cat(halves if self._dialect.hidden_first else halves[::-1], dim=-1)
@@ -129,11 +131,11 @@ class MtpWeights:
     """The MTP layers of a checkpoint.
 
     Attributes:
-        config: Of the target that they belong to.
-        dialect: How they join token and state.
-        layers: In the order of their depth.
-        prefixes: What the names of their tensors start with, in the same order.
-        fingerprint: Of configuration and weights.
+        config: Configuration of the target that the layers belong to.
+        dialect: How the layers join token and state.
+        layers: The layers, first one first.
+        prefixes: Prefix of the names of each layer's tensors, in the same order.
+        fingerprint: Fingerprint of configuration and weights.
     """
 
     config: ModelConfig
@@ -144,10 +146,11 @@ class MtpWeights:
 
     @classmethod
     def load(cls, path: Path, device: torch.device, dtype: torch.dtype) -> MtpWeights:
-        """Read the MTP layers of a model's folder, and nothing else of it.
+        """Read only the MTP layers from a model's folder.
 
         Raises:
-            CheckpointError: there are none, one is incomplete or has tensors that nothing uses; names the key or tensor.
+            CheckpointError: There are no MTP layers, or one is incomplete or has unused tensors. The message
+                names the key or tensor.
         """
         config = read_model_config(path)
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
@@ -171,7 +174,7 @@ class MtpWeights:
 
 
 def _find_layers(path: Path, reader: CheckpointReader) -> tuple[MtpDialect, list[int]]:
-    """Return the dialect of a folder's MTP layers and their numbers, ascending."""
+    """Return the dialect of a checkpoint's MTP layers, and their numbers in ascending order."""
     for dialect in DIALECTS:
         pattern = re.compile(
             re.escape(dialect.layers) + r"(\d+)\." + re.escape(dialect.projection) + r"\.weight"
@@ -182,17 +185,21 @@ def _find_layers(path: Path, reader: CheckpointReader) -> tuple[MtpDialect, list
         config = ConfigReader(read_json(path / CONFIG_FILE), path / CONFIG_FILE)
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             raise CheckpointError(
-                f"{path}: MTP layers {numbers} have a gap; download the checkpoint again.",
+                f"{path}: the numbers of the MTP layers, {numbers}, have a gap. Download the checkpoint "
+                "again.",
                 field=dialect.projection,
             )
         if config.positive(COUNT, len(numbers)) != len(numbers):
             raise config.error(
                 COUNT,
-                f"is {config.raw[COUNT]}, but the checkpoint holds {len(numbers)} MTP layers; download it again",
+                f"is {config.raw[COUNT]}, but the checkpoint contains {len(numbers)} MTP layers. Download "
+                "it again",
             )
         return dialect, numbers
     raise CheckpointError(
-        f"{path} holds no MTP layers (model.mtp_layers.*, or eh_proj behind the last layer).", field=COUNT
+        f"{path} contains no MTP layers (model.mtp_layers.*, or eh_proj after the last layer). Give the "
+        "folder of a model that was published with them.",
+        field=COUNT,
     )
 
 

@@ -1,10 +1,11 @@
-"""Runs a model over sessions: what is committed into its KV (draft extend), then trees. Owns the KV pool.
+"""Base class of strategies with a model and a paged KV pool: reserves pages, grows trees, frees pages.
 
-Ledger of the pool (who owns a token's slot in a session's lease):
+Ledger of the pool (the owner of each token's slot in a session's lease):
 
-    token index                       holds                               freed by
-    [0, cached_rows)                  rows made of what is committed      the lease's release
-    [cached_rows, + scratch_rows)     rows of the tree being grown        overwritten by the next extend; the lease's release
+    token index                      content                         freed by
+    [0, cached_rows)                 rows of committed tokens        release of the lease
+    [cached_rows, + scratch_rows)    rows of the tree being grown    overwritten by the next extend, or
+    release
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outrider.services.draft.sessions.chunks import (
     RowChunk,
 )
 from outrider.services.draft.sessions.session import Session
-from outrider.services.draft.strategies.base import Pages, StrategyInfo
+from outrider.services.draft.strategies.base import DraftStrategy, Pages, StrategyInfo
 from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.kv.pool import KVPool
@@ -31,19 +32,21 @@ from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 CUDA_EXTEND_ROWS = 8192
-"""On a GPU a pass over few rows takes the host longer than the device."""
+"""Larger than on the CPU: for a GPU pass over few rows, the host needs longer than the device."""
 
 
-class PagedStrategy(ABC):
-    """What the strategies with a model of their own share: a pool, leases and trees. A subclass extends, and knows what it borrows.
+class PagedStrategy(DraftStrategy, ABC):
+    """The common part of strategies with a model: a pool, leases and trees.
+
+    A subclass implements `extend`, and defines the features and tensors that it needs from the target.
 
     Args:
-        info: What the strategy is.
-        model: What grows its trees.
-        pool: The model's KV.
+        info: Description of the strategy.
+        model: The model that grows the trees.
+        pool: The model's KV pool.
         attention: The model's attention backend.
-        round_model: The model as rounds in one go need it; None for one that has none.
-        dtype: Of the features that it takes.
+        round_model: The model in the form that recorded rounds need; None for a model without them.
+        dtype: Type of the features.
     """
 
     def __init__(
@@ -65,23 +68,18 @@ class PagedStrategy(ABC):
         self._grower = HostGrower(model, attention, pool)
 
     @abstractmethod
-    def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """See `DraftStrategy.feature_spec`."""
+    def feature_spec(self, target: TargetInfo | None) -> FeatureSpec: ...
 
     @abstractmethod
-    def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`."""
+    def missing(self) -> Mapping[str, tuple[int, ...]]: ...
 
     @abstractmethod
-    def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
+    def lend(self, name: str, tensor: torch.Tensor) -> None: ...
 
     @abstractmethod
-    def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        """See `DraftStrategy.extend`."""
+    def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None: ...
 
     def reserve(self, session: Session) -> bool:
-        """See `DraftStrategy.reserve`."""
         shape = session.ask.shape if session.ask is not None else None
         scratch = scratch_rows(shape.depth, shape.topk) if shape is not None else 0
         wanted = session.cached_rows + session.extendable_rows + scratch
@@ -92,7 +90,6 @@ class PagedStrategy(ABC):
 
     @torch.inference_mode()
     def propose(self, sessions: Sequence[Session]) -> DraftBatch:
-        """See `DraftStrategy.propose`."""
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
         states = [state for state in map(self._root_state, sessions) if state is not None]
         assert len(shapes) == len(states) == len(sessions), (
@@ -113,19 +110,17 @@ class PagedStrategy(ABC):
         return self._grower.grow(batch)
 
     def release(self, session: Session) -> None:
-        """See `DraftStrategy.release`."""
         if session.lease is not None:
             session.lease.release()
             session.lease = None
         session.last_state = None
 
     def pages(self) -> Pages:
-        """See `DraftStrategy.pages`."""
         allocator = self._pool.allocator
         return Pages(allocator.num_pages, allocator.free_pages, allocator.held_pages)
 
     def _extended(self, chunks: Sequence[RowChunk]) -> bool:
-        """Take in these chunks by what was recorded, if that fits them."""
+        """Extend by these chunks with the recorded graph, if it fits them; return whether it did."""
         extension = self.rounds.extension if self.rounds is not None else None
         if extension is None or not extension.takes(chunks):
             return False
@@ -133,11 +128,11 @@ class PagedStrategy(ABC):
         return True
 
     def _root_state(self, session: Session) -> torch.Tensor | None:
-        """Return the state that level 0 starts from, ``[hidden]``."""
+        """Return the state from which level 0 is computed, ``[hidden]``."""
         return session.last_state
 
     def _stage_states(self, sessions: Sequence[Session]) -> torch.Tensor | None:
-        """Return `GrowBatch.stage_states`, which only models of more than two stages need."""
+        """Return `GrowBatch.stage_states`, which only models with more than two stages need."""
         return None
 
     def _coupling(self, sessions: Sequence[Session]) -> Coupling | None:
@@ -157,5 +152,5 @@ class PagedStrategy(ABC):
 
 
 def longest_session(pool: KVPool, max_shape: DraftShape) -> int:
-    """Return how many tokens of a session fit into an empty pool beside the largest tree."""
+    """Return the largest session, in tokens, that fits into an empty pool together with the largest tree."""
     return max(2, pool.capacity_tokens - scratch_rows(max_shape.depth, max_shape.topk))

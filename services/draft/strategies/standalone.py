@@ -1,6 +1,7 @@
-"""Drafting with a model of its own: any decoder that `shared.nn` loads, if it speaks the target's token ids. It takes no features.
+"""Drafting with a standalone model: any decoder that `shared.nn` loads, if it has the target's token ids.
 
-Its rows are the committed tokens themselves, the root included: the row at position t is token t, and the tree grows from the root's row.
+It needs no features. Its rows are the committed tokens themselves, the root included: the row at position t
+is token t, and the tree grows from the root's row.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.growth.growing_model import ONE_STAGE, LevelPass, Stage
+from outrider.services.draft.growth.growing_model import ONE_STAGE, GrowingModel, LevelPass, Stage
 from outrider.services.draft.growth.round_model import DecoderRounds
 from outrider.services.draft.sessions.chunks import finish_chunks, last_states, leases_of, take_chunks
 from outrider.services.draft.sessions.session import RowSource, Session
@@ -22,55 +23,54 @@ from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.nn.fused.products import ProductUse
+from outrider.shared.nn.fused.products import HasProducts, ProductUse
 from outrider.shared.nn.layers.blocks import Linear
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 
 
-class DecoderGrowth:
-    """`GrowingModel` of a decoder: what a row needs of its ancestors is in their K/V, so states are for the logits alone.
+class DecoderGrowth(GrowingModel):
+    """Grows trees with a decoder.
+
+    A row finds everything about its ancestors in their K/V, so states only serve to compute logits.
 
     Args:
         decoder: The draft model.
-        vocabulary: The ids that both models know.
+        vocabulary: The token ids that both models have.
     """
 
     def __init__(self, decoder: Decoder, vocabulary: DraftVocabulary) -> None:
         self.decoder = decoder
         self.vocabulary = vocabulary
         self.device = decoder.device
-        # The rows of the output head that it may name; None: all of them.
+        # The rows of the lm_head that may be drafted; None for all of them.
         cut = vocabulary.size < decoder.config.vocab_size
         self._head = Linear(decoder.lm_head[vocabulary.target_ids(decoder.device)]) if cut else None
 
     def stage(self, level: int) -> Stage:
-        """See `GrowingModel.stage`."""
         return ONE_STAGE
 
     def level_passes(
         self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
     ) -> Sequence[LevelPass]:
-        """See `GrowingModel.level_passes`."""
-
         def level(rows: torch.Tensor) -> LevelPass:
             return lambda tokens, _: self.decoder.forward(tokens, rows, attention, pool).hidden
 
         return [level(rows) for rows in positions]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """See `GrowingModel.logits`."""
         return self.decoder.logits(states) if self._head is None else self._head(states)
 
 
 @dataclass(frozen=True, slots=True)
 class StandaloneVocabulary:
-    """What is known of the target's token ids.
+    """The target's token ids, as far as they are known.
 
     Attributes:
-        target_size: Its vocabulary, or None while unknown.
-        same_tokenizer: The tokenizers were compared and are equal: vocabularies may then differ by rows that no token has.
-        token_map: Target ids that the draft may name, or None for all.
+        target_size: Size of the target's vocabulary, or None while unknown.
+        same_tokenizer: True if the tokenizers were compared and are equal. The sizes of the vocabularies may
+            then differ by padding rows.
+        token_map: The only target ids that the draft may propose; None for all.
     """
 
     target_size: int | None = None
@@ -78,34 +78,38 @@ class StandaloneVocabulary:
     token_map: torch.Tensor | None = None
 
     def check(self, draft_size: int, target_size: int) -> None:
-        """Raise `CheckpointError` if a draft model of that vocabulary cannot draft for the target."""
+        """Check that a draft model with this vocabulary can draft for the target.
+
+        Raises:
+            CheckpointError: The sizes differ, and the tokenizers are not known to be equal.
+        """
         if target_size != draft_size and not self.same_tokenizer:
             raise CheckpointError(
-                f"The draft model's vocab_size is {draft_size}, the target's {target_size}: a standalone draft needs the target's "
-                "tokenizer. If they share it and only the padding differs, give both folders with their tokenizer.json (--draft, "
-                "--target-weights).",
+                f"The draft model's vocab_size is {draft_size}, but the target's is {target_size}. "
+                "A standalone draft needs the target's tokenizer. If they share it and only the padding "
+                "differs, give both folders with their tokenizer.json (--draft, --target-weights).",
                 field="vocab_size",
             )
 
     def of_draft(self, draft_size: int) -> DraftVocabulary:
-        """Return what the draft may name."""
+        """Return the tokens that a draft model of this size may propose."""
         size = min(draft_size, self.target_size or draft_size)
         return DraftVocabulary.from_token_map(self.token_map, size)
 
 
-class StandaloneStrategy(PagedStrategy):
-    """`DraftStrategy` of a draft model.
+class StandaloneStrategy(PagedStrategy, HasProducts):
+    """Drafts with a standalone model.
 
     Args:
         decoder: The draft model.
-        pool: Its KV.
-        attention: Its attention backend.
+        pool: Its KV pool.
+        attention: Attention backend for this pool.
         model_id: Name of the checkpoint.
-        max_shape: Largest tree that will be asked for.
-        vocabulary: What is known of the target's.
+        max_shape: Largest tree that can be requested.
+        vocabulary: The target's token ids, as far as they are known.
 
     Raises:
-        CheckpointError: the vocabularies differ; names the key.
+        CheckpointError: The vocabularies differ. The message names the key.
     """
 
     def __init__(
@@ -139,26 +143,22 @@ class StandaloneStrategy(PagedStrategy):
         self._decoder = decoder
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """See `DraftStrategy.feature_spec`: nothing is captured."""
+        # No features are captured.
         if target is not None:
             self._vocabulary.check(self._decoder.config.vocab_size, target.vocab_size)
         return FeatureSpec(fingerprint=self.info.fingerprint)
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`: nothing."""
         return {}
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
-        raise CheckpointError(f"{name} is not wanted; a standalone draft borrows nothing.", field=name)
+        raise CheckpointError(f"A standalone draft borrows no tensors, so {name} is not needed.", field=name)
 
     def uses(self) -> list[ProductUse]:
-        """See `HasProducts.uses`."""
         return [] if self._decoder.fused is None else self._decoder.fused.uses()
 
     @torch.inference_mode()
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        """See `DraftStrategy.extend`."""
         chunks = take_chunks(sessions, max_rows, keep)
         if not chunks or self._extended(chunks):
             return

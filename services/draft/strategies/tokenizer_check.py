@@ -1,4 +1,4 @@
-"""Whether two model folders speak the same token ids."""
+"""Compares the tokenizers of a draft and a target folder: both must give each token the same id."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from outrider.shared.nn.checkpoint.tokenizer_file import TOKENIZER_FILE, read_vo
 
 
 def check_same_tokenizer(draft: Path, target: Path) -> bool:
-    """Compare the vocabularies of two ``tokenizer.json``, added tokens included.
+    """Compare the vocabularies of two ``tokenizer.json`` files, including added tokens.
 
     Returns:
-        Whether they could be compared: False when a folder has none.
+        True if they are equal; False if a folder has no tokenizer to compare.
 
     Raises:
-        CheckpointError: they differ; names the first token that does.
+        CheckpointError: The vocabularies differ. The message names the differing token with the lowest id.
     """
     files = (draft / TOKENIZER_FILE, target / TOKENIZER_FILE)
     if files[0].resolve() == files[1].resolve():
@@ -31,9 +31,9 @@ def check_same_tokenizer(draft: Path, target: Path) -> bool:
         different, key=lambda token: (min(mine.get(token, 1 << 31), theirs.get(token, 1 << 31)), token)
     )
     raise CheckpointError(
-        f"The draft has another tokenizer than the target: {token!r} is {_named(mine.get(token))} in {files[0]} and "
-        f"{_named(theirs.get(token))} in {files[1]}. Serve the target that this draft was made for, or another --draft; if only the "
-        "draft's file is stale, remove it.",
+        f"The draft and the target have different tokenizers: {token!r} is {_named(mine.get(token))} in "
+        f"{files[0]} and {_named(theirs.get(token))} in {files[1]}. Serve the target that this draft was "
+        "made for, or give another --draft. If only the draft's file is outdated, remove it.",
         field="tokenizer",
     )
 

@@ -1,4 +1,4 @@
-"""Choosing the way of drafting from flags and checkpoints."""
+"""Chooses the way of drafting from flags and checkpoints, in the draft and in the launcher."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_contradicts_itself_is_refused(folders: dict[str, Path]) -> None:
     for asked, draft, match in (
         (Algorithm.STANDALONE, "eagle3", "draft head"),
         (Algorithm.EAGLE3, "model", "STANDALONE"),
-        (Algorithm.EAGLE3, "mimo", "ask for MTP"),
+        (Algorithm.EAGLE3, "mimo", "Set MTP"),
         (Algorithm.MTP, "model", "no MTP layers"),
         (Algorithm.NEXTN, "eagle3", "no MTP layers"),
     ):
@@ -139,13 +139,18 @@ def test_a_stack_drafts_by_the_targets_own_layers_in_a_service_of_its_own() -> N
 
 
 def test_a_target_is_not_told_that_eagle_must_be_a_head() -> None:
-    """EAGLE may turn out to be MTP layers, as in SGLang; the draft looks, and the target would refuse them by the name."""
+    """As in SGLang, EAGLE may turn out to be MTP layers.
+
+    Only the draft reads the checkpoint. By the name alone, the target would refuse the MTP layers.
+    """
     options = StackOptions(target=Path("/m/t"), draft=None, algorithm=Algorithm.EAGLE, device="cpu")
     lines = lines_of(options)
     assert "--speculative-algorithm EAGLE" in lines["draft"]
     assert "--speculative-algorithm" not in lines["target"]
     inproc = lines_of(replace(options, transport=Transport.INPROC))
-    assert "--speculative-algorithm EAGLE" in inproc["target"], "there it makes the draft itself"
+    assert "--speculative-algorithm EAGLE" in inproc["target"], (
+        "in process, the target builds the draft itself"
+    )
 
 
 def test_a_stack_without_anything_to_draft_with_decodes_plainly() -> None:

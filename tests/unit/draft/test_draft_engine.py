@@ -1,4 +1,4 @@
-"""The engine over toy heads: memory, failures, deadlines; and the in-process drafter that the target drives."""
+"""The draft engine over toy heads: memory, failures and deadlines. Also the in-process drafter."""
 
 from __future__ import annotations
 
@@ -215,10 +215,10 @@ def test_a_draft_on_a_gpu_holds_about_what_a_target_does(pair: tuple[Path, Path]
             (free << 30, 140 << 30),
         )
 
-    assert tokens(4096, 100) == 64 * 16 * 1024, "every session has room, and no more is taken"
+    assert tokens(4096, 100) == 64 * 16 * 1024, "every session has room, and the cache is no larger"
     assert tokens(4096, 100, max_sessions=128) == 2 * 64 * 16 * 1024
     assert tokens(112 * 1024, 120) == pytest.approx((12 << 30) / (112 * 1024), abs=16), (
-        "the GPU may be the target's too"
+        "the target may share the GPU"
     )
     assert tokens(112 * 1024, 120, mem_fraction_static=0.85) == pytest.approx(
         (99 << 30) / (112 * 1024), abs=16
@@ -226,7 +226,7 @@ def test_a_draft_on_a_gpu_holds_about_what_a_target_does(pair: tuple[Path, Path]
     assert tokens(112 * 1024, 120, mem_fraction_static=0.85, kv_tokens=5000) == 5008
     with pytest.raises(ConfigurationError, match="at least"):
         tokens(1024, 10, mem_fraction_static=0.5)
-    with pytest.raises(ConfigurationError, match="would do nothing") as caught:
+    with pytest.raises(ConfigurationError, match="has no effect") as caught:
         settings(pair, mem_fraction_static=0.5).check()
     assert caught.value.field == "mem_fraction_static"
 
@@ -251,7 +251,7 @@ def test_wrong_settings_name_the_field(
 
 
 class Host:
-    """The target's side of an in-process drafter: one decoder's features, greedy chains of made-up tokens."""
+    """The target's side of an in-process drafter: real features, and chains of made-up tokens."""
 
     def __init__(self, pair: tuple[Path, Path]) -> None:
         self.drafter: InprocDrafter = drafter_beside(load_decoder(pair[0]), settings(pair))

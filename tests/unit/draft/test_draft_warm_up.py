@@ -1,4 +1,4 @@
-"""A draft makes ready what its target will ask for, in one cache of graphs, or in none if it is told so."""
+"""Warm-up prepares the target's default tree and batches in one cache of CUDA graphs, if not disabled."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_all_rounds_of_a_draft_share_one_cache_that_can_be_turned_off(pair: tupl
         graphs.cache.enabled = True  # as on a GPU
         graphs.limit(disabled=disabled, max_bs=8)
         assert (graphs.cache.enabled, graphs.max_bs) == (not disabled, 8)
-    assert engine_of(pair, disable_cuda_graph=True, cuda_graph_max_bs=8).strategy.rounds.graphs.max_bs == 8  # type: ignore[union-attr]
+    rounds = engine_of(pair, disable_cuda_graph=True, cuda_graph_max_bs=8).strategy.rounds
+    assert rounds is not None
+    assert rounds.graphs.max_bs == 8
 
 
 def test_larger_batches_than_are_recorded_run_without(pair: tuple[Path, Path]) -> None:

@@ -1,1 +1,1 @@
-"""Head checkpoints as published: dialects of config.json, tensor names, token maps."""
+"""Reads published head checkpoints: the dialects of config.json, tensor names and shapes, and token maps."""

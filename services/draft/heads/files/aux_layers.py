@@ -1,7 +1,11 @@
-"""Which layers of the target feed an EAGLE-3 head, and how its file counts them: mixing conventions up costs accept length silently.
+"""Selects the target layers that feed an EAGLE-3 head, and decides if their ids count outputs or inputs.
 
-The convention is SGLang's (`set_eagle3_layers_to_capture`): ids name outputs of layers; but for gpt-oss and where the last id is the number
-of layers, and for DeepSeek and Kimi targets unless the ids begin with 1, they name inputs.
+Reading the ids by the wrong convention silently lowers the accept length. The convention here is SGLang's
+(`set_eagle3_layers_to_capture`). The ids count outputs of layers, except in two cases, where they count
+inputs:
+
+- The last id equals the number of the target's layers, as in heads for gpt-oss.
+- The target is a DeepSeek or Kimi model, and the ids do not begin with 1.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ NUM_AUX_KEY = "num_aux_hidden_states"
 DEFAULT_NUM_AUX = 3
 MIN_LAYERS_FOR_DEFAULT_AUX = 7
 INPUT_COUNTING_FAMILIES = ("deepseek", "kimi")
-"""Beginnings of the model types of targets whose ids count inputs unless they begin with 1."""
+"""Prefixes of the model types of targets whose ids count inputs, unless the ids begin with 1."""
 
 
 class AuxConvention(Enum):
-    """What ids mean; the values are for logs and the doctor."""
+    """How to read the ids. The values appear in logs and in the doctor's report."""
 
     DEFAULT = "not named: the inputs of layers 2, L//2 and L - 3"
     OUTPUTS = "ids count outputs"
@@ -33,12 +37,12 @@ class AuxConvention(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AuxLayers:
-    """What a head's configuration says of the layers that feed it.
+    """The aux layers that a head's configuration names.
 
     Attributes:
-        count: How many.
-        ids: Which, ascending, as the file counts; None for the default triple.
-        contradicted: The file's own list, where ``num_aux_hidden_states`` names another number, which goes first; else None.
+        count: Number of aux layers.
+        ids: The layers in ascending order, counted as in the file; None for the default triple.
+        contradicted: The list in the file, if ``num_aux_hidden_states`` overrides its length; else None.
     """
 
     count: int
@@ -47,10 +51,10 @@ class AuxLayers:
 
     @classmethod
     def parse(cls, reader: ConfigReader) -> AuxLayers:
-        """Read the keys. An explicit number goes before the length of the list: the list's first ones are taken, as many as that.
+        """Read the keys. An explicit number overrides the list: only that number of its first ids is used.
 
         Raises:
-            CheckpointError: the list is malformed, or too short for a number that has no default.
+            CheckpointError: The list is malformed, or too short for a number that has no default.
         """
         ids = _listed(reader)
         count = reader.positive(NUM_AUX_KEY, len(ids) if ids else DEFAULT_NUM_AUX)
@@ -64,20 +68,24 @@ class AuxLayers:
 
     @property
     def says(self) -> str:
-        """What is known of them before the target is, for the log."""
+        """A summary for the log, for use before the target is known."""
         named = (
             "the default triple"
             if self.ids is None
-            else f"layers {list(self.ids)}, outputs or inputs by the target"
+            else f"layers {list(self.ids)}; the target decides if they are outputs or inputs"
         )
         return (
             named
             if self.contradicted is None
-            else f"{named} ({NUM_AUX_KEY} {self.count} before the list {list(self.contradicted)})"
+            else f"{named} ({NUM_AUX_KEY} {self.count} overrides the list {list(self.contradicted)})"
         )
 
     def convention(self, target: TargetInfo, *, latent: bool) -> AuxConvention:
-        """Return what the ids mean for a target; of an older one that does not name its family a head with `latent` attention tells."""
+        """Return how the ids are counted for this target.
+
+        An older target does not report its model type. The head's own family then decides: `latent` is True
+        for a head with latent attention, whose family is DeepSeek or Kimi.
+        """
         if self.ids is None:
             return AuxConvention.DEFAULT
         if self.ids[0] > 0 and self.ids[-1] == target.num_layers:
@@ -86,10 +94,10 @@ class AuxLayers:
         return AuxConvention.INPUTS_BY_FAMILY if of_family and self.ids[0] != 1 else AuxConvention.OUTPUTS
 
     def outputs(self, target: TargetInfo, convention: AuxConvention) -> tuple[int, ...]:
-        """Return the layers whose outputs are captured, ascending.
+        """Return the layers whose outputs are captured, in ascending order.
 
         Raises:
-            CheckpointError: the target lacks one of them, or the file must name them.
+            CheckpointError: The target lacks one of the layers, or the file must name them.
         """
         if self.ids is None:
             return self._default(target.num_layers)
@@ -97,45 +105,48 @@ class AuxLayers:
         outputs = tuple(layer - shift for layer in self.ids)
         if outputs[0] < 0 or outputs[-1] >= target.num_layers:
             raise CheckpointError(
-                f"The head reads layers {list(self.ids)} ({convention.value}), the target has {target.num_layers}: {SERVE_ANOTHER}; or "
-                f"correct {AUX_KEY}.",
+                f"The head reads layers {list(self.ids)} ({convention.value}), but the target has only "
+                f"{target.num_layers} layers: {SERVE_ANOTHER}; or correct {AUX_KEY} in the "
+                "head's config.json.",
                 field=AUX_KEY,
             )
         return outputs
 
     def naming(self, outputs: tuple[int, ...], target: TargetInfo, *, latent: bool) -> tuple[int, ...] | None:
-        """Return the ids by which a file has the outputs of these layers captured, or None where it cannot name them.
+        """Return the ids with which a file names the outputs of these layers, or None if it cannot.
 
-        For DeepSeek and Kimi targets no ids mean outputs that begin with layer 0: they would begin with 1, and then count outputs.
+        For DeepSeek and Kimi targets, no ids name outputs that begin with layer 0: as counts of inputs they
+        would begin with 1, and ids that begin with 1 count outputs.
         """
         for ids in (outputs, tuple(layer + 1 for layer in outputs)):
             layers = AuxLayers(len(ids), ids)
             try:
                 if layers.outputs(target, layers.convention(target, latent=latent)) == outputs:
                     return ids
-            except CheckpointError:  # these ids mean layers that the target lacks
+            except CheckpointError:  # the target lacks a layer that these ids name
                 continue
         return None
 
     def _default(self, num_layers: int) -> tuple[int, ...]:
         if self.count != DEFAULT_NUM_AUX:
             raise CheckpointError(
-                f"The head reads {self.count} layers without naming them: add {AUX_KEY} to its config.json.",
+                f"The head reads {self.count} layers without naming them; add {AUX_KEY} to its config.json.",
                 field=AUX_KEY,
             )
         if num_layers < MIN_LAYERS_FOR_DEFAULT_AUX:
             raise CheckpointError(
-                f"The default aux layers need a target of at least {MIN_LAYERS_FOR_DEFAULT_AUX} layers, this one has {num_layers}: "
-                f"name them by {AUX_KEY} in the head's config.json.",
+                f"The default aux layers need a target of at least {MIN_LAYERS_FOR_DEFAULT_AUX} layers, but "
+                f"this one has {num_layers}. Name the layers by {AUX_KEY} in the head's config.json.",
                 field=AUX_KEY,
             )
-        # Outputs of these layers are the inputs of 2, L // 2 and L - 3, which is how the official code counts.
+        # As in the official code, the inputs of layers 2, L // 2 and L - 3, named as outputs of the layers
+        # before these.
         return (1, num_layers // 2 - 1, num_layers - 4)
 
 
 def _listed(reader: ConfigReader) -> tuple[int, ...] | None:
     value = reader.raw.get(AUX_KEY)
-    if value is None or value == []:  # ModelOpt writes an empty list where the default triple is meant
+    if value is None or value == []:  # ModelOpt writes an empty list to request the default triple
         return None
     valid = isinstance(value, list) and all(
         isinstance(layer, int) and not isinstance(layer, bool) for layer in value

@@ -1,4 +1,4 @@
-"""The configuration of an EAGLE-3 head, in each dialect that checkpoints come in."""
+"""Parses an EAGLE-3 head's configuration, in every published dialect, and checks that it fits the target."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ __all__ = ["AUX_KEY", "Eagle3Config"]
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """An EAGLE-3 head.
+    """The configuration of an EAGLE-3 head.
 
     Attributes:
-        layer: Its decoder layers; ``layer.vocab_size`` is the target's vocabulary.
-        draft_vocab_size: Rows of its lm_head, or None when the file does not say.
-        hot_vocab_size: FR-Spec: how many frequent tokens it drafts, named by ``hot_token_id`` or a token map; None for all.
-        borrows_lm_head: ``draft_vocab_size`` is null: the target's lm_head is used, whatever the file holds.
+        layer: Its decoder layers. ``layer.vocab_size`` is the target's vocabulary.
+        draft_vocab_size: Rows of its lm_head, or None if the file does not contain the number.
+        hot_vocab_size: Number of frequent tokens that the head drafts (FR-Spec), named by ``hot_token_id`` or
+            by a token map; None drafts all tokens.
+        borrows_lm_head: True if ``draft_vocab_size`` is null in the file: the head then uses the target's
+            lm_head, even if the file contains one.
         target_hidden_size: Width of one aux feature, and of a borrowed embedding.
-        final_hidden: The feature is the target's last hidden state instead of aux layers (``use_aux_hidden_state: false``).
-        aux: The target's layers that feed it.
-        fc_norm, input_norm, fc_bias: Whether the projector has these parts; None = as the file holds them.
-        attention_bias: The projections of q, k and v must have biases; otherwise as the file holds them.
-        norm_before_residual: The residual of the first layer is the normed feature, not the feature.
-        norm_output: The next step's feature is the normed state.
+        final_hidden: True if the feature is the target's last hidden state instead of aux layers
+            (``use_aux_hidden_state: false``).
+        aux: The target's layers that feed the head.
+        fc_norm, input_norm, fc_bias: Whether the projector has these parts; None means that the tensors in
+            the file decide.
+        attention_bias: True if the projections of q, k and v must have biases. If False, the tensors in the
+            file decide.
+        norm_before_residual: True if the residual of the first layer is the normed feature, not the raw one.
+        norm_output: True if the next step's feature is the normed state.
     """
 
     layer: HeadConfig
@@ -52,30 +57,30 @@ class Eagle3Config:
 
     @classmethod
     def from_dir(cls, path: Path) -> Eagle3Config:
-        """Read a folder's configuration.
+        """Read the configuration in a head's folder.
 
         Raises:
-            CheckpointError: something is missing or not supported; `field` names the key.
+            CheckpointError: A key is missing or not supported; `field` names it.
         """
         return cls.parse(read_head_config(path), config_file(path))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], source: Path | str = CONFIG_FILE) -> Eagle3Config:
-        """Parse a configuration that is already read; `source` is named in errors."""
+        """Parse a configuration that was already read. Errors name `source`."""
         flat = flatten(raw, source)
         reader = ConfigReader(flat, source)
         layer = HeadConfig.parse(reader)
         draft_vocab_size = reader.positive("draft_vocab_size", 0) or None
         if draft_vocab_size is not None and draft_vocab_size > layer.vocab_size:
             raise reader.error(
-                "draft_vocab_size", f"{draft_vocab_size} is above vocab_size {layer.vocab_size}"
+                "draft_vocab_size", f"{draft_vocab_size} is larger than vocab_size, {layer.vocab_size}"
             )
         target_hidden_size = reader.positive("target_hidden_size", layer.hidden_size)
         final_hidden = not reader.flag("use_aux_hidden_state", True)
         if final_hidden and target_hidden_size != layer.hidden_size:
             raise reader.error(
                 "use_aux_hidden_state",
-                "false needs a head as wide as the target: its last hidden state is not projected",
+                "false needs target_hidden_size = hidden_size: the last hidden state is not projected",
             )
         check_eagle3(reader, layer.num_layers, final_hidden=final_hidden)
         return cls(
@@ -97,25 +102,28 @@ class Eagle3Config:
         )
 
     def aux_convention(self, target: TargetInfo) -> AuxConvention:
-        """Return how the file counts the aux layers of a target."""
+        """Return how the file counts the aux layers of this target."""
         return self.aux.convention(target, latent=self.layer.latent is not None)
 
     def aux_naming(self, outputs: tuple[int, ...], target: TargetInfo) -> tuple[int, ...] | None:
-        """Return the ids that this file must hold to read the outputs of these layers of a target; None: it cannot name them."""
+        """Return the ids with which this file names the outputs of these layers, or None if it cannot."""
         return self.aux.naming(outputs, target, latent=self.layer.latent is not None)
 
     def check_target(self, target: TargetInfo) -> tuple[int, ...]:
-        """Return the aux layers to capture of a target (their outputs); empty when the last hidden state is wanted.
+        """Check that the head fits a target, and return the layers whose outputs to capture.
+
+        Returns:
+            The aux layers; empty if the head reads the last hidden state.
 
         Raises:
-            CheckpointError: the head was made for another target; names the key and both values.
+            CheckpointError: The head was made for another target. The message names the key and both values.
         """
         self.layer.check_vocabulary(target)
         if target.hidden_size != self.target_hidden_size:
             key = "target_hidden_size" if self.target_hidden_size != self.layer.hidden_size else "hidden_size"
             raise CheckpointError(
-                f"The head reads features of hidden size {self.target_hidden_size} ({key}), the target's is {target.hidden_size}: "
-                f"{SERVE_ANOTHER}.",
+                f"The head reads features of hidden size {self.target_hidden_size} ({key}), but the target's "
+                f"hidden size is {target.hidden_size}: {SERVE_ANOTHER}.",
                 field=key,
             )
         if self.final_hidden:
@@ -124,6 +132,6 @@ class Eagle3Config:
 
 
 def _optional_flag(reader: ConfigReader, *names: str) -> bool | None:
-    """Return whether one of the flags is set; None when none of them is there."""
+    """Return whether any of the flags is set, or None if the file contains none of them."""
     given = [reader.flag(name, False) for name in names if reader.raw.get(name) is not None]
     return any(given) if given else None

@@ -1,7 +1,9 @@
-"""The tensor names of EAGLE-3 checkpoints: several dialects, one strict reading. See `keys` for what heads share.
+"""Matches the tensors of an EAGLE-3 checkpoint by canonical names; none may be missing or left over.
 
-Canonical names are ``layers.N.*``, ``fc.*``, ``fc_norm.N.weight``, ``input_norm.weight``, ``norm.weight``, ``lm_head.weight``,
-``embed_tokens.weight``, ``d2t``, ``t2d``. Seen in the wild: ``aux_norm_low|mid|high`` for the first three fc_norms.
+Canonical names are ``layers.N.*``, ``fc.*``, ``fc_norm.N.weight``, ``input_norm.weight``, ``norm.weight``,
+``lm_head.weight``, ``embed_tokens.weight``, ``d2t`` and ``t2d``. Some published heads name the first three
+fc_norms ``aux_norm_low``, ``aux_norm_mid`` and ``aux_norm_high``. The module `keys` contains the parts common
+to all heads.
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ INTEGERS = ("d2t", "t2d", HOT_IDS)
 
 
 def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
-    """Match a file's names and shapes with what the configuration says.
+    """Match the names and shapes of a checkpoint's tensors against its configuration.
 
     Raises:
-        CheckpointError: names every missing, unexpected and misshaped tensor as the file spells it.
+        CheckpointError: A tensor is missing, unexpected or misshaped. The message names all of them as the
+            file spells them.
     """
     stored = canonical_names(reader, _rename)
     check_sizes(reader, config, stored)
-    ignored = {f"verifier_{name}.weight": "a copy of the target's" for name in ("norm", "lm_head")}
+    ignored = {f"verifier_{name}.weight": "a copy of the target's tensor" for name in ("norm", "lm_head")}
     shapes = _projector_shapes(config, stored, ignored)
     for index in range(config.layer.num_layers):
         shapes |= _layer_shapes(config, index, stored, ignored)
@@ -41,17 +44,21 @@ def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
 def take_vocabulary(
     reader: CheckpointReader, keys: HeadKeys, config: Eagle3Config, token_map: torch.Tensor | None
 ) -> DraftVocabulary:
-    """Read ``d2t`` (and compare ``t2d``), or return what ``hot_token_id`` or a token map leaves of the full vocabulary.
+    """Return the tokens that a head can draft.
+
+    The sources are ``d2t`` (checked against ``t2d``), else ``hot_token_id`` or a token map, else the full
+    vocabulary.
 
     Raises:
-        CheckpointError: the tensors contradict each other, or there is a token map and a draft vocabulary.
+        CheckpointError: The tensors contradict each other, or a token map was given for a head that has a
+            draft vocabulary.
     """
     size = config.layer.vocab_size
     t2d = keys.take_stored(reader, "t2d") if "t2d" in keys else None
     if "d2t" not in keys:
         ids = take_hot_ids(reader, keys, token_map, config.hot_vocab_size, size)
         own_rows = "lm_head.weight" in keys and keys.shapes["lm_head.weight"][0] != size
-        # The rows of an lm_head that was cut to the frequent tokens stay in their order.
+        # An lm_head that was cut to the frequent tokens has its rows in the order of `ids`.
         return (
             DraftVocabulary.in_order(ids, size)
             if own_rows and ids is not None
@@ -59,14 +66,15 @@ def take_vocabulary(
         )
     if token_map is not None:
         raise CheckpointError(
-            f"{reader.path}: the head has a draft vocabulary of its own (d2t); leave --speculative-token-map out.",
+            f"{reader.path}: the head has a draft vocabulary of its own (d2t). Leave out "
+            "--speculative-token-map.",
             field="speculative_token_map",
         )
     return DraftVocabulary.from_tensors(keys.take_stored(reader, "d2t"), t2d, size)
 
 
 def take_projector(reader: CheckpointReader, keys: HeadKeys) -> dict[str, torch.Tensor]:
-    """Read what the target applies, under canonical names, on the host."""
+    """Read the tensors that the target applies to its states, by canonical name, to the host."""
     names = [
         name
         for name in keys.shapes
@@ -76,7 +84,10 @@ def take_projector(reader: CheckpointReader, keys: HeadKeys) -> dict[str, torch.
 
 
 def layer_norm_name(keys: HeadKeys, layer: int) -> str:
-    """Return the norm over the state that enters a layer behind the first: ``hidden_norm``, in some exports ``input_layernorm``."""
+    """Return the name of the norm over the state that enters a layer after the first.
+
+    The name is ``hidden_norm``, or ``input_layernorm`` in some exports.
+    """
     name = f"layers.{layer}.hidden_norm.weight"
     return name if name in keys else f"layers.{layer}.input_layernorm.weight"
 
@@ -88,11 +99,11 @@ def _rename(name: str) -> str:
 def _projector_shapes(
     config: Eagle3Config, stored: Mapping[str, str], ignored: dict[str, str]
 ) -> dict[str, Shape]:
-    """Return the shapes of what turns the target's states into features; parts that the configuration switches off are ignored."""
+    """Return the shapes of the projector; add the parts that the configuration disables to `ignored`."""
     hidden, features = config.layer.hidden_size, config.aux.count * config.target_hidden_size
     if config.final_hidden:
         unused = [name for name in stored if name.startswith(("fc.", "fc_norm.", "input_norm."))]
-        ignored |= dict.fromkeys(unused, "config.json says use_aux_hidden_state: false")
+        ignored |= dict.fromkeys(unused, "config.json sets use_aux_hidden_state: false")
         return {}
     shapes: dict[str, Shape] = {"fc.weight": (hidden, features)}
     fc_norms = {f"fc_norm.{index}.weight": (config.target_hidden_size,) for index in range(config.aux.count)}
@@ -106,7 +117,7 @@ def _projector_shapes(
         if wanted or (wanted is None and there):
             shapes |= part
         else:
-            ignored |= dict.fromkeys(there, f'config.json says "{key}": false')
+            ignored |= dict.fromkeys(there, f'config.json sets "{key}": false')
     return shapes
 
 
@@ -123,7 +134,7 @@ def _layer_shapes(
         return shapes | {embedding_norm: norm, hidden_norm: norm}
     if hidden_norm not in stored and embedding_norm in stored:
         return shapes | {embedding_norm: norm}
-    ignored[embedding_norm] = "layers behind the first take no embedding"
+    ignored[embedding_norm] = "only the first layer reads the embedding"
     return shapes | {hidden_norm: norm}
 
 

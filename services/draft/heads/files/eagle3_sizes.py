@@ -1,4 +1,7 @@
-"""Sizes by which a configuration and its tensors most often differ, said in one sentence instead of a list of misshaped tensors."""
+"""Reports a wrong hidden_size, vocab_size or number of aux layers of an EAGLE-3 head in a single sentence.
+
+Without these checks, such a mistake would appear as a long list of misshaped tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 
 
 def check_sizes(reader: CheckpointReader, config: Eagle3Config, actual: Mapping[str, str]) -> None:
-    """Compare hidden size, vocabulary and number of aux features with the tensors that show them.
+    """Compare the sizes in the configuration with the shapes of the tensors that depend on them.
 
     Args:
-        reader: The opened checkpoint.
-        config: What its config.json says.
+        reader: Reader of the checkpoint.
+        config: The parsed config.json.
         actual: Canonical name → name in the file.
 
     Raises:
-        CheckpointError: names the key, the tensor and both numbers.
+        CheckpointError: A size differs. The message names the key, the tensor and both numbers.
     """
 
     def size(name: str, axis: int, num_axes: int) -> int | None:
@@ -35,8 +38,8 @@ def check_sizes(reader: CheckpointReader, config: Eagle3Config, actual: Mapping[
     for key, said, name, found in checks:
         if found not in (None, said):
             raise CheckpointError(
-                f"{reader.path}: {key} is {said} in config.json, but {actual[name]} has {found}: config.json belongs to another head; "
-                "download both again.",
+                f"{reader.path}: {key} is {said} in config.json, but {found} in the tensor {actual[name]}. "
+                "The config.json belongs to another head; download both again.",
                 field=key,
             )
     if config.final_hidden:  # fc is not used
@@ -44,8 +47,8 @@ def check_sizes(reader: CheckpointReader, config: Eagle3Config, actual: Mapping[
     inputs, found = config.aux.count * config.target_hidden_size, size("fc.weight", 1, 2)
     if found not in (None, inputs):
         raise CheckpointError(
-            f"{reader.path}: {actual['fc.weight']} takes {found} inputs, but config.json says {config.aux.count} aux layers of "
-            f"{config.target_hidden_size}, which is {inputs}; correct num_aux_hidden_states, eagle_aux_hidden_state_layer_ids or "
-            "target_hidden_size.",
+            f"{reader.path}: {actual['fc.weight']} has {found} inputs, but config.json needs {inputs}: "
+            f"{config.aux.count} aux layers of {config.target_hidden_size}. Correct num_aux_hidden_states, "
+            "eagle_aux_hidden_state_layer_ids or target_hidden_size.",
             field=actual["fc.weight"] if config.aux.contradicted is None else NUM_AUX_KEY,
         )

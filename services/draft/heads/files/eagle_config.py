@@ -1,4 +1,4 @@
-"""The configuration of an EAGLE-1/2 head."""
+"""Parses the configuration of an EAGLE-1/2 head, and checks that the head fits the target."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from outrider.shared.nn.config.model_config import CONFIG_FILE, ConfigReader
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """An EAGLE-1/2 head.
+    """The configuration of an EAGLE-1/2 head.
 
     Attributes:
         layer: Its decoder layers.
-        fc_bias: ``fc`` has a bias; true unless the file says ``"bias": false``. False in Mistral's heads.
-        qkv_bias: The attention's projections have one (heads for Qwen2).
-        first_norm: Layer 0 has its input norm: ModelOpt's heads, and Mistral's.
-        is_mistral: Mistral's own kind: layer 0 has its norm, and a norm ends the stack.
-        hot_vocab_size: FR-Spec: how many frequent tokens it drafts, or None for all.
+        fc_bias: True if ``fc`` has a bias. The default is False for Mistral's heads, and True for all others.
+        qkv_bias: True if the projections of q, k and v have biases, as in heads for Qwen2.
+        first_norm: True if layer 0 has its input norm, as in ModelOpt's and Mistral's heads.
+        is_mistral: True for a head in Mistral's own format, whose last layer is followed by a norm.
+        hot_vocab_size: Number of frequent tokens that the head drafts (FR-Spec); None drafts all tokens.
     """
 
     layer: HeadConfig
@@ -37,10 +37,10 @@ class EagleConfig:
 
     @classmethod
     def from_dir(cls, path: Path, *, native: bool = False) -> EagleConfig:
-        """Read a folder's configuration.
+        """Read the configuration in a head's folder.
 
         Raises:
-            CheckpointError: something is missing or not supported; `field` names the key.
+            CheckpointError: A key is missing or not supported; `field` names it.
         """
         return cls.parse(read_head_config(path), config_file(path), native=native)
 
@@ -48,12 +48,19 @@ class EagleConfig:
     def parse(
         cls, raw: Mapping[str, Any], source: Path | str = CONFIG_FILE, *, native: bool = False
     ) -> EagleConfig:
-        """Parse a configuration that is already read; `source` is named in errors, `native`: the tensors have Mistral's names."""
+        """Parse a configuration that was already read.
+
+        Args:
+            raw: The JSON object.
+            source: The file to name in errors.
+            native: True if the checkpoint's tensors have Mistral's names.
+        """
         reader = ConfigReader(flatten(raw, source), source)
         layer = HeadConfig.parse(reader)
         if reader.positive("target_hidden_size", layer.hidden_size) != layer.hidden_size:
             raise reader.error(
-                "target_hidden_size", "must be hidden_size: an EAGLE-1/2 head shares the target's lm_head"
+                "target_hidden_size",
+                "must equal hidden_size: an EAGLE-1/2 head drafts with the target's lm_head",
             )
         is_mistral = (
             native or "dim" in raw or bool(set(reader.strings("architectures") or ()) & set(ARCHITECTURES))
@@ -69,11 +76,15 @@ class EagleConfig:
         )
 
     def check_target(self, target: TargetInfo) -> None:
-        """Raise `CheckpointError` when the head was made for another target; names the key and both values."""
+        """Check that the head fits a target.
+
+        Raises:
+            CheckpointError: The head was made for another target. The message names the key and both values.
+        """
         self.layer.check_vocabulary(target)
         if target.hidden_size != self.layer.hidden_size:
             raise CheckpointError(
-                f"The head reads features of hidden size {self.layer.hidden_size} (hidden_size), the target's is {target.hidden_size}: "
-                f"{SERVE_ANOTHER}.",
+                f"The head reads features of hidden size {self.layer.hidden_size} (hidden_size), but the "
+                f"target's hidden size is {target.hidden_size}: {SERVE_ANOTHER}.",
                 field="hidden_size",
             )

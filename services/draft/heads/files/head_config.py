@@ -1,4 +1,7 @@
-"""What every head's configuration says of its decoder layers, whatever the dialect of the file."""
+"""Parses the decoder layers in a head's configuration: sizes, rotary embedding, activation, sliding window.
+
+`flatten` first merges the dialects of config.json into one flat object.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +42,17 @@ MODEL_TYPES = (
     "eagle",
     "eagle3",
 )
-"""What the heads of these families call themselves; the layers of all of them are Llama's."""
+"""Model types of heads whose layers are Llama's."""
 LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-"""The attention of these keeps a latent instead of K and V; the rest of their layers is Llama's too."""
+"""Model types of heads with latent attention instead of K and V. The rest of their layers is Llama's."""
 
 PLAIN_ROPES = ("dynamic", "mrope")
-"""Kinds of rotary embedding that are the plain one where heads draft.
+"""Kinds of rotary embedding that a head computes as the plain one.
 
-Dynamic NTK raises the base only once a text exceeds ``max_position_embeddings``; in the official EAGLE code with each further token, while
-what is cached keeps the base that it was written with. Here the base stays, as in heads without scaling beyond the positions that they were
-trained on: it costs accept length there, never correctness. The three coordinates of multimodal rotary embedding are one in text.
+- ``dynamic``: Dynamic NTK raises the base only when a text exceeds ``max_position_embeddings``. The official
+  EAGLE code then raises it with each token, while cached keys keep the base they were written with. Here the
+  base never changes, as in heads without scaling. This costs accept length on such texts, never correctness.
+- ``mrope``: The three coordinates of multimodal rotary embedding are equal in text.
 """
 
 SERVE_ANOTHER = "serve the target that this head was trained for, or another --draft"
@@ -61,15 +65,16 @@ class HeadConfig:
     Attributes:
         vocab_size: The target's vocabulary.
         hidden_size, intermediate_size, num_layers, num_heads: Sizes.
-        num_kv_heads, head_dim: Of what the pool keeps per token: with a latent, one head as wide as the latent and its rotated part.
-        rotary_dim: How many dimensions of a head are rotated.
+        num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention this is one
+            head, as wide as the latent and its rotated part together.
+        rotary_dim: Number of rotated dimensions of a head.
         latent: Widths of multi-head latent attention, or None.
         rms_norm_eps: Epsilon of every norm.
-        rope: Rotary embedding; a file without a base means 10000, not the target's.
-        tie_word_embeddings: The head's lm_head is its embedding.
-        activation: Of the MLP.
-        sliding_window: A row sees that many positions, its own included; None = all.
-        fingerprint: Of the file's content.
+        rope: Rotary embedding. Its base defaults to 10000, not to the target's base.
+        tie_word_embeddings: True if the head's lm_head is its embedding.
+        activation: Activation of the MLP.
+        sliding_window: Number of positions that a row attends to, its own included; None for all.
+        fingerprint: Fingerprint of the configuration's content.
     """
 
     vocab_size: int
@@ -90,10 +95,10 @@ class HeadConfig:
 
     @classmethod
     def parse(cls, reader: ConfigReader) -> HeadConfig:
-        """Parse a configuration that `flatten` made.
+        """Parse a configuration that `flatten` returned.
 
         Raises:
-            CheckpointError: something is missing or not supported; `field` names the key.
+            CheckpointError: A key is missing or not supported; `field` names it.
         """
         with faults_of(reader.source):
             return cls._parse(reader)
@@ -105,17 +110,18 @@ class HeadConfig:
         if model_type not in MODEL_TYPES + LATENT_MODEL_TYPES:
             known = ", ".join(MODEL_TYPES + LATENT_MODEL_TYPES)
             raise reader.error(
-                "model_type", f"{model_type!r} is not that of a known draft head; known: {known}"
+                "model_type", f"{model_type!r} is not supported for draft heads. Supported types: {known}"
             )
         if raw.get("auto_map") and "speculators_model_type" not in raw:
             raise reader.error(
                 "auto_map",
-                "asks to run code from the folder, which is never done; export the head without it",
+                "would run code from the folder, which is never done. Export the head without it",
             )
         if raw.get("swap_h_and_emb"):
             raise reader.error(
                 "swap_h_and_emb",
-                "true is not supported: the first layer reads the embedding first; export the head so",
+                "true is not supported: the first layer must read the embedding before the feature. "
+                "Export the head in this order",
             )
         if raw.get("quantization_config"):
             raise reader.error(
@@ -130,7 +136,7 @@ class HeadConfig:
             if latent is None
             else (1, latent.rank + latent.rope_dim)
         )
-        # Llama 4's dense layers are sized by a key of their own.
+        # The dense layers of Llama 4 have a size key of their own.
         inner_key = (
             "intermediate_size_mlp"
             if model_type == "llama4_text" and raw.get("intermediate_size_mlp")
@@ -155,19 +161,27 @@ class HeadConfig:
         )
 
     def check_vocabulary(self, target: TargetInfo) -> None:
-        """Raise `CheckpointError` when the head was made for another vocabulary; names the key and both values."""
+        """Check that the head was made for the target's vocabulary.
+
+        Raises:
+            CheckpointError: It was not. The message names the key and both values.
+        """
         if target.vocab_size != self.vocab_size:
             raise CheckpointError(
-                f"The head's vocab_size is {self.vocab_size}, the target's {target.vocab_size}: {SERVE_ANOTHER}.",
+                f"The head's vocab_size is {self.vocab_size}, but the target's is {target.vocab_size}: "
+                f"{SERVE_ANOTHER}.",
                 field="vocab_size",
             )
 
 
 def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Merge the dialects into one flat object: nested layer config < top level < eagle_config; null and [] count as absent.
+    """Merge the sections of a configuration into one flat object with Hugging Face's keys.
+
+    If sections repeat a key, ``eagle_config`` overrides the top level, which overrides
+    ``transformer_layer_config``. Null and [] count as absent.
 
     Raises:
-        CheckpointError: a section is no object, or `from_params` cannot say a key of Mistral's.
+        CheckpointError: A section is not an object, or `from_params` cannot translate a key of Mistral's.
     """
     with faults_of(source):
         raw = from_params(raw, source)
@@ -179,7 +193,7 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
         sections[key] = section or {}
     top = {key: value for key, value in raw.items() if key not in sections}
     if sections[LAYER_SECTION]:
-        top.pop("model_type", None)  # of the wrapper; the layers have their own
+        top.pop("model_type", None)  # this is the wrapper's type; the layers have their own
     flat: dict[str, Any] = {}
     for part in (sections[LAYER_SECTION], top, sections[EAGLE_SECTION]):
         flat |= {key: value for key, value in part.items() if value is not None and value != []}
@@ -189,7 +203,7 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
 
 
 def plain_rope(reader: ConfigReader) -> str | None:
-    """Return the name of a rotary embedding that is taken for the plain one (`PLAIN_ROPES`), or None."""
+    """Return the kind of rotary embedding if it is computed as the plain one (`PLAIN_ROPES`), else None."""
     parameters = reader.raw.get(_rope_section(reader))
     name = parameters.get("rope_type", parameters.get("type")) if isinstance(parameters, Mapping) else None
     return name if name in PLAIN_ROPES else None
@@ -226,11 +240,14 @@ def _activation(reader: ConfigReader) -> Activation:
         return Activation(name)
     except ValueError:
         supported = ", ".join(activation.value for activation in Activation)
-        raise reader.error("hidden_act", f"{name!r} is not supported; supported: {supported}") from None
+        raise reader.error("hidden_act", f"{name!r} is not supported. Supported: {supported}") from None
 
 
 def _sliding_window(reader: ConfigReader) -> int | None:
-    """Return the window of all layers. ``layer_types`` must agree: a mixture would need a window per layer, which no head has."""
+    """Return the sliding window of all layers, or None.
+
+    ``layer_types`` must be the same for all layers: no known head mixes them.
+    """
     raw = reader.raw
     types = raw.get("layer_types")
     if types is not None:
@@ -241,12 +258,12 @@ def _sliding_window(reader: ConfigReader) -> int | None:
         ):
             raise reader.error(
                 "layer_types",
-                f"must name one type for all layers, sliding_attention or full_attention, not {types!r}",
+                f"must be sliding_attention or full_attention, the same for all layers, not {types!r}",
             )
         if "sliding_attention" not in types:
             return None
         return reader.positive("sliding_window")
-    # Qwen2's configurations carry a window that is switched off.
+    # Configurations of Qwen2 contain a window even if it is switched off.
     if raw.get("sliding_window") is None or not reader.flag("use_sliding_window", True):
         return None
     return reader.positive("sliding_window")

@@ -1,7 +1,8 @@
-"""Strict matching of a head's tensors with what its configuration says, whatever the file calls them.
+"""Strictly matches a head's tensors against its configuration, and reads them by canonical name.
 
-Canonical names are ``layers.N.*``, ``fc.*``, ``norm.weight``, ``lm_head.weight``, ``embed_tokens.weight``; seen in the wild are also
-``midlayer.*`` for ``layers.0.*`` and a ``model.`` prefix before anything.
+Canonical names are ``layers.N.*``, ``fc.*``, ``norm.weight``, ``lm_head.weight`` and ``embed_tokens.weight``.
+Published files also use ``midlayer.*`` for ``layers.0.*``, Mistral's own names, and a ``model.`` prefix
+before any name. The module also dequantises FP8 matrices and reorders Mistral's q and k.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ from outrider.shared.nn.layers.blocks import Attention, AttentionBlock, GatedMLP
 FIRST_LAYER = "layers.0."
 DIALECTS = ("midlayer.", "layers.0.", "model.layers.0.", "model.midlayer.")
 NATIVE = "layers.0.attention."
-"""Mistral's own names."""
+"""Spelling of layer 0 in Mistral's own format."""
 TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-"""Ends of the names of matrices whose rows the rotary embedding turns."""
+"""Ends of the names of matrices whose rows are rotated by the rotary embedding."""
 ROTARY_BUFFER = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadKeys:
-    """Where a checkpoint keeps what.
+    """The tensors to read from a head's checkpoint, by canonical name.
 
     Attributes:
-        actual: Canonical name → name in the file, of every tensor that is read.
-        shapes: Canonical name → shape, of the same.
-        dialect: How the first layer is called in this file (``midlayer.``, ``layers.0.``, ``model.layers.0.``), for the log.
-        ignored: Name in the file → why it is not read.
-        pairs: Width of a head whose q and k turn in pairs (Mistral's format); 0: in halves.
-        scales: Canonical name of a matrix stored in FP8 → name in the file of its one scale.
+        actual: Canonical name → name in the file, of every tensor to read.
+        shapes: Canonical name → shape, of the same tensors.
+        dialect: Spelling of the first layer in this file (``midlayer.``, ``layers.0.``,
+            ``model.layers.0.``), for the log.
+        ignored: Name in the file → why the tensor is not read.
+        pairs: Head width if q and k rotate adjacent pairs of dimensions (Mistral's format); 0 if they rotate
+            halves.
+        scales: Canonical name of each matrix stored in FP8 → name in the file of its one scale.
     """
 
     actual: Mapping[str, str]
@@ -62,19 +65,21 @@ class HeadKeys:
         integers: Sequence[str] = (),
         head_dim: int = 0,
     ) -> HeadKeys:
-        """Check a file against what is expected of it.
+        """Check the tensors in a file against the expected ones.
 
         Args:
-            reader: The file.
+            reader: Reader of the checkpoint.
             stored: Canonical name → name in the file, of all its tensors (`canonical_names`).
-            shapes: Canonical name → shape of everything that must be there.
-            ignored: Canonical name → reason, of what may be there and is not read.
+            shapes: Canonical name → shape, of all tensors that must exist.
+            ignored: Canonical name → reason, of tensors that may exist but are not read.
             integers: Canonical names of index and mask tensors.
-            head_dim: Of the head, for files that turn pairs.
+            head_dim: Width of an attention head, for files that rotate pairs.
 
         Raises:
-            CheckpointError: names every missing, unexpected and misshaped tensor as the file spells it.
+            CheckpointError: A tensor is missing, unexpected or misshaped. The message names all of them as
+                the file spells them.
         """
+        # 1. Collect the tensors that may be skipped, each with its reason.
         dialect = _dialect(reader)
         spelled = {stored.get(name) or _spell(name, dialect): shape for name, shape in shapes.items()}
         skipped = {actual: ignored[name] for name, actual in stored.items() if name in ignored}
@@ -91,6 +96,7 @@ class HeadKeys:
         }
         scales = _scales(reader, stored, shapes)
         skipped |= dict.fromkeys(scales.values(), "multiplied into its matrix")
+        # 2. Everything else must match exactly. Index and mask tensors are checked when they are read.
         weights = {name: shape for name, shape in spelled.items() if name not in whole}
         reader.check(weights, ignored=(*skipped, *whole), dtypes={stored[name]: FP8 for name in scales})
         pairs = head_dim if is_native(reader.names) else 0
@@ -102,11 +108,11 @@ class HeadKeys:
         return name in self.shapes
 
     def named(self, name: str) -> tuple[str, Shape]:
-        """Return a canonical name's own name in the file and its shape."""
+        """Return the name in the file and the shape of the tensor with this canonical name."""
         return self.actual[name], self.shapes[name]
 
     def take(self, reader: CheckpointReader, name: str) -> torch.Tensor:
-        """Read one tensor."""
+        """Read one tensor, dequantised and reordered for computation."""
         if name not in self.scales:
             return self.adapt(name, reader.take(*self.named(name)), None)
         scale = read_scale(reader, self.scales[name]).to(reader.device)
@@ -115,26 +121,30 @@ class HeadKeys:
         )
 
     def adapt(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return a stored tensor as the head computes with it: FP8 times its scale, as fp32, and q and k in halves."""
+        """Convert a stored tensor to the form that the head computes with.
+
+        FP8 is multiplied by its scale and becomes fp32. Rows of q and k are reordered from pairs to halves.
+        """
         if scale is not None:
             tensor = tensor.to(torch.float32) * scale.reshape(())
         return halves(tensor, self.pairs) if self.pairs and name.endswith(TURNED) else tensor
 
     def take_if_there(self, reader: CheckpointReader, name: str) -> torch.Tensor | None:
-        """Read one tensor, or return None when it is not among those that are read."""
+        """Read one tensor, or return None if it is not among the tensors to read."""
         return self.take(reader, name) if name in self.shapes else None
 
     def take_stored(self, reader: CheckpointReader, name: str) -> torch.Tensor:
-        """Read an index or mask tensor as it is stored.
+        """Read an index or mask tensor in its stored type.
 
         Raises:
-            CheckpointError: it holds floating-point numbers.
+            CheckpointError: The tensor contains floating-point numbers.
         """
         actual, shape = self.named(name)
         dtype = reader.tensors[actual].dtype
         if dtype.is_floating_point:
             raise CheckpointError(
-                f"{reader.path}: {actual} is {dtype}, must hold integers; export the head again.",
+                f"{reader.path}: {actual} has the type {dtype}, but must contain integers. Export the head "
+                "again.",
                 field=actual,
             )
         return reader.take(actual, shape, dtype=dtype)
@@ -144,7 +154,7 @@ class HeadKeys:
         return RMSNorm(self.take(reader, name), eps)
 
     def take_linear(self, reader: CheckpointReader, names: Sequence[str]) -> Linear:
-        """Read projections (names without ``.weight``) as one, with the biases that are among those that are read."""
+        """Read projections (names without ``.weight``) as one, with their biases if these are to be read."""
         matrices = [f"{name}.weight" for name in names]
         if any(name in self.scales or (self.pairs and name.endswith(TURNED)) for name in matrices):
             weight = torch.cat([self.take(reader, name) for name in matrices])
@@ -190,13 +200,14 @@ def read_scale(reader: CheckpointReader, name: str) -> torch.Tensor:
     """Return the scale of an FP8 matrix, ``[] fp32`` on the host.
 
     Raises:
-        CheckpointError: it is no finite number.
+        CheckpointError: The scale is not finite.
     """
     file = next(file for file in reader.files if name in file.tensors)
     scale = file.read(name).to(torch.float32).reshape(()).clone()
     if not bool(torch.isfinite(scale)):
         raise CheckpointError(
-            f"{reader.path}: {name} is {float(scale)}; download the checkpoint again.", field=name
+            f"{reader.path}: {name} is {float(scale)}, not a finite scale. Download the checkpoint again.",
+            field=name,
         )
     return scale
 
@@ -204,10 +215,14 @@ def read_scale(reader: CheckpointReader, name: str) -> torch.Tensor:
 def canonical_names(
     reader: CheckpointReader, rename: Callable[[str], str] = lambda name: name
 ) -> dict[str, str]:
-    """Return canonical name → name in the file, of all tensors; `rename` sees names without ``model.`` and ``midlayer.``.
+    """Return canonical name → name in the file, of all tensors.
+
+    Args:
+        reader: Reader of the checkpoint.
+        rename: Further renaming; it receives names without ``model.`` and ``midlayer.``.
 
     Raises:
-        CheckpointError: two tensors of the file mean the same.
+        CheckpointError: Two tensors of the file have the same canonical name.
     """
     stored: dict[str, str] = {}
     native = is_native(reader.names)
@@ -220,7 +235,8 @@ def canonical_names(
         known = stored.setdefault(rename(plain), name)
         if known != name:
             raise CheckpointError(
-                f"{reader.path}: {known} and {name} are the same tensor; keep one.", field=name
+                f"{reader.path}: {known} and {name} are two names of the same tensor; keep one of them.",
+                field=name,
             )
     return stored
 
@@ -228,14 +244,14 @@ def canonical_names(
 def layer_shapes(
     config: HeadConfig, layer: int, input_size: int, stored: Mapping[str, str], *, qkv_bias: bool = False
 ) -> dict[str, Shape]:
-    """Return name → shape of a layer's projections and its post_attention_layernorm.
+    """Return the names and shapes of a layer's projections and of its post_attention_layernorm.
 
     Args:
         config: Sizes.
-        layer: Which.
-        input_size: Of q, k and v.
-        stored: What the file holds: biases are expected of a group of projections where one of them has one.
-        qkv_bias: They are expected of q, k and v in any case.
+        layer: Index of the layer.
+        input_size: Width of the input of q, k and v.
+        stored: Names in the file. If one projection of a group has a bias, all of the group must have one.
+        qkv_bias: True if q, k and v must have biases in any case.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"layers.{layer}."
@@ -254,7 +270,7 @@ def layer_shapes(
             }
         )
         norms = [f"{prefix}self_attn.{part}_norm.weight" for part in "qk"]
-        if any(name in stored for name in norms):  # heads of Qwen3's kind
+        if any(name in stored for name in norms):  # heads for Qwen3
             shapes |= dict.fromkeys(norms, (config.head_dim,))
     else:
         shapes |= latent_shapes(config, config.latent, f"{prefix}self_attn.", input_size)
@@ -270,10 +286,10 @@ def layer_shapes(
 def _scales(
     reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Return canonical name → name of its scale, of the matrices that are stored in FP8.
+    """Return the canonical name of each matrix stored in FP8 → the name of its scale.
 
     Raises:
-        CheckpointError: a matrix has several scales, or a scale is of none.
+        CheckpointError: A matrix has more than one scale.
     """
     scales: dict[str, str] = {}
     for name, actual in stored.items():
@@ -283,7 +299,8 @@ def _scales(
         info = reader.tensors[actual]
         if prod(info.shape) != 1:
             raise CheckpointError(
-                f"{reader.path}: {actual} is {list(info.shape)}; only one scale per tensor is supported.",
+                f"{reader.path}: {actual} has the shape {list(info.shape)}. Only one scale per tensor is "
+                "supported; export the head with one scale, or in bf16.",
                 field=actual,
             )
         if matrix in shapes and matrix in stored:
@@ -300,7 +317,7 @@ def _dialect(reader: CheckpointReader) -> str:
 
 
 def _spell(name: str, dialect: str) -> str:
-    """Return how this file would call a tensor that it lacks."""
+    """Return the name that this file would use for a tensor that it lacks."""
     if dialect == NATIVE:
         return native_spell(name)
     if name.startswith(FIRST_LAYER):

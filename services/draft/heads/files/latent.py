@@ -1,4 +1,7 @@
-"""Heads with multi-head latent attention (Kimi-K2): the tensors of their attention. The computation is `shared.nn.latent`'s."""
+"""Shapes and loading of multi-head latent attention in heads, as in heads for Kimi-K2.
+
+The computation itself is in `shared.nn.layers.latent_attention`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,14 @@ from outrider.shared.nn.layers.latent_attention import LATENT_NORM_EPS, LatentAt
 
 
 def latent_shapes(config: HeadConfig, latent: LatentConfig, prefix: str, input_size: int) -> dict[str, Shape]:
-    """Return name → shape of a layer's attention behind `prefix`; `input_size` is the width that queries and latents are made from."""
+    """Return the name and shape of each tensor of a layer's attention.
+
+    Args:
+        config: The head's configuration.
+        latent: Sizes of its latent attention.
+        prefix: Prefix of the names.
+        input_size: Width of the input of the query and latent projections.
+    """
     head_rows = config.num_heads * (latent.nope_dim + latent.rope_dim)
     shapes: dict[str, Shape] = {
         f"{prefix}kv_a_proj_with_mqa.weight": (latent.rank + latent.rope_dim, input_size),
@@ -75,7 +85,10 @@ def take_latent_attention(
 
 
 def _halves(rows: torch.Tensor, latent: LatentConfig) -> torch.Tensor:
-    """Bring the rotated rows, the last of ``[heads, rows, columns]``, from pairs into halves, as `rope.rotate` turns them."""
+    """Reorder the rotated rows, the last of ``[heads, rows, columns]``, from adjacent pairs to halves.
+
+    `rope.rotate` rotates halves; checkpoints with ``rope_interleave`` store pairs.
+    """
     if not latent.interleaved:
         return rows
     rotated = rows[:, -latent.rope_dim :]

@@ -1,8 +1,15 @@
-"""Mistral's own format: ``params.json``, ``attention.wq`` and the like, rotations of pairs, FP8 with one scale per tensor.
+"""Translates heads in Mistral's own format: ``params.json``, tensor names, paired rotations, FP8 scales.
 
-Sources: the loaders of vLLM (`EagleMistralForCausalLM`, contributed by Mistral) and SGLang (`MistralForCausalLMEagle`). Their heads are
-EAGLE-1/2 heads over whole Mistral layers: layer 0 has its ``attention_norm``, ``eagle_linear`` (fc) has no bias, and a ``norm`` ends the
-stack, whose output is what the lm_head reads and the next feature (vLLM's reading; SGLang loads the norm and leaves it out).
+Sources: the loaders of vLLM (`EagleMistralForCausalLM`, contributed by Mistral) and SGLang
+(`MistralForCausalLMEagle`).
+
+Mistral's heads are EAGLE-1/2 heads over complete Mistral layers:
+
+- Layer 0 has its ``attention_norm``.
+- ``eagle_linear`` (our ``fc``) has no bias.
+- A ``norm`` follows the last layer. Its output is the input of the lm_head and the next feature. This is
+  vLLM's reading; SGLang loads the norm but does not apply it.
+- q and k rotate adjacent pairs of dimensions, and FP8 matrices have one scale each.
 """
 
 from __future__ import annotations
@@ -58,25 +65,25 @@ SPELLINGS = {ours: theirs for theirs, ours in MODULES.items()}
 
 
 def config_file(folder: Path) -> Path:
-    """Return the file that configures a head: ``config.json``, or ``params.json`` where only that is there."""
+    """Return the configuration file of a head: ``config.json``, or ``params.json`` if only that exists."""
     params = folder / PARAMS_FILE
     return params if params.is_file() and not (folder / CONFIG_FILE).is_file() else folder / CONFIG_FILE
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """Read a head's configuration as it is stored; `head_config.flatten` brings it into Hugging Face's keys.
+    """Read a head's configuration as stored. `head_config.flatten` translates it to Hugging Face's keys.
 
     Raises:
-        CheckpointError: the file is missing or not JSON.
+        CheckpointError: The file is missing or not JSON.
     """
     return read_json(config_file(folder))
 
 
 def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Return a configuration in Hugging Face's keys; one that is in them already is returned as it is.
+    """Return a configuration with Hugging Face's keys. A configuration that has them is returned unchanged.
 
     Raises:
-        CheckpointError: a key asks for what cannot be served.
+        CheckpointError: A key requests something that is not supported.
     """
     config = dict(raw)
     if "dim" not in config:
@@ -84,12 +91,15 @@ def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
     for key in ("moe", "llama_4_scaling", "vision_encoder", "multimodal", "q_lora_rank", "kv_lora_rank"):
         if config.get(key):
             raise CheckpointError(
-                f"{source}: {key}: heads with it are not supported in Mistral's format.", field=key
+                f"{source}: {key}: heads with this key are not supported in Mistral's format. Use another "
+                "head.",
+                field=key,
             )
     quantised = config.pop("quantization", None)
     if quantised and (not isinstance(quantised, Mapping) or quantised.get("qformat_weight") != "fp8_e4m3"):
         raise CheckpointError(
-            f"{source}: quantization: {quantised!r} is not supported; supported: fp8_e4m3, or none.",
+            f"{source}: quantization: {quantised!r} is not supported. Use a head in fp8_e4m3, or one that "
+            "is not quantised.",
             field="quantization",
         )
     for theirs, ours in KEYS.items():
@@ -103,22 +113,22 @@ def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
 
 
 def is_native(names: Collection[str]) -> bool:
-    """Whether a file's tensors are named in Mistral's way."""
+    """Return whether a file's tensors have Mistral's names."""
     return any(name.removeprefix("model.").endswith((FUSION, ".attention.wq.weight")) for name in names)
 
 
 def rename(name: str) -> str:
-    """Return the canonical spelling of a tensor's name without ``model.``."""
+    """Return the canonical name of a tensor, given without ``model.``."""
     return ".".join(MODULES.get(part, part) for part in name.split("."))
 
 
 def spell(name: str) -> str:
-    """Return a canonical name as Mistral spells it."""
+    """Return Mistral's spelling of a canonical name."""
     return ".".join(SPELLINGS.get(part, part) for part in name.split("."))
 
 
 def halves(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the rows of a q or k matrix ``[heads * head_dim, columns]``, which turn in pairs, in the order that turns in halves."""
+    """Reorder the rows of a q or k matrix, ``[heads * head_dim, columns]``, from rotated pairs to halves."""
     return rows.view(-1, head_dim // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -126,7 +136,7 @@ def _yarn(section: Any, source: Path | str, theta: Any) -> dict[str, Any]:
     known = {*YARN_KEYS, "apply_scale"}
     if not isinstance(section, Mapping) or not section.keys() <= known:
         raise CheckpointError(
-            f"{source}: yarn: must be an object with {', '.join(sorted(known))}, not {section!r}.",
+            f"{source}: yarn: must be an object with the keys {', '.join(sorted(known))}, not {section!r}.",
             field="yarn",
         )
     rope: dict[str, Any] = {YARN_KEYS[key]: value for key, value in section.items() if key in YARN_KEYS} | {

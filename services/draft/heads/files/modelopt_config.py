@@ -1,7 +1,9 @@
-"""Keys that NVIDIA's ModelOpt writes into ``eagle_config``: what they switch in its layers, and which of that no head here computes.
+"""Rejects heads whose ModelOpt options in ``eagle_config`` would change the network in unsupported ways.
 
-Source: ModelOpt's Eagle modules and its export to Hugging Face names, where the first layer's input norm becomes ``hidden_norm`` of an
-EAGLE-3 head and ``layers.0.input_layernorm`` of an EAGLE-1 head.
+Source: the Eagle modules of NVIDIA's ModelOpt, and its export to Hugging Face names. The export turns the
+    first
+layer's input norm into ``hidden_norm`` of an EAGLE-3 head, and into ``layers.0.input_layernorm`` of an
+EAGLE-1 head.
 """
 
 from __future__ import annotations
@@ -16,44 +18,53 @@ REGULAR = "next_layer_regular"
 
 
 def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -> None:
-    """Refuse what would make an EAGLE-3 head compute something else than it does here.
+    """Reject options that would make an EAGLE-3 head compute something else than it does here.
 
     Args:
         reader: The head's configuration, its sections merged.
-        num_layers: Of the head.
-        final_hidden: It reads the last hidden state. With aux layers ModelOpt does not look at ``use_mtp_layernorm``.
+        num_layers: Number of the head's layers.
+        final_hidden: True if the head reads the last hidden state. With aux layers, ModelOpt ignores
+            ``use_mtp_layernorm``.
 
     Raises:
-        CheckpointError: `field` names the key.
+        CheckpointError: An option is not supported; `field` names the key.
     """
     if not reader.flag(FIRST_NORM, True):
         raise reader.error(
             FIRST_NORM,
-            "false means features without hidden_norm, and heads here norm them; export the head with it",
+            "false is not supported: the head would read features without hidden_norm. Export it "
+            "with the norm",
         )
     if not reader.flag(LAST_NORM, True):
         raise reader.error(
             LAST_NORM,
-            "false means an lm_head without a norm before it, and heads here have one; export the head with it",
+            "false is not supported: the lm_head would read states without a norm. Export the head with "
+            "the norm",
         )
     if num_layers > 1 and not reader.flag(REGULAR, True):
         raise reader.error(
             REGULAR,
-            "false means that every layer reads the embedding, and heads here read it in the first only",
+            "false is not supported: layers after the first would read the embedding. Export the head with "
+            "true",
         )
     _check_both(reader, joins=final_hidden)
 
 
 def check_eagle(reader: ConfigReader, *, ends_with_norm: bool) -> None:
-    """Refuse what would make an EAGLE-1/2 head compute something else than it does here; `ends_with_norm`: its kind has a last norm.
+    """Reject options that would make an EAGLE-1/2 head compute something else than it does here.
+
+    Args:
+        reader: The head's configuration, its sections merged.
+        ends_with_norm: True if a norm follows the last layer of this kind of head.
 
     Raises:
-        CheckpointError: `field` names the key.
+        CheckpointError: An option is not supported; `field` names the key.
     """
     if reader.flag(LAST_NORM, ends_with_norm) and not ends_with_norm:
         raise reader.error(
             LAST_NORM,
-            "true is not supported in EAGLE-1/2 heads, whose states go to the target's lm_head as they are",
+            "true is not supported for EAGLE-1/2 heads: the target's lm_head reads their states without a "
+            "norm. Export the head with false",
         )
     _check_both(reader, joins=True)
 
@@ -62,10 +73,12 @@ def _check_both(reader: ConfigReader, *, joins: bool) -> None:
     if joins and reader.flag(MTP_NORMS, False):
         raise reader.error(
             MTP_NORMS,
-            "true means norms of token and state before fc (enorm, hnorm), which heads here have not",
+            "true is not supported: fc would read token and state through norms (enorm, hnorm). "
+            "Export the head with false",
         )
     if reader.positive(PARALLEL, 1) > 1:
         raise reader.error(
             PARALLEL,
-            f"{reader.raw[PARALLEL]} means several tokens a pass by further heads, which is not supported; export the head with 1",
+            f"{reader.raw[PARALLEL]} is not supported: further heads would draft several tokens per pass. "
+            "Export the head with 1",
         )

@@ -1,6 +1,7 @@
-"""FR-Spec's token map: the frequent tokens that a head with a full vocabulary shall draft. Source: arXiv 2502.14856.
+"""Reads an FR-Spec token map: the frequent tokens to which drafting with a full vocabulary is restricted.
 
-Public maps are ``freq_32768.pt``: a tensor or a list of target ids, most frequent first.
+Source: FR-Spec (arXiv 2502.14856). Published maps are files such as ``freq_32768.pt``: a tensor or a list of
+target ids, most frequent first.
 """
 
 from __future__ import annotations
@@ -20,27 +21,30 @@ FIELD = "speculative_token_map"
 
 
 def read_token_map(path: Path) -> torch.Tensor:
-    """Read a map from ``.pt``/``.bin`` (with weights_only), ``.safetensors`` or ``.json``.
+    """Read a token map from ``.pt``/``.bin`` (with weights_only), ``.safetensors`` or ``.json``.
 
     Returns:
-        ``[size] int64`` target ids, distinct, in the file's order.
+        ``[size] int64``, distinct target ids in the file's order.
 
     Raises:
-        CheckpointError: the file is missing or corrupt, would run code, or does not hold one list of distinct ids.
+        CheckpointError: The file is missing or corrupt, would run code, or is not a single list of distinct
+            ids.
     """
     reader = READERS.get(path.suffix)
     if reader is None:
         raise CheckpointError(
-            f"{path}: a token map is one of {', '.join(READERS)}, not {path.suffix or 'a file without suffix'}.",
+            f"{path}: a token map must be one of {', '.join(READERS)}, not "
+            f"{path.suffix or 'a file without suffix'}.",
             field=FIELD,
         )
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; give the file of the token map.", field=FIELD)
+        raise CheckpointError(f"{path} does not exist. Give the file of the token map.", field=FIELD)
     content = reader(path)
     if isinstance(content, Mapping):
         if len(content) != 1:
             raise CheckpointError(
-                f"{path} holds {len(content)} entries ({', '.join(map(str, content))}); leave only the ids.",
+                f"{path} contains {len(content)} entries ({', '.join(map(str, content))}). Keep only the "
+                "ids.",
                 field=FIELD,
             )
         content = next(iter(content.values()))
@@ -55,18 +59,18 @@ def read_token_map(path: Path) -> torch.Tensor:
         or content.dim() != 1
     ):
         raise CheckpointError(
-            f"{path} must hold one list of token ids (integers); export the map again.", field=FIELD
+            f"{path} must contain a single list of token ids (integers). Export the map again.", field=FIELD
         )
     ids = content.to(torch.int64)
     if not ids.numel():
-        raise CheckpointError(f"{path} holds no token id; export the map again.", field=FIELD)
+        raise CheckpointError(f"{path} contains no token id. Export the map again.", field=FIELD)
     if int(ids.min()) < 0:
         raise CheckpointError(
-            f"{path} holds the negative id {int(ids.min())}; it must hold target ids, not offsets.",
+            f"{path} contains the negative id {int(ids.min())}. It must contain target ids, not offsets.",
             field=FIELD,
         )
     if len(set(ids.tolist())) != ids.shape[0]:
-        raise CheckpointError(f"{path} names a token twice; export the map again.", field=FIELD)
+        raise CheckpointError(f"{path} contains a token twice. Export the map again.", field=FIELD)
     return ids
 
 
@@ -75,7 +79,7 @@ def _read_json(path: Path) -> object:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as JSON ({error}); export the map again.", field=FIELD
+            f"{path} cannot be read as JSON ({error}). Export the map again.", field=FIELD
         ) from error
 
 
@@ -84,11 +88,11 @@ def _read_pickled(path: Path) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} cannot be read without running code from it; export the map as json.", field=FIELD
+            f"{path} cannot be read without running code from it. Export the map as JSON.", field=FIELD
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"{path} is truncated or corrupt: download it again ({error}).", field=FIELD
+            f"{path} is truncated or corrupt ({error}). Download it again.", field=FIELD
         ) from error
 
 

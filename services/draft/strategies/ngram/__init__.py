@@ -1,1 +1,1 @@
-"""N-gram drafting (prompt lookup): matching, the trie of continuations, and corpus files."""
+"""N-gram drafting (prompt lookup): finds matches in the sequence and a corpus, and proposes what followed."""

@@ -1,4 +1,4 @@
-"""A file of texts that n-grams are looked up in beside the sequence itself."""
+"""Reads a corpus file for n-gram drafting (``ngram_corpus``), and finds matches in it by pairs of tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outrider.shared.base.errors import ConfigurationError
 
 TOKENIZER_FILE = "tokenizer.json"
 MIN_CORPUS_MATCH = 2
-"""One common token says nothing about a text of somebody else's."""
+"""A match in another text needs at least two tokens: a single common token predicts nothing there."""
 MAX_CORPUS_ENDS = 1024
 PAIR_SHIFT = 32
 
 
 class Corpus:
-    """Texts as token ids, indexed by pairs of tokens.
+    """Texts as token ids, indexed by pairs of adjacent tokens.
 
     Args:
         texts: Token ids of each document.
@@ -39,7 +39,7 @@ class Corpus:
         return int(self.tokens.max())
 
     def find(self, suffix: Tokens, min_match: int, max_match: int) -> list[Match]:
-        """Return occurrences of the end of `suffix`, longest match first."""
+        """Return occurrences of the last tokens of `suffix`, longest match first."""
         if len(suffix) < MIN_CORPUS_MATCH or max_match < MIN_CORPUS_MATCH:
             return []
         key = _pairs(suffix[-2:])[0]
@@ -54,12 +54,14 @@ class Corpus:
         """Read a corpus file.
 
         Args:
-            path: ``.json`` (one list of documents) or ``.jsonl`` (a document a line), each a list of token ids, a string or an object with
-                ``text``; any other file is one text a line. Texts need the tokenizer.
-            tokenizer_dir: Holds the target's ``tokenizer.json``.
+            path: ``.json`` (one list of documents) or ``.jsonl`` (one document per line). A document is a
+                list of token ids, a string, or an object with ``text``. In any other file, each line is one
+                text.
+            tokenizer_dir: Folder with the target's ``tokenizer.json``; needed for texts.
 
         Raises:
-            ConfigurationError: the file cannot be read or holds something else, or texts come without a tokenizer.
+            ConfigurationError: The file cannot be read, contains something else, or contains texts while
+                there is no tokenizer.
         """
         documents = list(_documents(path))
         if any(isinstance(document, str) for document in documents):
@@ -79,21 +81,27 @@ def _documents(path: Path) -> Iterator[list[int] | str]:
         lines = [line for line in content.splitlines() if line.strip()]
         if path.suffix == ".json":
             values = json.loads(content)
+        elif path.suffix == ".jsonl":
+            values = [json.loads(line) for line in lines]
         else:
-            values = [json.loads(line) for line in lines] if path.suffix == ".jsonl" else lines
+            values = lines
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigurationError(
-            f"ngram_corpus: {path} cannot be read ({error}).", field="ngram_corpus"
+            f"ngram_corpus: {path} cannot be read ({error}). Give a readable text, JSON or JSONL file.",
+            field="ngram_corpus",
         ) from None
     if not isinstance(values, list):
-        raise ConfigurationError(f"ngram_corpus: {path} must hold a list of documents.", field="ngram_corpus")
+        raise ConfigurationError(
+            f"ngram_corpus: {path} must contain a list of documents.", field="ngram_corpus"
+        )
     for number, value in enumerate(values, 1):
         document: object = value.get("text") if isinstance(value, dict) else value
         if isinstance(document, str) or _is_token_ids(document):
             yield document
         else:
             raise ConfigurationError(
-                f'ngram_corpus: document {number} of {path} is neither a list of token ids nor a text nor {{"text": …}}.',
+                f"ngram_corpus: document {number} of {path} must be a list of token ids, a text, or "
+                'an object {"text": …}.',
                 field="ngram_corpus",
             )
 
@@ -110,12 +118,12 @@ def _encode(
     file = tokenizer_dir / TOKENIZER_FILE if tokenizer_dir is not None else None
     if file is None or not file.is_file():
         where = (
-            f"{tokenizer_dir} has none"
+            f"{tokenizer_dir} has no such file"
             if tokenizer_dir is not None
             else "give the target's folder by --target-weights"
         )
         raise ConfigurationError(
-            f"ngram_corpus: {path} holds texts, and {TOKENIZER_FILE} is needed to read them: {where}.",
+            f"ngram_corpus: {path} contains texts, which need the target's {TOKENIZER_FILE}: {where}.",
             field="ngram_corpus",
         )
     from tokenizers import Tokenizer

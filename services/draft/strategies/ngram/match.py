@@ -1,8 +1,10 @@
-"""Finding earlier occurrences of a sequence's last tokens, and the trie of what followed them. No model, no torch: numpy on the host.
+"""Finds earlier occurrences of a sequence's last tokens, and builds a trie of their continuations.
 
-The trie is built anew each round from at most `MAX_MATCHES` occurrences. A trie of all n-grams would be faster to read and slower to keep:
-at 12 tokens of context and 16 of continuation it takes a few kilobytes of Python objects per token, and a round would still have to walk
-one path per suffix. One pass over 32k tokens of history takes about 15 µs.
+This module needs no model and no torch: it runs numpy on the host. The trie is built from scratch each round,
+from at most `MAX_MATCHES` occurrences. A permanent trie of all n-grams would be faster to read but slower to
+maintain. With 12 tokens of context and 16 of continuation it takes a few kilobytes of Python objects per
+token, and a round would still walk one path per suffix. One pass over 32k tokens of history takes about 15
+µs.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from outrider.shared.spec.trees import HostTree
 Tokens = NDArray[np.int32]
 
 MAX_MATCHES = 48
-"""Occurrences that a trie is built from: the longest matches, the latest of them first."""
+"""Maximum number of occurrences in a trie: the longest matches, and the latest among equally long ones."""
 MATCH_GROWTH = 2.0
-"""How much more a continuation weighs for each token that its context shares with the present one."""
+"""Factor by which a continuation's weight grows with each further token of matching context."""
 OLDEST_WEIGHT = 0.5
 """Weight of a continuation at the beginning of the text, relative to one at its end."""
 SEPARATOR = -1
-"""Stands between documents; equal to no token."""
+"""Marks the end of a document. Equal to no token."""
 
 
 class History:
-    """The tokens of one sequence so far, in a buffer that grows."""
+    """The tokens of one sequence so far, in a growing buffer."""
 
     __slots__ = ("_buffer", "length")
 
@@ -40,7 +42,7 @@ class History:
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens, a view."""
+        """All tokens, as a view of the buffer."""
         return self._buffer[: self.length]
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -56,14 +58,15 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An earlier occurrence of the present suffix.
+    """An earlier occurrence of the current suffix.
 
     Attributes:
-        text: Where it is.
+        text: The text that contains it.
         end: Index of its last token.
-        length: Tokens that it shares with the present suffix.
-        weight: Of what followed it.
-        repeats: The text is the present one, which goes on with what is proposed: a continuation that reaches its end runs into itself.
+        length: Number of tokens that it shares with the current suffix.
+        weight: Weight of its continuation.
+        repeats: True if `text` is the current sequence itself. The proposed tokens then extend the text, so a
+            continuation that reaches the end of the text goes on with its own tokens.
     """
 
     text: Tokens
@@ -73,7 +76,7 @@ class Match:
     repeats: bool = False
 
     def continuation(self, depth: int) -> Iterator[int]:
-        """Yield up to `depth` tokens that followed it."""
+        """Yield up to `depth` tokens that follow the occurrence."""
         made: list[int] = []
         for index in range(self.end + 1, self.end + 1 + depth):
             if index < len(self.text):
@@ -89,7 +92,10 @@ class Match:
 
 
 def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
-    """Return earlier occurrences of the last `min_match` to `max_match` tokens of `text` in itself, longest match and latest first."""
+    """Find earlier occurrences of the last tokens of `text` in itself, longest and then latest first.
+
+    Only occurrences of at least `min_match` tokens count; at most `max_match` tokens are compared.
+    """
     if len(text) < 2:
         return []
     ends = np.flatnonzero(text[:-1] == text[-1])
@@ -99,14 +105,15 @@ def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
 def rank_matches(
     text: Tokens, ends: NDArray[np.int64], suffix: Tokens, min_match: int, max_match: int, *, repeats: bool
 ) -> list[Match]:
-    """Measure how far the contexts that end at `ends` agree with `suffix`, and return the best `MAX_MATCHES`.
+    """Measure how long the contexts that end at `ends` agree with `suffix`; return the best `MAX_MATCHES`.
 
     Args:
-        text: Where the occurrences are.
-        ends: Indices whose token is the last of `suffix`, ascending.
-        suffix: The present text.
-        min_match, max_match: Shorter agreement does not count, longer is not measured.
-        repeats: See `Match`.
+        text: The text that contains the occurrences.
+        ends: Indices of tokens equal to the last one of `suffix`, ascending.
+        suffix: The current sequence.
+        min_match: Shorter matches are dropped.
+        max_match: Longer matches count as this long.
+        repeats: True if `text` is the current sequence itself; see `Match`.
     """
     lengths = np.ones(len(ends), dtype=np.int64)
     alive = np.arange(len(ends))
@@ -135,7 +142,10 @@ class _Node:
 
 
 class ContinuationTrie:
-    """What followed the matches, merged by common beginnings; a node weighs what the matches through it weigh."""
+    """The continuations of all matches, merged by common prefixes.
+
+    The weight of a node is the sum of the weights of the matches whose continuations pass through it.
+    """
 
     def __init__(self, matches: Sequence[Match], depth: int) -> None:
         self._root = _Node()
@@ -147,13 +157,16 @@ class ContinuationTrie:
                 node.weight += match.weight
 
     def tree(self, root_token: int, shape: DraftShape) -> HostTree:
-        """Return the heaviest nodes as a tree of that shape: `topk` nodes per level have children, at most `topk` each.
+        """Return the heaviest nodes as a tree of this shape.
 
-        A node's log-prob is its share of its parent's weight; a child never outweighs its parent, so the kept nodes are a tree.
+        In each level, `topk` nodes have children, at most `topk` each. The log-probability of a node is its
+        share of its parent's weight. A child never outweighs its parent, so the selected nodes always form a
+        tree.
         """
         levels: list[list[_Candidate]] = []
         beam = [_Candidate(self._root, root_token, None)]
         for _ in range(shape.depth):
+            # Level by level, expand the heaviest nodes. Keep all children as candidates.
             beam = [child for candidate in beam for child in candidate.best_children(shape.topk)]
             if not beam:
                 break

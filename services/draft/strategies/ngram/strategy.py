@@ -1,6 +1,6 @@
-"""Drafting by looking the last tokens up in what was said before (prompt lookup): no model, no features, no KV.
+"""Drafting with n-grams (prompt lookup): proposes the tokens that followed earlier occurrences of a suffix.
 
-What followed earlier occurrences of the present suffix is proposed as a tree, the longer, the more frequent and the later match first.
+It needs no model, no features and no KV. Longer, more frequent and later matches come first in the tree.
 Sources: SGLang's NGRAM algorithm; prompt lookup decoding (A. Saxena, 2023).
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.sessions.session import PeerId, RowSource, Session
-from outrider.services.draft.strategies.base import Pages, StrategyInfo
+from outrider.services.draft.strategies.base import DraftStrategy, Pages, StrategyInfo
 from outrider.services.draft.strategies.ngram.corpus import Corpus
 from outrider.services.draft.strategies.ngram.match import (
     MAX_MATCHES,
@@ -34,24 +34,24 @@ MAX_LEN = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class NgramOptions:
-    """How n-grams are matched.
+    """Limits of n-gram matching.
 
     Attributes:
-        min_match, max_match: Tokens of context that must, and that can at most, agree.
+        min_match, max_match: Smallest and largest number of matching context tokens that counts.
     """
 
     min_match: int = 1
     max_match: int = 12
 
 
-class NgramStrategy:
-    """`DraftStrategy` without a model.
+class NgramStrategy(DraftStrategy):
+    """Drafts with n-grams, without a model.
 
     Args:
-        options: Matching.
-        vocab_size: The target's, or None while unknown.
-        corpus: Further texts, or None.
-        device: Where trees are returned.
+        options: Limits of matching.
+        vocab_size: Size of the target's vocabulary, or None while unknown.
+        corpus: Additional texts, or None.
+        device: Device of the returned trees.
     """
 
     def __init__(
@@ -78,28 +78,24 @@ class NgramStrategy:
         )
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """See `DraftStrategy.feature_spec`: nothing is captured."""
+        # No features are captured.
         if target is not None and self._corpus is not None:
             _check_corpus(self._corpus, target.vocab_size)
         return FeatureSpec(fingerprint=self.info.fingerprint)
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`: nothing."""
         return {}
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
-        raise CheckpointError(f"{name} is not wanted; n-grams need no tensors.", field=name)
+        raise CheckpointError(f"N-grams borrow no tensors, so {name} is not needed.", field=name)
 
     def reserve(self, session: Session) -> bool:
-        """See `DraftStrategy.reserve`."""
         return True
 
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        """See `DraftStrategy.extend`: there are no rows."""
+        """Do nothing: there are no rows."""
 
     def propose(self, sessions: Sequence[Session]) -> DraftBatch:
-        """See `DraftStrategy.propose`."""
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
         return pad_trees(
             [self._tree(session, shape) for session, shape in zip(sessions, shapes, strict=True)],
@@ -107,11 +103,9 @@ class NgramStrategy:
         )
 
     def release(self, session: Session) -> None:
-        """See `DraftStrategy.release`."""
         self._histories.pop((session.peer, session.session_id), None)
 
     def pages(self) -> Pages:
-        """See `DraftStrategy.pages`: there are none."""
         return Pages(0, 0, 0)
 
     def _tree(self, session: Session, shape: DraftShape) -> HostTree:
@@ -136,7 +130,7 @@ class NgramStrategy:
 def _check_corpus(corpus: Corpus, vocab_size: int) -> None:
     if corpus.max_token >= vocab_size:
         raise CheckpointError(
-            f"ngram_corpus holds token {corpus.max_token}, the target's vocabulary ends at {vocab_size - 1}: it was made with another "
-            "tokenizer.",
+            f"ngram_corpus contains token {corpus.max_token}, but the target's vocabulary ends at "
+            f"{vocab_size - 1}. Make the corpus with the target's tokenizer.",
             field="ngram_corpus",
         )

@@ -1,4 +1,4 @@
-"""Which layers feed an EAGLE-3 head: the target's family decides how ids count, and an explicit number goes before the list."""
+"""Aux layers of EAGLE-3 heads: the target's family decides how ids count; a number overrides the list."""
 
 from __future__ import annotations
 
@@ -82,13 +82,17 @@ def test_ids_of_a_plain_head_are_counted_as_the_targets_family_does(
 @pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3", "kimi_k2", ""])
 def test_the_ids_that_name_layers_are_read_as_these_layers(family: str, latent: bool) -> None:
-    """Every triple; in the convention of DeepSeek and Kimi none names those that begin with layer 0, but where they end with the last."""
+    """Checks every triple of layers.
+
+    In the convention of DeepSeek and Kimi, no ids name a triple that begins with layer 0, unless it ends
+    with the last layer.
+    """
     target = TargetInfo("t", "f", VOCAB, HIDDEN, TARGET_LAYERS, family)
     inputs = family in ("deepseek_v3", "kimi_k2") or (latent and not family)
     for outputs in combinations(range(TARGET_LAYERS), 3):
         ids = AuxLayers(3, None).naming(outputs, target, latent=latent)
         if ids is None:
-            assert inputs, "outputs can always be counted as outputs"
+            assert inputs, "where ids count outputs, every triple has a name"
             assert outputs[0] == 0
             assert outputs[-1] < TARGET_LAYERS - 1
             continue
@@ -102,7 +106,7 @@ def test_the_ids_that_name_layers_are_read_as_these_layers(family: str, latent: 
 def test_a_head_with_latent_attention_counts_by_the_target_too(
     family: str, outputs: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """A target that does not name its family is an older one: then the head's own family is the best guess."""
+    """Older targets do not report their family. The head's own family is then the best guess."""
     assert captured(tmp_path / "head", family, **KIMI, **{IDS: [2, 4, 6]}) == outputs
 
 
@@ -128,7 +132,7 @@ def test_the_convention_is_logged(
 def test_an_explicit_number_goes_before_the_list(
     count: int, ids: list[int], outputs: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """The first ones of a longer list; three that a shorter list cannot name are the default triple."""
+    """A longer list is cut. If a list is too short for three layers, the default triple is used."""
     assert captured(tmp_path / "head", "llama", **{"num_aux_hidden_states": count, IDS: ids}) == outputs
 
 

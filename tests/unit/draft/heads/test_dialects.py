@@ -1,4 +1,4 @@
-"""Heads in every published dialect: files of exactly those names and shapes load, and compute what an independent implementation does."""
+"""Heads in every published dialect load, and compute the same as an independent implementation."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ def test_a_published_dialect_computes_what_the_plain_head_does(name: str, tmp_pa
     expected = raw if not dialect.aux else plain.project(raw)
     torch.testing.assert_close(features.double(), expected, rtol=1e-4, atol=1e-4)
     scaling = dialect.config.get("rope_scaling")
-    if (
-        scaling is not None
-    ):  # positions far below the original context: the scaled frequencies are checked by the rope's own tests
+    if scaling is not None:
+        # The positions are far below the original context. The rope's own tests check the scaled frequencies.
         assert isinstance(head, Eagle3Head)
         assert head.config.layer.rope.factor == scaling["factor"]
         return

@@ -1,4 +1,4 @@
-"""Heads that do not load: every missing, unexpected, misshaped or contradictory key is named, with what to do; and token maps likewise."""
+"""Broken heads and token maps are refused with the name of the key or tensor, and with the fix."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_broken_head_is_refused_by_the_name_of_the_tensor(name: str, tmp_path:
 
 
 def test_a_missing_bias_says_how_a_head_without_one_is_configured(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match='"bias": false in its config'):
+    with pytest.raises(CheckpointError, match='"bias": false to its config'):
         load_head(write_head(tmp_path / "head", EAGLE, eagle_tensors(fc_bias=False)), CPU, torch.float32)
 
 

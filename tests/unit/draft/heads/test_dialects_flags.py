@@ -1,4 +1,4 @@
-"""`--speculative-token-map` reaches whatever drafts, and nothing else."""
+"""`--speculative-token-map` is passed to the process that drafts, and to no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads in Mistral's own format, heads by every published architecture name, and FR-Spec heads that bring their tokens."""
+"""Loads heads in Mistral's own format, heads by every published architecture name, and FR-Spec heads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ PARAMS = {
 
 
 def mistral_tensors(seed: int = 5) -> Tensors:
-    """Return a head over two whole Mistral layers, canonical names; q and k turn in pairs."""
+    """Return a head over two Mistral layers, by canonical names. q and k rotate adjacent pairs."""
     make = Maker(seed)
     tensors = {"fc.weight": make.matrix(HIDDEN, 2 * HIDDEN), "norm.weight": make.norm()}
     for index in range(2):
@@ -84,7 +84,7 @@ def native(tensors: Tensors) -> Tensors:
 
 
 def quantised(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """Return the file in FP8, and what its matrices are worth."""
+    """Return the tensors of the file in FP8, and the dequantised tensors."""
     stored: Tensors = {}
     worth: Tensors = {}
     for name, tensor in native(tensors).items():
@@ -129,7 +129,7 @@ def run(
 
 
 def assert_computes(head: RecurrentHead, weights: Tensors, **config: Any) -> PlainHead:
-    """Compare with the plain head on a random sequence; returns that head."""
+    """Compare a head with the plain reference head on a random sequence, and return the reference head."""
     make = Maker(11)
     lent = {
         "model.embed_tokens.weight": make.matrix(VOCAB, HIDDEN),
@@ -248,7 +248,7 @@ def test_missing_tensors_are_named_as_mistral_spells_them(tmp_path: Path) -> Non
         assert caught.value.field == name
     stored, _ = quantised(mistral_tensors())
     per_row = stored | {"eagle_linear.qscale_weight": torch.ones(HIDDEN)}
-    with pytest.raises(CheckpointError, match="only one scale per tensor") as caught:
+    with pytest.raises(CheckpointError, match="Only one scale per tensor") as caught:
         load_head(write_native(tmp_path / "rows", per_row), CPU, torch.float32)
     assert caught.value.field == "eagle_linear.qscale_weight"
     broken = write_native(
@@ -292,7 +292,7 @@ def test_architectures_of_every_family_are_known(family: str, tmp_path: Path) ->
         assert load_head(folder, CPU, torch.float32).algorithm == "EAGLE3"
     for name in (f"{family}ForCausalLMEagle", f"Eagle{family}ForCausalLM"):
         if "Mistral" in name:
-            continue  # a kind of its own, above
+            continue  # Mistral's own format; tested above
         folder = write_head(tmp_path / name, base_config(architectures=[name]), eagle_tensors())
         assert head_kind(folder) is HeadKind.EAGLE
         assert_computes(load_head(folder, CPU, torch.float32), eagle_tensors())
@@ -304,7 +304,7 @@ def test_an_eagle3_head_named_for_its_family_computes_what_the_plain_head_does(
 ) -> None:
     name = {"mistral": "Mistral", "mixtral": "Mixtral", "qwen3": "Qwen3"}[model_type]
     tensors = eagle3_tensors(draft_vocab=None)
-    if model_type == "qwen3":  # heads of Qwen3's layers norm every head of q and k
+    if model_type == "qwen3":  # Qwen3's layers apply a norm to each head of q and k
         make = Maker(21)
         tensors |= {f"midlayer.self_attn.{part}_norm.weight": make.norm(8) for part in "qk"}
     config = base_config(architectures=[f"{name}ForCausalLMEagle3"], model_type=model_type, head_dim=8)

@@ -1,4 +1,4 @@
-"""Heads as NVIDIA's ModelOpt exports them: its keys are honoured, or refused by name where they change what is computed."""
+"""Heads exported by NVIDIA's ModelOpt: options are honoured, or refused by name if not supported."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_head_without_aux_layers_may_name_an_empty_list(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("changes", [{}, {"use_mtp_layernorm": True}])
 def test_an_export_computes_what_the_plain_head_does(changes: dict[str, Any], tmp_path: Path) -> None:
-    """ModelOpt looks at ``use_mtp_layernorm`` in heads without aux layers only."""
+    """ModelOpt reads ``use_mtp_layernorm`` only for heads without aux layers."""
     tensors = eagle3_tensors(draft_vocab=None)
     written = config(**changes) | {"draft_vocab_size": VOCAB}
     assert_computes(

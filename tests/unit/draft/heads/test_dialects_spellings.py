@@ -1,4 +1,4 @@
-"""Spellings of config.json that mean what a plain one means: scaled rotary embeddings, names of architectures and model types."""
+"""Alternative spellings in config.json of the same head: rotary embeddings, architectures, model types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DYNAMIC = {"type": "dynamic", "factor": 2.0}
 def test_a_rotary_embedding_that_is_plain_in_short_texts_is_read_so(
     rope_scaling: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Dynamic NTK scales beyond max_position_embeddings only; the base itself counts."""
+    """Dynamic NTK scales only beyond max_position_embeddings; below, only the base matters."""
     config = base_config(architectures=["LlamaForCausalLMEagle"], rope_scaling=rope_scaling, rope_theta=700.0)
     head = load_head(write_head(tmp_path / "head", config, eagle_tensors()), CPU, torch.float32)
     plain = load_head(

@@ -1,4 +1,4 @@
-"""A head's layers from fused kernels compute what its layers do; on a CPU by the kernels' references."""
+"""The fused kernels of a head compute the same as its plain layers. On a CPU, the kernels' references run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers import linear
 
 CPU = torch.device("cpu")
-ROWS = 70  # more than the skinny products take
+ROWS = 70  # more than the skinny products support
 
 
 def eagle3_config(**changes: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ HEADS = {
 def test_fused_layers_equal_the_plain_ones(
     kind: str, rows: int, tabled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tabled`: what the first product makes of the embeddings is computed beforehand (EAGLE-3)."""
+    """`tabled`: the embedding's share of the first product comes from a table (EAGLE-3)."""
     if not tabled:
         monkeypatch.setattr(eagle3, "embed_tokens", lambda *_, **__: None)
     monkeypatch.setattr(linear, "can_pack", lambda _: False)  # fused kernels read the weights themselves
@@ -85,7 +85,7 @@ def test_fused_layers_equal_the_plain_ones(
             following = head.forward(
                 tokens.flip(0), states, head.rotation(torch.arange(rows, 2 * rows)), attention, pool
             )
-            # What is known of the last pass is not taken for knowledge of other states, of as many rows.
+            # The last pass's sums of squares must not be used for other states with the same number of rows.
             outputs.append(
                 (states, logits, following, head.logits(following), head.logits(states), *pool.planes())
             )
@@ -143,7 +143,7 @@ def forward_ends(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the states and the planes of a pass over sequences of so many rows."""
+    """Return the states and the KV planes after a pass over sequences with `counts` rows."""
     monkeypatch.setattr(linear, "can_pack", lambda _: False)
     target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN)
     for module in (eagle, eagle3):

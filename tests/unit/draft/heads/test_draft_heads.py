@@ -1,4 +1,4 @@
-"""EAGLE-3 checkpoints: every dialect gives the same head, and whatever does not fit is refused by name."""
+"""EAGLE-3 checkpoints: every dialect loads as the same head, and unfit tensors are refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load(path: Path, target: Path | None = None) -> Eagle3Head:
 
 
 def outputs(head: Eagle3Head, rows: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the head over a fixed causal sequence; returns states and logits."""
+    """Run the head over a fixed causal sequence, and return its states and logits."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCAB, (rows,), generator=generator)
     features = torch.randn(rows, HIDDEN, generator=generator)
@@ -189,7 +189,7 @@ def test_an_absent_lm_head_is_borrowed_from_the_target(tmp_path: Path, target: P
     for name in head.missing():
         head.lend(name, read_target_tensor(target, name))
     assert outputs(head)[1].shape == (7, VOCAB)
-    with pytest.raises(CheckpointError, match="not wanted"):
+    with pytest.raises(CheckpointError, match="does not borrow"):
         head.lend(LM_HEAD, torch.zeros(VOCAB, HIDDEN))
 
 
@@ -367,7 +367,7 @@ def test_the_fit_is_checked_at_start_when_the_target_is_at_hand(tmp_path: Path, 
 
 
 def test_only_what_is_borrowed_is_read_from_the_target(head_dir: Path, target: Path, tmp_path: Path) -> None:
-    """A target folder stripped of everything else is enough."""
+    """A target folder without any other tensors is enough."""
     stripped = tmp_path / "stripped"
     stripped.mkdir()
     (stripped / "config.json").write_text((target / "config.json").read_text())
@@ -386,7 +386,7 @@ def test_only_what_is_borrowed_is_read_from_the_target(head_dir: Path, target: P
 def test_a_head_that_cannot_borrow_a_wider_embedding_says_so(head_dir: Path) -> None:
     rewrite(head_dir, lambda tensors: tensors | {"fc.weight": torch.zeros(HIDDEN, 3 * 2 * HIDDEN)})
     configure(head_dir, target_hidden_size=2 * HIDDEN)
-    with pytest.raises(CheckpointError, match="cannot borrow"):
+    with pytest.raises(CheckpointError, match="target's does not fit"):
         load(head_dir)
 
 

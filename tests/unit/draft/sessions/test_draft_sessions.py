@@ -1,4 +1,4 @@
-"""The session state machine: whatever is dropped, repeated, reordered or forged, it neither crashes nor drafts from a wrong state."""
+"""The session table survives lost, repeated, reordered and forged messages without a wrong state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMITS = SessionLimits(
 
 
 def feature_of(tokens: Sequence[int], position: int) -> list[float]:
-    """Return a row that identifies the prefix that it was made of."""
+    """Return a feature row that identifies the prefix it was computed from."""
     digest = extend_prefix_hash(FNV_OFFSET, tokens[: position + 1])
     return [float(position), float(digest % 100003)]
 
@@ -63,7 +63,7 @@ def commit_of(
 
 
 class Table(SessionTable):
-    """A table whose sessions hold pages, as the runner makes them."""
+    """A table whose sessions hold pages, as a strategy would reserve them."""
 
     def __init__(self, limits: SessionLimits = LIMITS) -> None:
         self.pages = PageAllocator(64)
@@ -75,7 +75,7 @@ class Table(SessionTable):
             session.lease.release()
 
     def extend_all(self) -> None:
-        """Consume every available row and check that it is the true one."""
+        """Consume every available row and check that it matches the session's tokens."""
         for session in list(self):
             count = session.extendable_rows
             if count > 0:
@@ -309,7 +309,7 @@ def test_rows_behind_a_gap_are_bounded() -> None:
 
 
 class Sessions(RuleBasedStateMachine):
-    """Random traffic of one target whose messages are lost, repeated and reordered; the target's own view is the truth."""
+    """Random traffic of one target with lost, repeated and reordered messages; its view is the truth."""
 
     truths: Bundle[int] = Bundle("truths")
 

@@ -1,4 +1,4 @@
-"""Matching, the trie of continuations, and corpus files."""
+"""N-gram drafting: matching, the trie of continuations, and corpus files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_nothing_to_find_is_an_empty_tree() -> None:
 
 
 def test_equal_beginnings_are_merged_and_the_frequent_branch_is_heavier() -> None:
-    # After 1: 2 3 twice, 2 4 once, 9 once.
+    # The token 1 is followed by 2 3 twice, by 2 4 once, and by 9 once.
     matches = find_matches(text(1, 2, 3, 0, 1, 2, 4, 0, 1, 9, 9, 0, 1, 2, 3, 5, 1), 1, 1)
     trie = ContinuationTrie(matches, 2)
     tree = trie.tree(1, DraftShape(2, 4, 16))

@@ -402,7 +402,7 @@ def test_a_token_map_is_checked_and_used(planted_pair: tuple[Path, Path], tmp_pa
     ids.write_text(json.dumps([VOCAB]))
     code, report = doctor(*planted_pair, "--speculative-token-map", str(ids))
     assert code == 2
-    assert f"names token {VOCAB}" in lines(report, "speculative_token_map", "refused")[0]
+    assert f"contains the id {VOCAB}" in lines(report, "speculative_token_map", "refused")[0]
 
 
 def test_other_ways_of_drafting_are_probed_too(target: Path) -> None:

@@ -111,7 +111,7 @@ def test_one_nan_in_an_mtp_layer_is_found(tmp_path: Path) -> None:
 
 def test_a_model_without_mtp_layers_is_refused_for_mtp(folder: Path) -> None:
     report = examine(pair_of(save("llama", folder), algorithm=Algorithm.MTP))
-    assert any("holds no MTP layers" in message for message in refused(report))
+    assert any("contains no MTP layers" in message for message in refused(report))
 
 
 def padded(folder: Path, vocab_size: int) -> Path:

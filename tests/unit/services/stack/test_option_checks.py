@@ -151,7 +151,7 @@ def test_a_request_for_a_chain_may_name_more_nodes() -> None:
 
 
 def test_a_draft_service_refuses_a_corpus_that_it_would_not_read() -> None:
-    with pytest.raises(ConfigurationError, match="read by NGRAM only") as caught:
+    with pytest.raises(ConfigurationError, match="only NGRAM reads") as caught:
         DraftSettings.load({"draft": "/d", "ngram_corpus": "/c.txt", "device": "cpu"}).check()
     assert caught.value.field == "ngram_corpus"
 

@@ -161,7 +161,7 @@ def test_an_unknown_attention_backend_is_refused_with_those_there_are() -> None:
 
 
 def test_flashinfer_fits_no_draft() -> None:
-    with pytest.raises(ConfigurationError, match="use auto, reference or triton") as caught:
+    with pytest.raises(ConfigurationError, match="Use auto, reference or triton") as caught:
         DraftSettings.load({"speculative_algorithm": "NGRAM", "attention_backend": "flashinfer"}).check()
     assert caught.value.field == "attention_backend"
 
