@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from outrider.bench.options import (
+    AnswerTokens,
+    Device,
+    DraftDir,
+    Dtype,
+    NumPrompts,
+    Output,
+    Prompts,
+    Shape,
+    StackTransport,
+    TargetDir,
+    draft_folder,
+    leave_on_terminate,
+    numbers,
+    placement,
+)
 from outrider.services.stack.launch import free_port
-from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
+from outrider.services.stack.options import DEMO_TARGET, StackOptions, Transport
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.polling import watch_sockets
 
@@ -23,52 +37,6 @@ bench = typer.Typer(
 RESULTS = Path("bench/results")
 BATCHES = "1,4,16,64"
 ROUNDS = "plain,chain3@2.4,chain5@2.6"
-
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON lines with a `prompt` or `messages` field.", show_default="the embedded held-out prompts"
-    ),
-]
-NumPrompts = Annotated[int, typer.Option(help="How many of them.")]
-AnswerTokens = Annotated[int, typer.Option(help="Tokens per answer.")]
-TargetDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--target",
-        help="Model folder in Hugging Face layout.",
-        show_default="the embedded demo model",
-        metavar="DIR",
-    ),
-]
-DraftDir = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        "--speculative-draft-model-path",
-        help="Folder of the draft.",
-        show_default="the embedded head; none with another --target",
-        metavar="DIR|none",
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
-StackTransport = Annotated[
-    Transport,
-    typer.Option(help="Of a stack that is started here: auto (as `outrider up` chooses), grpc, ipc, inproc."),
-]
-Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON file, or the folder for it.", show_default="bench/results/<benchmark>-<device>.json"
-    ),
-]
-Shape = Annotated[
-    str,
-    typer.Option(
-        help="Named shape of random weights: llama3.1-8b, llama3.2-1b, qwen3-8b, granite-3.1-2b (by transformers' modules), tiny …"
-    ),
-]
 
 
 @bench.callback()
@@ -115,13 +83,13 @@ def _speculation(
 ) -> None:
     from outrider.bench.measure.speculation import BenchOptions, run_bench
 
-    _leave_on_terminate()
+    leave_on_terminate()
     options = BenchOptions(
         prompts,
         num_prompts,
         tokens,
         target or DEMO_TARGET,
-        _draft_folder(target, draft),
+        draft_folder(target, draft),
         device,
         output,
         transport,
@@ -182,11 +150,11 @@ def latency(
     from outrider.bench.stacks.shapes import named_shape
     from outrider.shared.obs.logging import configure_logging
 
-    _leave_on_terminate()
+    leave_on_terminate()
     configure_logging("bench", "warning")
     shapes = parse_shapes([text.strip() for text in rounds.split(",")], accept_length)
-    batches = _numbers(batch, "--batch")
-    prefills = [] if prefill == "none" else _numbers(prefill, "--prefill")
+    batches = numbers(batch, "--batch")
+    prefills = [] if prefill == "none" else numbers(prefill, "--prefill")
     known = {kind.value: kind for kind in DraftTransport}
     if transport not in known:
         raise ConfigurationError(
@@ -258,7 +226,7 @@ def serve(
     from outrider.bench.load.open_loop import Load
     from outrider.bench.load.serve import Api, ServeOptions, run_serve
 
-    _leave_on_terminate()
+    leave_on_terminate()
     if url is not None and grpc_address is not None:
         raise ConfigurationError("--url and --grpc name two endpoints; give one.", field="--url")
     if not request_rate > 0 or not duration > 0:
@@ -272,7 +240,7 @@ def serve(
     options = ServeOptions(
         stack=StackOptions(
             target=target or DEMO_TARGET,
-            draft=_draft_folder(target, draft),
+            draft=draft_folder(target, draft),
             device=device,
             dtype=dtype,
             port=free_port(),
@@ -320,7 +288,7 @@ def kernels(
     from outrider.shared.obs.logging import configure_logging
 
     configure_logging("bench", "warning")
-    where, how = _placement(device, dtype)
+    where, how = placement(device, dtype)
     options = KernelOptions(named_shape(shape), where, how, only, output)
     if tune:
         from outrider.bench.kernels.tune import run_tune
@@ -339,7 +307,7 @@ def roofline(
     """The machine's own ceilings: copies, reads, the matrix rate, launches, the bus."""
     from outrider.bench.measure.roofline import RooflineOptions, run_roofline
 
-    where, how = _placement(device, dtype)
+    where, how = placement(device, dtype)
     raise typer.Exit(run_roofline(RooflineOptions(where, how, output, small)))
 
 
@@ -372,7 +340,7 @@ def perplexity(
     for flag, value, allowed in choices:
         if value not in allowed:
             raise ConfigurationError(f"{flag} {value}: expected {' or '.join(allowed)}.", field=flag)
-    where, how = _placement(device, dtype)
+    where, how = placement(device, dtype)
     options = PerplexityOptions(
         text, target or DEMO_TARGET, where, how, quantization, kv_cache_dtype, tokens, window, output
     )
@@ -397,53 +365,3 @@ def table(
     from outrider.bench.report.tables import run_table
 
     raise typer.Exit(run_table(results, document, check))
-
-
-def _placement(device: str, dtype: str) -> tuple[Any, Any]:
-    """Return the torch device and dtype that two flags mean here.
-
-    Raises:
-        ConfigurationError: One is unknown, or there is no such device.
-    """
-    import torch
-
-    try:
-        where = (
-            torch.device(device)
-            if device != "auto"
-            else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        )
-    except RuntimeError:
-        raise ConfigurationError(
-            f"--device {device}: expected auto, cpu, cuda or cuda:N.", field="--device"
-        ) from None
-    if where.type not in ("cpu", "cuda") or (where.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigurationError(
-            f"--device {device}: torch sees no such device here; use --device cpu.", field="--device"
-        )
-    if dtype == "auto":
-        return where, torch.bfloat16 if where.type == "cuda" else torch.float32
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigurationError(
-            f"--dtype {dtype}: expected auto, float32, bfloat16 or float16.", field="--dtype"
-        )
-    return where, getattr(torch, dtype)
-
-
-def _numbers(text: str, flag: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigurationError(f"{flag} {text}: expected numbers above 0, separated by commas.", field=flag)
-    return [int(part) for part in parts]
-
-
-def _draft_folder(target: Path | None, draft: str | None) -> Path | None:
-    """The embedded head fits the embedded model only."""
-    if draft is None:
-        return DEMO_DRAFT if target is None else None
-    return None if draft == "none" else Path(draft)
-
-
-def _leave_on_terminate() -> None:
-    """Turn SIGTERM into an ordinary exit, so that what was started is stopped on the way out."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
