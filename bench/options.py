@@ -1,4 +1,7 @@
-"""Shared flags of `outrider bench` commands and the helpers that resolve their values (device, dtype, draft folder, number lists)."""
+"""Flags shared by `outrider bench` commands, and the helpers that resolve their values.
+
+The helpers resolve devices, dtypes, draft folders and lists of numbers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ Prompts = Annotated[
         help="JSON lines with a `prompt` or `messages` field.", show_default="the embedded held-out prompts"
     ),
 ]
-NumPrompts = Annotated[int, typer.Option(help="How many of them.")]
+NumPrompts = Annotated[int, typer.Option(help="Number of prompts to use.")]
 AnswerTokens = Annotated[int, typer.Option(help="Tokens per answer.")]
 TargetDir = Annotated[
     Path | None,
@@ -34,7 +37,7 @@ DraftDir = Annotated[
     typer.Option(
         "--draft",
         "--speculative-draft-model-path",
-        help="Folder of the draft.",
+        help="Folder of the draft model.",
         show_default="the embedded head; none with another --target",
         metavar="DIR|none",
     ),
@@ -42,28 +45,33 @@ DraftDir = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
 StackTransport = Annotated[
     Transport,
-    typer.Option(help="Of a stack that is started here: auto (as `outrider up` chooses), grpc, ipc, inproc."),
+    typer.Option(
+        help="Transport of the stack that this command starts: auto (the choice of `outrider up`), grpc, "
+        "ipc, inproc."
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
 Output = Annotated[
     Path | None,
     typer.Option(
-        help="JSON file, or the folder for it.", show_default="bench/results/<benchmark>-<device>.json"
+        help="JSON file, or the folder to write it to.",
+        show_default="bench/results/<benchmark>-<device>.json",
     ),
 ]
 Shape = Annotated[
     str,
     typer.Option(
-        help="Named shape of random weights: llama3.1-8b, llama3.2-1b, qwen3-8b, granite-3.1-2b (by transformers' modules), tiny …"
+        help="Named model shape, with random weights: llama3.1-8b, llama3.2-1b, qwen3-8b, granite-3.1-2b "
+        "(computed by transformers' modules), tiny …"
     ),
 ]
 
 
 def placement(device: str, dtype: str) -> tuple[Any, Any]:
-    """Return the torch device and dtype that two flags mean here.
+    """Return the torch device and dtype selected by `--device` and `--dtype`.
 
     Raises:
-        ConfigurationError: One is unknown, or there is no such device.
+        ConfigurationError: A value is unknown, or this machine has no such device.
     """
     import torch
 
@@ -79,7 +87,8 @@ def placement(device: str, dtype: str) -> tuple[Any, Any]:
         ) from None
     if where.type not in ("cpu", "cuda") or (where.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigurationError(
-            f"--device {device}: torch sees no such device here; use --device cpu.", field="--device"
+            f"--device {device}: torch finds no such device on this machine. Use --device cpu.",
+            field="--device",
         )
     if dtype == "auto":
         return where, torch.bfloat16 if where.type == "cuda" else torch.float32
@@ -91,6 +100,11 @@ def placement(device: str, dtype: str) -> tuple[Any, Any]:
 
 
 def numbers(text: str, flag: str) -> list[int]:
+    """Parse a comma-separated list of positive numbers.
+
+    Raises:
+        ConfigurationError: An entry is not a number above 0.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigurationError(f"{flag} {text}: expected numbers above 0, separated by commas.", field=flag)
@@ -98,12 +112,12 @@ def numbers(text: str, flag: str) -> list[int]:
 
 
 def draft_folder(target: Path | None, draft: str | None) -> Path | None:
-    """The embedded head fits the embedded model only."""
+    """Return the draft's folder. The embedded head is the default for the embedded target only."""
     if draft is None:
         return DEMO_DRAFT if target is None else None
     return None if draft == "none" else Path(draft)
 
 
 def leave_on_terminate() -> None:
-    """Turn SIGTERM into an ordinary exit, so that what was started is stopped on the way out."""
+    """Turn SIGTERM into an ordinary exit, so that child processes are stopped on the way out."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
