@@ -200,7 +200,7 @@ def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[R
 
 
 def _demo_pair(results: Results) -> Figure | None:
-    """Find the demo pair's speedup at batch 1: tokens per second with `auto`, the default, relative to `off`."""
+    """Find the demo pair's speedup at batch 1: tokens per second of `auto` relative to `off`."""
     found = results.summary("speculation-cuda.json")
     if found is None:
         return None

@@ -15,8 +15,8 @@ from outrider.shared.base.errors import ConfigurationError
 SHAPE = "llama3.1-8b"
 PLAIN_SETTINGS = frozenset(
     (
-        "shape", "device", "dtype", "weights", "transport", "draft_device", "tp", "prompt", "new_tokens", "repeats",
-        "read_bandwidth_gbs", "matrix_rate_tflops", "mps", "draft_rounds",
+        "shape", "device", "dtype", "weights", "transport", "draft_device", "tp", "prompt", "new_tokens",
+        "repeats", "read_bandwidth_gbs", "matrix_rate_tflops", "mps", "draft_rounds",
     )
 )  # fmt: skip
 """Settings that every run of `outrider bench latency` records. All others come from ``--set``."""
