@@ -1,4 +1,4 @@
-"""Checks whether two greedy texts differ because of a near-tie, i.e. two tokens with almost equal fp32 logits.
+"""Checks whether two greedy texts differ because of a near-tie, i.e. two almost equal logits in fp32.
 
 The check runs the model in fp32, which has no 16-bit rounding errors.
 """
