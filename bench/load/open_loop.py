@@ -106,7 +106,7 @@ class Load:
 
 
 async def run_load(
-    client: LoadClient, load: Load, request: Callable[[int], LoadRequest], told: Callable[[int], None]
+    client: LoadClient, load: Load, request: Callable[[int], LoadRequest], on_answer: Callable[[int], None]
 ) -> list[Experience]:
     """Send requests at their arrival times and wait for all answers.
 
@@ -114,7 +114,7 @@ async def run_load(
         client: Client to send with.
         load: Arrival process.
         request: Returns the n-th request.
-        told: Called with the number of answered requests after each answer.
+        on_answer: Called with the number of answered requests after each answer.
     """
     started = time.perf_counter()
     answered = 0
@@ -123,7 +123,7 @@ async def run_load(
         nonlocal answered
         experience = await ask(client, request(index))
         answered += 1
-        told(answered)
+        on_answer(answered)
         return experience
 
     tasks = []

@@ -105,7 +105,8 @@ def draft_step(head: Mapping[str, Any], rows: int, itemsize: int) -> Work:
     """
     hidden = head["hidden_size"]
     layer = layer_parameters(
-        hidden, head["intermediate_size"], head["num_attention_heads"], head["num_key_value_heads"], head["head_dim"]
+        hidden, head["intermediate_size"], head["num_attention_heads"], head["num_key_value_heads"],
+        head["head_dim"],
     )  # fmt: skip
     parameters = layer + head["draft_vocab_size"] * hidden
     return Work(parameters * itemsize, 2 * parameters * rows)

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider.bench.load.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.measure.near_tie import NEAR_TIE, Judge
 from outrider.bench.measure.speculation import (
-    HELDOUT_PROMPTS,
     TEMPERATURES,
     Kind,
     Run,
     Runs,
     first_differences,
-    load_prompts,
     summarise,
 )
 from outrider.bench.report.machine import describe_machine
@@ -114,7 +113,7 @@ def test_prompts_are_messages_or_text(tmp_path: Path) -> None:
     ]
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
     assert load_prompts(path, 2) == [[{"role": "user", "content": "hi"}], records[1]["messages"]]
-    with pytest.raises(ConfigurationError, match="holds 2 prompts, fewer than --num-prompts 3"):
+    with pytest.raises(ConfigurationError, match="contains 2 prompts, fewer than --num-prompts 3"):
         load_prompts(path, 3)
     path.write_text('{"question": "?"}\n')
     with pytest.raises(ConfigurationError, match=r"prompts.jsonl:1 has neither"):
