@@ -43,7 +43,7 @@ def prefix_of(layer: int) -> str:
 
 
 def add_layers(path: Path, count: int) -> Path:
-    """Add MTP layers to a random DeepSeek-V3. They repeat its last layers after their own joint projections."""
+    """Add MTP layers to a random DeepSeek-V3. They repeat its last layers, after their own joints."""
     tensors = load_file(str(path / "model.safetensors"))
     generator = torch.Generator().manual_seed(3)
     added: dict[str, torch.Tensor] = {}

@@ -49,12 +49,12 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     test = name_of(report.nodeid)
     _seconds[test] = _seconds.get(test, 0.0) + report.duration
-    told = {"test": test, "outcome": report.outcome, "seconds": round(_seconds[test], 2)}
+    result = {"test": test, "outcome": report.outcome, "seconds": round(_seconds[test], 2)}
     if report.failed:
-        _write(event="end", **told, when=report.when, error=report.longreprtext[-6000:])
+        _write(event="end", **result, when=report.when, error=report.longreprtext[-6000:])
     elif report.when == "call" or report.skipped:
         ties = [value for name, value in report.user_properties if name == "near-tie"]
         printed = report.capstdout[-1500:] if any(word in test for word in PRINTED) else ""
-        _write(event="end", **told, near_ties=ties, printed=printed)
+        _write(event="end", **result, near_ties=ties, printed=printed)
     elif report.when == "teardown":
-        _write(event="down", **told)
+        _write(event="down", **result)

@@ -1,4 +1,4 @@
-"""The goals table: which recorded run each row uses, which run it is compared with, and how runs are cited."""
+"""The goals table: which run each row uses, which run it is compared with, and how runs are cited."""
 
 from __future__ import annotations
 
