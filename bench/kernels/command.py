@@ -91,7 +91,7 @@ def run_kernels(options: KernelOptions) -> int:
         result.save(options.output)
     if not rows and not failed:
         raise ConfigurationError(
-            f"--only {options.only}: matches no kind of case. Kinds: {', '.join(KINDS)}.", field="--only"
+            f"--only {options.only}: no kind of case matches. Kinds: {', '.join(KINDS)}.", field="--only"
         )
     return finish(result, options.output, ("gbs", "tflops")) or int(bool(failed))
 

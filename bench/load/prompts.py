@@ -42,4 +42,4 @@ def _messages(record: dict[str, Any], where: str) -> Messages:
         ]
     if "prompt" in record:
         return [{"role": "user", "content": str(record["prompt"])}]
-    raise ConfigurationError(f"{where}: has neither `messages` nor `prompt`.", field="--prompts")
+    raise ConfigurationError(f"{where} has neither `messages` nor `prompt`.", field="--prompts")

@@ -69,7 +69,9 @@ def run_perplexity(options: PerplexityOptions) -> int:
     """
     windows = list(cut_windows(_token_ids(options), options.window, options.tokens))
     if not windows:
-        raise ConfigurationError(f"--text {options.text}: contains fewer than two tokens.", field="--text")
+        raise ConfigurationError(
+            f"--text {options.text}: the text has fewer than two tokens.", field="--text"
+        )
     counted = {"tokens": sum(len(window) - 1 for window in windows)}
     plain = perplexity(_load(options, changed=False), windows)
     rows = [Row(WIDE, plain, "perplexity", plain, WIDE, counted)]
@@ -156,7 +158,7 @@ def _token_ids(options: PerplexityOptions) -> Iterator[list[int]]:
     file = options.target / "tokenizer.json"
     if not file.is_file():
         raise ConfigurationError(
-            f"--target {options.target}: has no tokenizer.json. Make one with `outrider convert tokenizer`.",
+            f"--target {options.target}: there is no tokenizer.json. Make one with `outrider convert tokenizer`.",
             field="--target",
         )
     tokenizer = Tokenizer.from_file(str(file))

@@ -57,7 +57,7 @@ def kernel_lines(results: Results) -> Iterator[str]:
     for (function, bound), rows in _by_function(recorded.content["rows"]).items():
         ranked = sorted(rows, key=lambda row: float(row["ratio"]))
         best, worst = ranked[0], ranked[-1]
-        case = str(worst["case"]).removeprefix(function).strip(" ,.")
+        case = str(worst["case"]).removeprefix(function).strip(" ,.").removeprefix("of ")
         cells = (
             f"`{function}`",
             str(len(rows)),

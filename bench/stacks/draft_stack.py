@@ -36,6 +36,7 @@ def drafting_round(
     Raises:
         UnavailableError: The draft does not support device-resident rounds here.
     """
+    # 1. Write a random head and load it beside the target.
     draw = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="outrider-head-", dir=memory_folder()) as folder:
         head = write_random_head(Path(folder), shape, decoder.device, decoder.dtype)
@@ -47,6 +48,7 @@ def drafting_round(
         }
         drafter = drafter_beside(decoder, DraftSettings.load(settings))
     try:
+        # 2. Open the sequences and commit their prompts.
         state = RoundState.idle(
             batch, tree.depth + 1, decoder.config.hidden_size, decoder.dtype, decoder.device
         )
@@ -66,6 +68,7 @@ def drafting_round(
         for session, row in zip(sessions, rows, strict=True):
             fresh = torch.randn(1, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
             _commit(drafter, row.fence, session, fresh, tree)
+        # 3. Move the sequences into device-resident rounds.
         state.committed_lens.fill_(context + 2)
         rounds = drafter.enter(list(sessions), tree, state) if drafter.device_resident else None
         if rounds is None or not rounds.reserve([context + 2] * batch):
