@@ -88,7 +88,7 @@ class MeasuredShape:
 
 @dataclass(frozen=True, slots=True)
 class LatencyOptions:
-    """What to measure; the fields are the flags of `outrider bench latency`."""
+    """Options of the measurement; the fields are the flags of `outrider bench latency`."""
 
     engine: EngineOptions
     shapes: Sequence[MeasuredShape]

@@ -158,7 +158,8 @@ def _token_ids(options: PerplexityOptions) -> Iterator[list[int]]:
     file = options.target / "tokenizer.json"
     if not file.is_file():
         raise ConfigurationError(
-            f"--target {options.target}: there is no tokenizer.json. Make one with `outrider convert tokenizer`.",
+            f"--target {options.target}: there is no tokenizer.json. "
+            "Make one with `outrider convert tokenizer`.",
             field="--target",
         )
     tokenizer = Tokenizer.from_file(str(file))

@@ -347,7 +347,7 @@ def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: Benc
     for kind in DRAFTED:
         same = (row["same_text"][kind.value] for row in rows)
         table.add_row(
-            f"text as with off, {LABELS[kind]}", *(f"{count} of {options.num_prompts}" for count in same)
+            f"same text as off, {LABELS[kind]}", *(f"{count} of {options.num_prompts}" for count in same)
         )
     console.print(table)
 

@@ -61,7 +61,7 @@ class Goal:
 
 
 def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable[[Results], Figure | None]:
-    """Find the milliseconds of a round, with vLLM's figure for `config` beside it.
+    """Return a function that finds a round's milliseconds, with vLLM's figure for `config` beside it.
 
     If vLLM was measured in the same call, the result of that call is used. vLLM always ran on one GPU, so
     its call is ignored for `tp`.
@@ -87,7 +87,7 @@ def _sglang(milliseconds: float) -> str:
 
 
 def _kernel(case: str) -> Callable[[Results], Figure | None]:
-    """Find a kernel's time, in milliseconds."""
+    """Return a function that finds a kernel's time, in milliseconds."""
 
     def find(results: Results) -> Figure | None:
         found = results.kernels(case)
@@ -106,7 +106,7 @@ def _kernel(case: str) -> Callable[[Results], Figure | None]:
 
 
 def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[Results], Figure | None]:
-    """Find the ratio of our figure to vLLM's figure of the same kind."""
+    """Return a function that finds the ratio of our figure to vLLM's figure of the same kind."""
 
     def find(results: Results) -> Figure | None:
         peer = results.vllm(config, batch)
@@ -126,7 +126,7 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
 
 
 def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure | None]:
-    """Find the ratio of a round over `transport` to the nearest in-process run.
+    """Return a function that finds the ratio of a round over `transport` to the nearest in-process run.
 
     `RecordedResult.distance` defines which run is nearest.
     """
@@ -147,7 +147,7 @@ def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure |
 
 
 def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
-    """Find the ratio of a round with the changed settings to the nearest run without them."""
+    """Return a function that finds the ratio of a round with `changes` to the nearest run without them."""
 
     def find(results: Results) -> Figure | None:
         found = results.latency(case, changes=changes)
@@ -163,7 +163,7 @@ def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
 
 
 def _perplexity(case: str) -> Callable[[Results], Figure | None]:
-    """Find the increase of perplexity, in percent."""
+    """Return a function that finds the increase of perplexity, in percent."""
 
     def find(results: Results) -> Figure | None:
         found = results.perplexity(case)
@@ -180,7 +180,7 @@ def _perplexity(case: str) -> Callable[[Results], Figure | None]:
 
 
 def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[Results], Figure | None]:
-    """Find a share recorded in a latency row, as a percentage.
+    """Return a function that finds a share recorded in a latency row, as a percentage.
 
     If the share is part of a larger share, `whole` names the latter and `what` describes the part.
     """

@@ -93,10 +93,10 @@ def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> 
 def test_the_multi_process_service_lasts_as_long_as_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = tmp_path / "told"
+    calls = tmp_path / "calls"
     program = tmp_path / PROGRAM
     program.write_text(
-        f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" $@ $(cat) >> {told}\n'
+        f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" $@ $(cat) >> {calls}\n'
         'touch "$CUDA_MPS_PIPE_DIRECTORY/control"\n'
     )
     program.chmod(0o700)
@@ -109,7 +109,7 @@ def test_the_multi_process_service_lasts_as_long_as_the_run(
     written = json.loads((tmp_path / "l.json").read_text())
     assert written["settings"]["mps"] is True
     assert written["environment"]["CUDA_MPS_PIPE_DIRECTORY"] == "pipe"
-    assert [line.split()[1:] for line in told.read_text().splitlines()] == [["-d"], ["quit"]]
+    assert [line.split()[1:] for line in calls.read_text().splitlines()] == [["-d"], ["quit"]]
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
 
 
