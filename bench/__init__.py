@@ -1,1 +1,1 @@
-"""Benchmarks that users run too (`outrider bench`), and what they measured (results/)."""
+"""The `outrider bench` commands, the modules that measure, and their recorded results (results/)."""

@@ -1,21 +1,38 @@
-"""`outrider bench`: the flags of every benchmark. What measures is imported by the command that runs."""
+"""`outrider bench`: defines the commands and their flags.
+
+Each command imports its measuring code only when it runs, so that `--help` stays fast.
+"""
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from outrider.bench.options import (
+    AnswerTokens,
+    Device,
+    DraftDir,
+    Dtype,
+    NumPrompts,
+    Output,
+    Prompts,
+    Shape,
+    StackTransport,
+    TargetDir,
+    draft_folder,
+    leave_on_terminate,
+    numbers,
+    placement,
+)
 from outrider.services.stack.launch import free_port
-from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
+from outrider.services.stack.options import DEMO_TARGET, StackOptions, Transport
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.polling import watch_sockets
 
 bench = typer.Typer(
-    help="Measure this machine and this build; every figure goes to JSON beside its floor.",
+    help="Measure this machine and this build. Every figure is saved to JSON, with its floor.",
     invoke_without_command=True,
     rich_markup_mode=None,
 )
@@ -23,52 +40,6 @@ bench = typer.Typer(
 RESULTS = Path("bench/results")
 BATCHES = "1,4,16,64"
 ROUNDS = "plain,chain3@2.4,chain5@2.6"
-
-Prompts = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON lines with a `prompt` or `messages` field.", show_default="the embedded held-out prompts"
-    ),
-]
-NumPrompts = Annotated[int, typer.Option(help="How many of them.")]
-AnswerTokens = Annotated[int, typer.Option(help="Tokens per answer.")]
-TargetDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--target",
-        help="Model folder in Hugging Face layout.",
-        show_default="the embedded demo model",
-        metavar="DIR",
-    ),
-]
-DraftDir = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        "--speculative-draft-model-path",
-        help="Folder of the draft.",
-        show_default="the embedded head; none with another --target",
-        metavar="DIR|none",
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
-StackTransport = Annotated[
-    Transport,
-    typer.Option(help="Of a stack that is started here: auto (as `outrider up` chooses), grpc, ipc, inproc."),
-]
-Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON file, or the folder for it.", show_default="bench/results/<benchmark>-<device>.json"
-    ),
-]
-Shape = Annotated[
-    str,
-    typer.Option(
-        help="Named shape of random weights: llama3.1-8b, llama3.2-1b, qwen3-8b, granite-3.1-2b (by transformers' modules), tiny …"
-    ),
-]
 
 
 @bench.callback()
@@ -83,7 +54,7 @@ def bench_default(
     transport: StackTransport = Transport.AUTO,
     output: Output = None,
 ) -> None:
-    """Measure this machine and this build. Without a command: `speculation`, with the flags below."""
+    """Measure this machine and this build. Without a command, run `speculation` with the flags below."""
     if context.invoked_subcommand is None:
         _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output)
 
@@ -99,7 +70,7 @@ def speculation(
     transport: StackTransport = Transport.AUTO,
     output: Output = None,
 ) -> None:
-    """Speculative against plain decoding, paired per prompt, end to end at batch 1; real acceptance."""
+    """Compare speculative with plain decoding, prompt by prompt, end to end at batch 1 (real acceptance)."""
     _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output)
 
 
@@ -115,13 +86,13 @@ def _speculation(
 ) -> None:
     from outrider.bench.measure.speculation import BenchOptions, run_bench
 
-    _leave_on_terminate()
+    leave_on_terminate()
     options = BenchOptions(
         prompts,
         num_prompts,
         tokens,
         target or DEMO_TARGET,
-        _draft_folder(target, draft),
+        draft_folder(target, draft),
         device,
         output,
         transport,
@@ -135,46 +106,47 @@ def latency(
     rounds: Annotated[
         str,
         typer.Option(
-            help="Kinds of rounds: plain, chain5, or steps/topk/nodes such as 5/8/32; @3.5 and :1+16: its own accept length and batches."
+            help="Kinds of rounds: plain, chain5, or steps/topk/nodes such as 5/8/32. Append @3.5 for its "
+            "own accept length and :1+16 for its own batch sizes."
         ),
     ] = ROUNDS,
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = BATCHES,
     accept_length: Annotated[
-        float, typer.Option(help="Synthetic accept length of rounds that name none, the bonus token counted.")
+        float,
+        typer.Option(help="Synthetic accept length of rounds that give none, including the bonus token."),
     ] = 3.5,
-    prompt: Annotated[int, typer.Option(min=1, help="Prompt tokens, random.")] = 512,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens per random prompt.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=3, help="Tokens per answer.")] = 384,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs per row; the best counts.")] = 2,
-    prefill: Annotated[
-        str, typer.Option(help="Prompt lengths whose prefill is measured; `none` for none.")
-    ] = "2048",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per row; the fastest one counts.")] = 2,
+    prefill: Annotated[str, typer.Option(help="Prompt lengths to measure prefill with, or `none`.")] = "2048",
     transport: Annotated[
         str, typer.Option(help="How the target reaches the draft: inproc, ipc, grpc (loopback) or unix.")
     ] = "inproc",
     draft_device: Annotated[
         str | None,
         typer.Option(
-            help="Of a draft in a process of its own: --transport ipc, grpc or unix.",
+            help="Device of a draft in its own process (--transport ipc, grpc or unix).",
             show_default="the target's",
         ),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of the target.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel degree of the target.")] = 1,
     mps: Annotated[
         bool,
-        typer.Option("--mps", help="Share the GPU by NVIDIA's multi-process service, started for this run."),
+        typer.Option("--mps", help="Share the GPU through NVIDIA MPS, started for this run."),
     ] = False,
     profile: Annotated[
-        bool, typer.Option(help="On a GPU: record kernels of some rounds for idle shares and a kernel table.")
+        bool,
+        typer.Option(help="On a GPU, record the kernels of some rounds: idle shares and a kernel table."),
     ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE, a setting of `outrider serve target`; repeatable."),
+        typer.Option("--set", help="NAME=VALUE for a setting of `outrider serve target`; repeatable."),
     ] = None,
     output: Output = None,
 ) -> None:
-    """Rounds and prefill of the engine in this process: random weights, synthetic acceptance, wall clock."""
+    """Time rounds and prefill of an in-process engine: random weights, synthetic acceptance, wall clock."""
     watch_sockets()
     from outrider.bench.measure.latency import LatencyOptions, parse_shapes, run_latency
     from outrider.bench.stacks.engine_stack import EngineOptions, parse_settings
@@ -182,11 +154,11 @@ def latency(
     from outrider.bench.stacks.shapes import named_shape
     from outrider.shared.obs.logging import configure_logging
 
-    _leave_on_terminate()
+    leave_on_terminate()
     configure_logging("bench", "warning")
     shapes = parse_shapes([text.strip() for text in rounds.split(",")], accept_length)
-    batches = _numbers(batch, "--batch")
-    prefills = [] if prefill == "none" else _numbers(prefill, "--prefill")
+    batches = numbers(batch, "--batch")
+    prefills = [] if prefill == "none" else numbers(prefill, "--prefill")
     known = {kind.value: kind for kind in DraftTransport}
     if transport not in known:
         raise ConfigurationError(
@@ -223,30 +195,38 @@ def serve(
     grpc_address: Annotated[
         str | None, typer.Option("--grpc", help="gRPC address of a running gateway.", metavar="ADDRESS")
     ] = None,
-    api: Annotated[str, typer.Option(help="Of a stack that is started here: rest or grpc.")] = "rest",
-    api_key: Annotated[str | None, typer.Option(help="Key to send, if the gateway wants one.")] = None,
+    api: Annotated[str, typer.Option(help="Endpoint of the stack started here: rest or grpc.")] = "rest",
+    api_key: Annotated[str | None, typer.Option(help="API key to send, if the gateway requires one.")] = None,
     request_rate: Annotated[float, typer.Option(help="Requests per second on average (Poisson).")] = 2.0,
     duration: Annotated[float, typer.Option(help="Seconds during which requests arrive.")] = 30.0,
     warm_up: Annotated[
-        float, typer.Option(min=0.0, help="Seconds of such a load before it, which are not counted.")
+        float, typer.Option(min=0.0, help="Seconds of the same load beforehand, not counted.")
     ] = 0.0,
     prompts: Prompts = None,
     prompt_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Random prompts of so many token ids.", show_default="the prompts of --prompts"
+            min=1,
+            help="Use random prompts with this many token ids.",
+            show_default="the prompts of --prompts",
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     speculation_mode: Annotated[str, typer.Option("--speculation", help="auto, on or off.")] = "auto",
     first_token_limit: Annotated[
-        float | None, typer.Option(help="Goodput: first token within so many ms.", show_default="no limit")
+        float | None,
+        typer.Option(
+            help="Goodput: longest time to the first token, in milliseconds.", show_default="no limit"
+        ),
     ] = None,
     per_token_limit: Annotated[
-        float | None, typer.Option(help="Goodput: ms per token after the first.", show_default="no limit")
+        float | None,
+        typer.Option(
+            help="Goodput: longest time per token after the first, in milliseconds.", show_default="no limit"
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the arrival times.")] = 0,
     target: TargetDir = None,
     draft: DraftDir = None,
     transport: StackTransport = Transport.AUTO,
@@ -254,13 +234,13 @@ def serve(
     dtype: Dtype = "auto",
     output: Output = None,
 ) -> None:
-    """What clients experience under an open-loop load: TTFT, ITL, e2e, goodput, accept length; over REST or gRPC."""
+    """Measure clients under an open-loop load, over REST or gRPC: TTFT, ITL, e2e, goodput, accept length."""
     from outrider.bench.load.open_loop import Load
     from outrider.bench.load.serve import Api, ServeOptions, run_serve
 
-    _leave_on_terminate()
+    leave_on_terminate()
     if url is not None and grpc_address is not None:
-        raise ConfigurationError("--url and --grpc name two endpoints; give one.", field="--url")
+        raise ConfigurationError("--url and --grpc name two endpoints; give only one.", field="--url")
     if not request_rate > 0 or not duration > 0:
         raise ConfigurationError("--request-rate and --duration must be above 0.", field="--request-rate")
     if speculation_mode not in ("auto", "on", "off"):
@@ -272,7 +252,7 @@ def serve(
     options = ServeOptions(
         stack=StackOptions(
             target=target or DEMO_TARGET,
-            draft=_draft_folder(target, draft),
+            draft=draft_folder(target, draft),
             device=device,
             dtype=dtype,
             port=free_port(),
@@ -302,25 +282,26 @@ def kernels(
     only: Annotated[
         str,
         typer.Option(
-            help="Kinds of cases, patterns: linear (the library's products), product, fp8, norm, layer, attention, cache, choose, draft, "
-            "round, trade, invariant, forward, propose."
+            help="Kinds of cases, as comma-separated patterns: linear (the library's products), product, "
+            "fp8, norm, layer, attention, cache, choose, draft, round, trade, invariant, forward, propose."
         ),
     ] = "*",
     tune: Annotated[
-        bool, typer.Option(help="Only try tiles that nobody measured, and keep them for later starts.")
+        bool,
+        typer.Option(help="Only try tiles that have no measurement yet, and save them for later starts."),
     ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Output = None,
 ) -> None:
-    """Each kernel, and the target's whole pass, against its floor in bytes or operations; on a CPU the references, for a test."""
+    """Time each kernel and the target's whole pass against its floor. On a CPU, test the references."""
     from outrider.bench.kernels.case import KernelOptions
     from outrider.bench.kernels.command import run_kernels
     from outrider.bench.stacks.shapes import named_shape
     from outrider.shared.obs.logging import configure_logging
 
     configure_logging("bench", "warning")
-    where, how = _placement(device, dtype)
+    where, how = placement(device, dtype)
     options = KernelOptions(named_shape(shape), where, how, only, output)
     if tune:
         from outrider.bench.kernels.tune import run_tune
@@ -333,13 +314,13 @@ def kernels(
 def roofline(
     device: Device = "auto",
     dtype: Dtype = "auto",
-    small: Annotated[bool, typer.Option("--small", help="Sizes for a test.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Use small sizes, for tests.")] = False,
     output: Output = None,
 ) -> None:
-    """The machine's own ceilings: copies, reads, the matrix rate, launches, the bus."""
+    """Measure the machine's own ceilings: copies, reads, the matrix rate, launches and the bus."""
     from outrider.bench.measure.roofline import RooflineOptions, run_roofline
 
-    where, how = _placement(device, dtype)
+    where, how = placement(device, dtype)
     raise typer.Exit(run_roofline(RooflineOptions(where, how, output, small)))
 
 
@@ -348,19 +329,21 @@ def perplexity(
     text: Annotated[
         Path,
         typer.Option(
-            help="A text, or JSON lines with text, prompt, question or answer fields.", metavar="FILE"
+            help="A text file, or JSON lines with text, prompt, question or answer fields.", metavar="FILE"
         ),
     ],
     target: TargetDir = None,
     quantization: Annotated[str, typer.Option(help="none or fp8, as for `outrider serve target`.")] = "none",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8_e4m3, likewise.")] = "auto",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens that are counted at most.")] = 100_000,
-    window: Annotated[int, typer.Option(min=2, help="Tokens per pass; each is a context of its own.")] = 512,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto or fp8_e4m3, as for `outrider serve target`.")
+    ] = "auto",
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to count.")] = 100_000,
+    window: Annotated[int, typer.Option(min=2, help="Tokens per pass; each pass is its own context.")] = 512,
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Output = None,
 ) -> None:
-    """What FP8 costs in quality: perplexity on a text, as the model is and with what is asked for."""
+    """Measure the quality cost of FP8: perplexity on a text, without and with the selected quantization."""
     from outrider.bench.measure.perplexity import PerplexityOptions, run_perplexity
     from outrider.shared.obs.logging import configure_logging
 
@@ -372,7 +355,7 @@ def perplexity(
     for flag, value, allowed in choices:
         if value not in allowed:
             raise ConfigurationError(f"{flag} {value}: expected {' or '.join(allowed)}.", field=flag)
-    where, how = _placement(device, dtype)
+    where, how = placement(device, dtype)
     options = PerplexityOptions(
         text, target or DEMO_TARGET, where, how, quantization, kv_cache_dtype, tokens, window, output
     )
@@ -385,65 +368,15 @@ def table(
     document: Annotated[
         Path | None,
         typer.Option(
-            help="Write it between the marks of this file, e.g. docs/performance.md.",
+            help="Write the tables between the markers of this file, e.g. docs/performance.md.",
             show_default="standard output",
         ),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit code 1 if the document differs.")
+        bool, typer.Option("--check", help="Write nothing. Exit with code 1 if the document is out of date.")
     ] = False,
 ) -> None:
-    """The tables of docs/performance.md, docs/numerics.md and README.md, from recorded results alone."""
+    """Make the tables of docs/performance.md, docs/numerics.md and README.md from recorded results."""
     from outrider.bench.report.tables import run_table
 
     raise typer.Exit(run_table(results, document, check))
-
-
-def _placement(device: str, dtype: str) -> tuple[Any, Any]:
-    """Return the torch device and dtype that two flags mean here.
-
-    Raises:
-        ConfigurationError: One is unknown, or there is no such device.
-    """
-    import torch
-
-    try:
-        where = (
-            torch.device(device)
-            if device != "auto"
-            else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        )
-    except RuntimeError:
-        raise ConfigurationError(
-            f"--device {device}: expected auto, cpu, cuda or cuda:N.", field="--device"
-        ) from None
-    if where.type not in ("cpu", "cuda") or (where.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigurationError(
-            f"--device {device}: torch sees no such device here; use --device cpu.", field="--device"
-        )
-    if dtype == "auto":
-        return where, torch.bfloat16 if where.type == "cuda" else torch.float32
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigurationError(
-            f"--dtype {dtype}: expected auto, float32, bfloat16 or float16.", field="--dtype"
-        )
-    return where, getattr(torch, dtype)
-
-
-def _numbers(text: str, flag: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigurationError(f"{flag} {text}: expected numbers above 0, separated by commas.", field=flag)
-    return [int(part) for part in parts]
-
-
-def _draft_folder(target: Path | None, draft: str | None) -> Path | None:
-    """The embedded head fits the embedded model only."""
-    if draft is None:
-        return DEMO_DRAFT if target is None else None
-    return None if draft == "none" else Path(draft)
-
-
-def _leave_on_terminate() -> None:
-    """Turn SIGTERM into an ordinary exit, so that what was started is stopped on the way out."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

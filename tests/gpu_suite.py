@@ -1,10 +1,16 @@
-"""The whole GPU suite in one command, over all GPUs of a host: the laws on a GPU in fp32, and `tests/gpu` with what needs several GPUs.
+"""Runs the whole GPU suite with one command, over all GPUs of a host.
 
-    python tests/gpu_suite.py --output gpu_suite.json [--limit SECONDS]      (the packages of `.[test,flashinfer]`, and pytest-xdist)
+    python tests/gpu_suite.py --output gpu_suite.json [--limit SECONDS]
 
-Four lanes, each with its share of the cores and its GPU (of four; of fewer, lanes share), do one job after another. What measures, or needs
-a GPU's memory, is a job of its own.
-A test that fails is told at once, and run again at the end if there is time, as is one that was cut off: neither counts as passed then.
+It needs the packages of `.[test,flashinfer]` and pytest-xdist. The suite consists of the laws on a GPU in
+fp32 and `tests/gpu`, including the tests for several GPUs.
+
+Four lanes run the jobs of `support.gpu_suite_plan` one after another. Each lane has its share of the cores
+and its own GPU; on hosts with fewer than four GPUs, lanes share them. Tests that measure, or need much GPU
+memory, have their own jobs.
+
+A failed test is reported immediately. Failed tests and tests that were cut off run again at the end if there
+is time, but this does not count as passed.
 """
 
 from __future__ import annotations
@@ -20,11 +26,11 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-TESTS = Path(__file__).resolve().parent
+from support.gpu_suite_plan import LANES, TESTS, Job, plan
+
 ROOT = TESTS.parent
 PYTEST = (
     sys.executable,
@@ -40,113 +46,20 @@ PYTEST = (
     "filterwarnings=default",
 )
 PACKAGES = ("torch", "triton", "grpcio", "transformers", "flashinfer-python")
-LANES = 4
-MOST_WORKERS = 14
 LAST_S = 12.0
-"""Before the limit, when what still runs is asked to end."""
+"""Seconds before the limit at which running jobs are interrupted."""
 AGAIN_S = 40.0
-"""Least time in which tests are run again."""
-
-ROUNDS_ELSEWHERE = "law/test_equality_rounds_remote.py"
-FIRST_LAWS = tuple(f"law/test_{name}.py" for name in (
-    "heads_trained", "equality_draft", "drafter_mtp", "equality_device_pair", "drafter_standalone", "equality_device_loop", "heads_tree",
-    "heads_remote", "drafter_ngram", "noise_position", "philox",
-))  # fmt: skip
-"""About half of the laws by time; those first that train something."""
-OTHER_LAWS_FIRST = (
-    "doctor_trained",
-    "mutations",
-    "drafter_mtp_deepseek",
-    "family_output",
-    "joins",
-    "demo_pair",
-    "equality_engine",
-)
-FIRST_KERNELS = (
-    "families_cuda", "tile_trial_cuda", "device_loop_cuda", "compile_cuda", "drafters", "layer_kernels_cuda", "draft_graph_cuda",
-    "deterministic_cuda", "kernels",
-)  # fmt: skip
-"""Long tests first."""
-SOAK, TEXTS, MPS, RANKS, FLASHINFER = (
-    f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "tp", "flashinfer")
-)
-SERVED, SERVED_BF16 = "gpu/test_serving.py", "gpu/test_serving_bf16.py"
-QUIET = tuple(
-    f"gpu/test_{name}_cuda.py"
-    for name in ("ipc", "ipc_rounds", "bench", "exchange", "launch_counts", "relay")
-)
-"""They wait for other processes, or measure; on two GPUs if there are two."""
-APART = (SOAK, TEXTS, MPS, RANKS, SERVED, SERVED_BF16, *QUIET)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One run of pytest.
-
-    Attributes:
-        lanes: Whose cores and GPUs it has; it starts when the jobs before it have left all of them.
-        workers: Processes of pytest-xdist, if more than one.
-        arguments: Test files, relative to `tests`, and options.
-        law: Whether its tests compute where `OUTRIDER_TEST_DEVICE` says.
-        library: Whether it needs FlashInfer.
-    """
-
-    name: str
-    lanes: tuple[int, ...]
-    workers: int
-    arguments: tuple[str, ...]
-    law: bool = False
-    library: bool = False
-
-    @property
-    def files(self) -> list[str]:
-        return [argument for argument in self.arguments if argument.endswith(".py")]
-
-
-def rest(folder: str, first: tuple[str, ...], without: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the test files of a folder that no other job has, the named ones first."""
-    order = {f"{folder}/test_{name}.py": place for place, name in enumerate(first)}
-    found = [f"{folder}/{path.name}" for path in sorted((TESTS / folder).glob("test_*.py"))]
-    return tuple(
-        sorted((path for path in found if path not in without), key=lambda path: order.get(path, len(order)))
-    )
-
-
-def plan(gpus: int, cores: int) -> list[Job]:
-    """Return all jobs in the order in which lanes take them; `cores`: of one lane."""
-    many, few, pair = (
-        max(1, min(MOST_WORKERS, cores - 1)),
-        max(1, min(7, cores // 2)),
-        max(1, min(8, cores - 2)),
-    )
-    other_laws = rest("law", OTHER_LAWS_FIRST, (*FIRST_LAWS, ROUNDS_ELSEWHERE))
-    kernels = ("-m", "gpu and not flashinfer", *rest("gpu", FIRST_KERNELS, APART))
-    jobs = [
-        Job("soak", (0,), 1, (SOAK,)),
-        Job("laws", (1,), many, FIRST_LAWS, law=True),
-        Job("other laws", (2,), many, other_laws, law=True),
-        Job("kernels", (3,), many, kernels),
-        Job("rounds elsewhere", (0,), few, (ROUNDS_ELSEWHERE,), law=True),
-        Job("flashinfer", (1,), min(4, few), ("-m", "flashinfer", FLASHINFER), library=True),
-        Job("served", (2,), 1, (SERVED, SERVED_BF16, MPS)),
-        Job("texts", (3,), min(4, few), (TEXTS,)),
-        Job("quiet", (2, 3), pair, QUIET),
-    ]
-    if gpus > 1:
-        jobs.append(Job("two ranks", (0, 1), pair, ("-m", "multi_gpu", "-k", "not [4-", RANKS)))
-    if gpus > 3:
-        jobs.append(Job("four ranks", (0, 1, 2, 3), few, ("-m", "multi_gpu", "-k", "[4-", RANKS)))
-    return jobs
+"""Minimum remaining seconds for running tests again."""
 
 
 class Suite:
-    """Runs jobs, hears of their tests, and keeps what became of each.
+    """Runs jobs, reads the events of their tests, and keeps the outcome of each test.
 
     Args:
-        gpus: Their numbers for `CUDA_VISIBLE_DEVICES`.
-        logs: A folder for what jobs print.
-        limit_s: When everything ends, from now.
-        library: A folder with FlashInfer, or "".
+        gpus: Numbers of the GPUs, for `CUDA_VISIBLE_DEVICES`.
+        logs: Folder for the jobs' output.
+        limit_s: Seconds from now until everything must end.
+        library: Folder with FlashInfer, or "".
     """
 
     def __init__(self, gpus: list[str], logs: Path, limit_s: float, library: str = "") -> None:
@@ -157,8 +70,8 @@ class Suite:
         self.share = max(1, len(cores) // LANES)
         self.cores = [set(cores[at * self.share : (at + 1) * self.share] or cores) for at in range(LANES)]
         self.tests: dict[str, dict[str, Any]] = {}
-        self.told: list[dict[str, Any]] = []
-        self._heard: dict[str, IO[str]] = {}
+        self.job_outcomes: list[dict[str, Any]] = []
+        self._log_files: dict[str, IO[str]] = {}
 
     def gpus_of(self, job: Job) -> list[str]:
         return [self.gpus[at] for at in sorted({lane % len(self.gpus) for lane in job.lanes})]
@@ -167,7 +80,12 @@ class Suite:
         print(f"[{time.monotonic() - self.begun:5.0f} s] {text}", flush=True)
 
     def run(self, jobs: list[Job], only: Path | None = None) -> None:
-        """Run jobs, on each lane one after the other; at the deadline, what runs is asked to end. `only`: a file of the tests to run."""
+        """Run jobs, on each lane one after another. At the deadline, running jobs are interrupted.
+
+        Args:
+            jobs: Jobs in the order in which the lanes start them.
+            only: File that lists the tests to run; None for all.
+        """
         waiting, running = list(jobs), dict[str, tuple[Job, subprocess.Popen[bytes], float]]()
         while (waiting or running) and time.monotonic() < self.deadline:
             taken = {lane for job, _, _ in running.values() for lane in job.lanes}
@@ -175,9 +93,9 @@ class Suite:
                 if taken.isdisjoint(job.lanes):
                     waiting.remove(job)
                     running[job.name] = job, self._start(job, only), time.monotonic()
-                taken.update(job.lanes)  # of one that waits, too: lanes keep the order
+                taken.update(job.lanes)  # even if the job still waits, so that later jobs do not overtake it
             self._collect_ended(running)
-            self._hear()
+            self._read_logs()
             time.sleep(0.1)
         for _, process, _ in running.values():
             os.killpg(process.pid, signal.SIGINT)
@@ -189,14 +107,17 @@ class Suite:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._collect_ended(running, "cut off, ")
-        self._hear()
-        for file in self._heard.values():
+        self._read_logs()
+        for file in self._log_files.values():
             file.close()
-        self._heard.clear()
-        self.told += [{"job": job.name, "seconds": 0, "ended": "not begun"} for job in waiting]
+        self._log_files.clear()
+        self.job_outcomes += [{"job": job.name, "seconds": 0, "ended": "not begun"} for job in waiting]
 
     def again(self, missing: list[str], jobs: list[Job]) -> None:
-        """Run what failed or did not end once more, and what has not run, in few processes, if there is time."""
+        """Run unfinished and failed tests again, and missing tests for the first time, if there is time.
+
+        These runs use few worker processes.
+        """
         unfinished = [name for name, test in self.tests.items() if test["outcome"] != "passed"]
         if not unfinished + missing or self.deadline - time.monotonic() < AGAIN_S:
             return
@@ -220,7 +141,7 @@ class Suite:
     def _start(self, job: Job, only: Path | None) -> subprocess.Popen[bytes]:
         log = self.logs / f"{job.name.replace(' ', '_')}.jsonl"
         log.write_text("")
-        self._heard[job.name] = log.open()
+        self._log_files[job.name] = log.open()
         spread = ("-n", str(job.workers), "--dist", "loadgroup") if job.workers > 1 else ()
         command = [
             *PYTEST,
@@ -252,20 +173,20 @@ class Suite:
         }
         return os.environ | given | ({"OUTRIDER_TEST_DEVICE": "cuda"} if job.law else {})
 
-    def _hear(self) -> None:
-        """Read what jobs have written since."""
-        for file in self._heard.values():
+    def _read_logs(self) -> None:
+        """Read the events that jobs have logged since the last call."""
+        for file in self._log_files.values():
             while (at := file.tell()) >= 0 and (line := file.readline()):
                 if not line.endswith("\n"):
                     file.seek(at)
                     break
-                self._take(json.loads(line))
+                self._record_event(json.loads(line))
 
-    def _take(self, row: dict[str, Any]) -> None:
+    def _record_event(self, row: dict[str, Any]) -> None:
         test = self.tests.setdefault(row["test"], {"outcome": "not ended", "seconds": 0.0})
         if row["event"] == "end":
             key = "again" if "again" in test else "outcome"
-            if test[key] != "failed":  # a test that passes may fail as it is taken down
+            if test[key] != "failed":  # a passed test can still fail in its teardown
                 test[key] = row["outcome"]
                 if key == "outcome":
                     test |= {
@@ -284,25 +205,27 @@ class Suite:
                 del running[job.name]
                 seconds = round(time.monotonic() - at, 1)
                 ended = f"{how}exit code {process.returncode}"
-                self.told.append(
+                self.job_outcomes.append(
                     {"job": job.name, "gpus": self.gpus_of(job), "seconds": seconds, "ended": ended}
                 )
                 self.say(f"{job.name}: {ended} after {seconds} s")
 
 
 class Names:
-    """Hears from pytest, meanwhile, which tests there are for these GPUs."""
+    """Collects the names of all tests for these GPUs, with pytest in the background."""
 
     def __init__(self) -> None:
         path = ":".join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH", ""))))
         given = os.environ | {"OUTRIDER_TEST_DEVICE": "cuda", "PYTHONPATH": path}
         commands = [[*PYTEST, "--collect-only", str(TESTS / folder)] for folder in ("law", "gpu")]
-        self._asked = [
+        self._collecting = [
             subprocess.Popen(one, cwd=ROOT, env=given, stdout=subprocess.PIPE, text=True) for one in commands
         ]
 
     def all(self) -> list[str]:
-        return [line for asked in self._asked for line in asked.communicate()[0].splitlines() if "::" in line]
+        return [
+            line for run in self._collecting for line in run.communicate()[0].splitlines() if "::" in line
+        ]
 
 
 def file_of(name: str) -> str:
@@ -310,7 +233,10 @@ def file_of(name: str) -> str:
 
 
 def record(suite: Suite, names: list[str], commit: str) -> dict[str, Any]:
-    """Return what is to be written down of a run: counts a file, what did not pass, what near-ties and long runs printed."""
+    """Return the report of a run.
+
+    It contains counts for each file, the tests that did not pass, near-ties and the output of long runs.
+    """
     rows: dict[str, dict[str, float]] = {}
     not_passed = []
     for name in dict.fromkeys([*names, *suite.tests]):
@@ -342,7 +268,7 @@ def record(suite: Suite, names: list[str], commit: str) -> dict[str, Any]:
         **{key: sum(row[key] for row in rows.values()) for key in ("tests", "passed", "failed", "not run")},
         "files": dict(sorted(rows.items())),
         "not passed": not_passed,
-        "jobs": suite.told,
+        "jobs": suite.job_outcomes,
         "near-ties": [tie for test in suite.tests.values() for tie in test.get("near_ties", ())],
         "printed": {
             name.split("::")[-1]: test["printed"].strip().splitlines()
@@ -353,7 +279,7 @@ def record(suite: Suite, names: list[str], commit: str) -> dict[str, Any]:
 
 
 def why(error: str) -> str:
-    """Return what the lines of a report that say what was wrong end with."""
+    """Return the end of the lines of a pytest report that describe the error."""
     return " ".join(line[4:] for line in error.splitlines() if line.startswith("E "))[-500:]
 
 
@@ -373,18 +299,18 @@ def nvidia_smi(*arguments: str) -> list[str]:
 
 
 def main() -> int:
-    """Run everything; the exit code says whether every test passed, at its first run."""
+    """Run everything. Returns 0 if every test passed at its first run, otherwise 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for everything")
     parser.add_argument(
-        "--logs", type=Path, default=Path("gpu-suite-logs"), help="folder for what the runs print"
+        "--logs", type=Path, default=Path("gpu-suite-logs"), help="folder for the output of the jobs"
     )
     parser.add_argument(
-        "--commit", default="", help="what is tested, where the working tree is no git checkout"
+        "--commit", default="", help="the tested commit, if the working tree is not a git checkout"
     )
     parser.add_argument(
-        "--flashinfer-path", default="", help="folder with FlashInfer, if it is not installed"
+        "--flashinfer-path", default="", help="folder that contains FlashInfer, if it is not installed"
     )
     given = parser.parse_args()
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
@@ -392,10 +318,10 @@ def main() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(number) for number, _ in enumerate(nvidia_smi("-L"))]
     given.logs.mkdir(parents=True, exist_ok=True)
-    suite, asked = Suite(gpus[:4], given.logs.resolve(), given.limit, given.flashinfer_path), Names()
+    suite, collected = Suite(gpus[:4], given.logs.resolve(), given.limit, given.flashinfer_path), Names()
     jobs = plan(len(suite.gpus), suite.share)
     suite.run(jobs)
-    names = asked.all()
+    names = collected.all()
     suite.again([name for name in names if name not in suite.tests], jobs)
     found = record(suite, names, commit)
     given.output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

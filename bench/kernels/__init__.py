@@ -1,1 +1,1 @@
-"""`outrider bench kernels`: each kernel against its floor."""
+"""`outrider bench kernels`: times each kernel and compares it with its floor."""

@@ -1,4 +1,4 @@
-"""One figure of `outrider bench kernels`, and what the modules that make them share."""
+"""`Case`, one measurement of `outrider bench kernels`, and helpers to make cases."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from outrider.bench.stacks.shapes import NamedShape
 
 EPS = 1e-5
 REPEATS = 8
-"""How often a small kernel is repeated in a measurement; its data may stay in a cache, as they do in a round."""
+"""Repetitions of a small kernel within a measurement; its data may stay in a cache, as in a round."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """What to measure; the fields are the flags of `outrider bench kernels`."""
+    """Options of the measurement; the fields are the flags of `outrider bench kernels`."""
 
     shape: NamedShape
     device: torch.device
@@ -30,15 +30,19 @@ class KernelOptions:
 
     @property
     def small(self) -> bool:
-        """Whether sizes are for a test."""
+        """True if the sizes are for a test."""
         return self.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One figure: a call that enqueues `copies` repetitions, and what one of them must do. No work: its launch is all there is.
+    """One measurement.
 
-    The name begins with the function that is called, or says what a whole pass is.
+    Attributes:
+        name: Name that begins with the measured function, or with the name of a whole pass.
+        call: Enqueues `copies` repetitions.
+        work: Minimum work of one repetition; None if the launch alone bounds it.
+        copies: Number of repetitions.
     """
 
     name: str
@@ -48,7 +52,7 @@ class Case:
 
 
 def over(many: Sequence[Any] | range, call: Callable[[Any], object]) -> Call:
-    """Return work that calls once per copy."""
+    """Return a function that calls `call` once for each element of `many`."""
 
     def work() -> None:
         for one in many:
@@ -58,5 +62,5 @@ def over(many: Sequence[Any] | range, call: Callable[[Any], object]) -> Call:
 
 
 def small_kernel(name: str, call: Callable[[], object]) -> Case:
-    """Return the case of a kernel of a few bytes, which is bound by its launch."""
+    """Return the case of a kernel that moves few bytes and is bound by its launch."""
     return Case(name, over(range(REPEATS), lambda _index: call()), None, REPEATS)

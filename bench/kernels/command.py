@@ -1,7 +1,8 @@
-"""Each kernel against its floor: the bytes it must read or the operations it must do, at this machine's own rates.
+"""`outrider bench kernels`: times each kernel against its floor (bytes to read or operations to do).
 
-Every case works on as many distinct copies of its data as no cache holds, and is timed in a CUDA graph. `forward` is the target's whole
-pass, `propose` a whole round of drafting. On a CPU the references run, in sizes for a test.
+The floors use the rates measured on this machine. Each case is timed in a CUDA graph, over enough distinct
+copies of its data that no cache can hold them. The case `forward` is the target's whole pass, and `propose`
+is a whole round of drafting. On a CPU, the reference versions run in small sizes, as a test.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def run_kernels(options: KernelOptions) -> int:
     """Measure, print and save. Returns the exit code.
 
     Raises:
-        ConfigurationError: No case is called so.
+        ConfigurationError: `--only` matches no case.
     """
     ceilings = measure_ceilings(options.device, options.dtype, options.small)
     launch = measure(_launches(options.device), options.device, copies=LAUNCHES).median
@@ -84,19 +85,22 @@ def run_kernels(options: KernelOptions) -> int:
         except (
             OutriderError,
             RuntimeError,
-        ) as error:  # e.g. a step that cannot be recorded; the other kinds still count
+        ) as error:  # e.g. a step that cannot be captured; the other kinds are still valid
             failed[name] = f"{type(error).__name__}: {error}"[:500]
             print(f"{name} failed: {failed[name]}", file=sys.stderr)
         result.save(options.output)
     if not rows and not failed:
         raise ConfigurationError(
-            f"--only {options.only}: no case is called so; kinds: {', '.join(KINDS)}.", field="--only"
+            f"--only {options.only}: no kind of case matches. Kinds: {', '.join(KINDS)}.", field="--only"
         )
     return finish(result, options.output, ("gbs", "tflops")) or int(bool(failed))
 
 
 def _rehearse(options: KernelOptions) -> None:
-    """Call every case once, so that its kernels can be compiled at once; passes compile their own as the engine's do."""
+    """Call every case once, so that all kernels are compiled in parallel.
+
+    Whole passes are left out, because they compile their own kernels as the engine does.
+    """
     for kind, kind_cases in cases(options):
         if kind not in PASSES:
             for case in kind_cases:
@@ -107,7 +111,7 @@ LAUNCHES = 64
 
 
 def _launches(device: torch.device) -> Call:
-    """Return work that enqueues `LAUNCHES` kernels that do as little as can be."""
+    """Return a function that enqueues `LAUNCHES` minimal kernels."""
     x = torch.zeros(32, device=device)
     if device.type == "cuda":
         from outrider.bench.measure.ceiling_kernels import launch_nothing
@@ -133,7 +137,7 @@ def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) 
 
 
 def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[Case]]]:
-    """Yield the kinds that a pattern of `only` names with their cases, each of which makes its data when it is its turn."""
+    """Yield each kind selected by `--only` with its cases, which allocate their data lazily."""
     sizes = Sizes.of(
         options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small
     )
@@ -250,7 +254,10 @@ def _choose_by(how: SamplingTensors, positions: torch.Tensor, logits: torch.Tens
 
 
 def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """The target's pass and its logits: what decoding or verifying costs on the GPU, without drafts and without the host."""
+    """Yield the target's passes with logits and token choice, i.e. the GPU time of decoding or verifying.
+
+    Drafts and the host are not part of it.
+    """
     config = options.shape.model_config()
     decoder = random_decoder(config, options.device, options.dtype)
     for batch, rows in sizes.forward_cases():
@@ -273,7 +280,7 @@ def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def _propose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """A round of drafting as the engine enqueues it: extend by the last token, growth, tree."""
+    """Yield rounds of drafting as the engine enqueues them: extend by the last token, tree growth, tree."""
     decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
     chain, bush = (
         DraftShape(sizes.steps, 1, sizes.steps + 1),
@@ -293,7 +300,7 @@ def _propose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One pass over planned rows and the choice of their tokens."""
+    """One pass over planned rows, followed by the choice of their tokens."""
 
     decoder: Decoder
     attention: AttentionBackend

@@ -1,4 +1,4 @@
-"""Sizes and random inputs of the kernels' cases."""
+"""Sizes and random input tensors of the cases in `outrider bench kernels`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.spec.tree import mask_words
 
 CACHE_BYTES = 512 << 20
-"""Distinct data that every case goes through: far more than a second-level cache holds."""
+"""Bytes of distinct data that each case cycles through, far more than a second-level cache holds."""
 MAX_COPIES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the cases are made from."""
+    """Sizes from which the cases are made."""
 
     device: torch.device
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Sizes:
         *,
         small: bool,
     ) -> Sizes:
-        """Return the sizes for a shape; `small` is for a test on a CPU."""
+        """Return the sizes for a model shape; `small` selects sizes for a test on a CPU."""
         return cls(
             device=device,
             dtype=dtype,
@@ -75,11 +75,11 @@ class Sizes:
         )
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Return normal numbers."""
+        """Return normally distributed random numbers."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Return the target's matrices, the fused ones as they are multiplied: name → (out, in)."""
+        """Return the target's matrices as name → (out, in). Fused matrices count as one."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "qkv": (queries + 2 * keys, self.hidden),
@@ -92,7 +92,7 @@ class Sizes:
         }
 
     def attention_cases(self) -> Iterator[tuple[str, int, int, int, bool]]:
-        """Yield (name, batch, rows per sequence, context before them, whether they are a tree)."""
+        """Yield (name, batch, rows per sequence, context before the rows, whether the rows form a tree)."""
         for batch in self.batches:
             yield "decode", batch, 1, self.context, False
             yield f"verify {self.nodes}", batch, self.nodes, self.context, True
@@ -108,7 +108,7 @@ class Sizes:
             yield batch, self.nodes
 
     def planned(self, pool: KVPool, batch: int, rows: int, context: int) -> AttentionBatch:
-        """Return the attention batch of `batch` sequences that verify `rows` nodes each behind `context` tokens."""
+        """Return an attention batch in which each sequence verifies `rows` nodes after `context` tokens."""
         leases = [lease for lease in (pool.lease(context + rows) for _ in range(batch)) if lease is not None]
         ancestors = None if rows == 1 else chain_masks(rows, self.device).repeat(batch, 1)
         return build_batch(pool, leases, [context] * batch, [rows] * batch, ancestors=ancestors)
@@ -116,31 +116,31 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
-    """Arguments of `tree_attention` but the planes."""
+    """Arguments of `tree_attention`, except the K and V planes."""
 
     q: torch.Tensor
     rest: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
     keywords: Mapping[str, Any]
 
     def before(self, planes: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
-        """Return the positional arguments over these planes."""
+        """Return the positional arguments, including `planes`."""
         return (self.q, *planes, *self.rest)
 
 
 def copies_for(nbytes: int, small: bool) -> int:
-    """Return how many copies of so many bytes no cache holds."""
+    """Return how many copies of `nbytes` bytes are needed so that no cache holds them all."""
     return 2 if small else max(2, min(MAX_COPIES, -(-CACHE_BYTES // max(nbytes, 1))))
 
 
 def paged(sizes: Sizes, batch: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V planes that hold `tokens` tokens of `batch` sequences, random."""
+    """Return random K and V planes with room for `tokens` tokens of each of `batch` sequences."""
     pages = batch * -(-tokens // sizes.page_size)
     shape = (pages, sizes.page_size, sizes.kv_heads, sizes.head_dim)
     return sizes.random(*shape), sizes.random(*shape)
 
 
 def attention_inputs(sizes: Sizes, batch: int, rows: int, context: int, *, is_tree: bool) -> AttentionInputs:
-    """Return the arguments of attention over `paged` planes."""
+    """Return the arguments of attention over planes made by `paged`."""
     device = sizes.device
     pages = -(-(context + rows) // sizes.page_size)
     table = torch.randperm(batch * pages, device=device).to(torch.int32).view(batch, pages)
@@ -158,7 +158,7 @@ def attention_inputs(sizes: Sizes, batch: int, rows: int, context: int, *, is_tr
 
 
 def chain_masks(nodes: int, device: torch.device) -> torch.Tensor:
-    """Return the ancestor masks of a chain, ``[nodes, words] int32``: as many bits as a tree of that size can have."""
+    """Return the ancestor masks of a chain, ``[nodes, words] int32``, in the width of a tree of that size."""
     words = mask_words(nodes)
     column = torch.arange(32 * words, device=device)
     visible = column[None, :] <= torch.arange(nodes, device=device)[:, None]
@@ -167,7 +167,7 @@ def chain_masks(nodes: int, device: torch.device) -> torch.Tensor:
 
 
 def sampling(sizes: Sizes, rows: int, temperature: float) -> SamplingTensors:
-    """Return the parameters of rows without filters."""
+    """Return sampling parameters without filters."""
     device = sizes.device
     return SamplingTensors(
         temperature=torch.full((rows,), temperature, device=device),
@@ -185,7 +185,10 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def trees(sizes: Sizes, batch: int, candidates: int) -> Four:
-    """Return scores, tokens, parents and roots of `candidates` candidates: a first level of `topk`, then beams of `topk`."""
+    """Return scores, tokens, parents and roots of `candidates` candidates.
+
+    The first level has `topk` candidates; each later level expands a beam of `topk`.
+    """
     device, topk = sizes.device, sizes.topk
     parents = [-1] * topk
     for index in range(topk, candidates):
@@ -204,7 +207,7 @@ def trees(sizes: Sizes, batch: int, candidates: int) -> Four:
 
 @dataclass(frozen=True, slots=True)
 class ChainInputs:
-    """Arguments of `verify_tree` and `synthetic_acceptance`, whose names they have."""
+    """Arguments of `verify_tree` and `synthetic_acceptance`, under the same names."""
 
     tokens: torch.Tensor
     parents: torch.Tensor
@@ -218,7 +221,7 @@ class ChainInputs:
 
 
 def chain_inputs(sizes: Sizes, batch: int) -> ChainInputs:
-    """Return chains of `nodes` nodes that agree with what was chosen."""
+    """Return chains of `nodes` nodes whose tokens all agree with the target's choices."""
     device, nodes = sizes.device, sizes.nodes
     index = torch.arange(nodes, dtype=torch.int32, device=device)
     tokens = torch.randint(0, sizes.vocab, (batch, nodes), dtype=torch.int32, device=device)

@@ -1,4 +1,7 @@
-"""Cases of `outrider bench kernels`: what a decoder layer is made of, in 16 bits, in FP8 and batch-invariant."""
+"""Cases of `outrider bench kernels` for decoder layers: norms, products and RoPE, in 16 bits and in FP8.
+
+Also contains the batch-invariant kernels of `--deterministic`.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,16 @@ from outrider.kernels.skinny_gemm import Rotary, project, project_add, project_g
 
 ROPE_BASE = 500_000.0
 EMBEDDED = 32_768
-"""Rows of the embedding that the case reads from: enough that no cache holds them."""
+"""Rows of the embedding table that the case reads from; enough that no cache holds them."""
 PATIENCE = 1000
-"""Looks for a rank's part, which lies there already: this process is all ranks."""
+"""Maximum number of polls for a rank's message. It is already there: this process is the only rank."""
 
 Weight = tuple[torch.Tensor, torch.Tensor | None]
 """A matrix, and the scales of its rows if it is in FP8."""
 
 
 def norm_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the norms, and what is added before them."""
+    """Yield the norms, with the additions fused into them."""
     weight = sizes.random(sizes.hidden)
     table = sizes.random(min(sizes.vocab, EMBEDDED), sizes.hidden)
     for rows in sizes.rows:
@@ -50,7 +53,7 @@ def norm_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def layer_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield what stands between the products of a layer where these do not do it in their tails."""
+    """Yield the kernels between a layer's products, for models that do not fuse them into the products."""
     frequencies = ROPE_BASE ** -torch.linspace(0, 1, sizes.head_dim, device=sizes.device)
     for rows in sizes.rows:
         positions = torch.arange(rows, device=sizes.device)
@@ -68,7 +71,7 @@ def layer_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def product_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the products as the engine calls them, with norm, rope, K/V store and SwiGLU in their tails."""
+    """Yield the products as the engine calls them, with fused norm, RoPE, K/V store and SwiGLU."""
     for rows in sizes.rows:
         yield from _products(
             sizes, rows, options.small, lambda out, width: (sizes.random(out, width) * width**-0.5, None), ""
@@ -76,7 +79,7 @@ def product_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def fp8_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the rounding of rows, and the products of FP8 matrices."""
+    """Yield the quantization of rows, and the products with FP8 matrices."""
 
     def weight(out: int, width: int) -> Weight:
         return (sizes.random(out, width) * width**-0.5).to(torch.float8_e4m3fn), torch.ones(
@@ -92,7 +95,7 @@ def fp8_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 def _products(
     sizes: Sizes, rows: int, small: bool, weight: Callable[[int, int], Weight], label: str
 ) -> Iterator[Case]:
-    """Yield every product of the target for so many rows."""
+    """Yield every product of the target for this number of rows."""
     residual, norm = sizes.random(rows, sizes.hidden), sizes.random(sizes.hidden)
     stream = add_sums(residual, residual, norm, EPS)
     frequencies = ROPE_BASE ** -torch.linspace(0, 1, sizes.head_dim, device=sizes.device)
@@ -122,7 +125,7 @@ def _products(
 
 
 def invariant_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield what `--deterministic` computes with."""
+    """Yield the batch-invariant kernels of `--deterministic`."""
     out, width = sizes.matrices()["gate_up"]
     nbytes = out * width * sizes.dtype.itemsize
     many = [sizes.random(out, width) * width**-0.5 for _ in range(copies_for(nbytes, options.small))]

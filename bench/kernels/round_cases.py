@@ -1,4 +1,4 @@
-"""Cases of `outrider bench kernels`: the small kernels of a round, round its passes, and those that carry it between processes."""
+"""Cases of `outrider bench kernels` for rounds: draft growth, verification, exchange between processes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from outrider.kernels.verify import verify_tree
 from outrider.kernels.verify_round import RoundTensors, accept_round, begin_round, place_rows, post_round
 
 PATIENCE = 1000
-"""Looks for a message, which lies there already."""
+"""Maximum number of polls for a message, which is already there."""
 PLACES = 4
-"""Of the ring that results are posted to."""
+"""Places in the ring to which results are posted."""
 UNLIMITED = 1 << 30
 ROUND_NUMBER = 7
 
 
 def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield what a draft grows its trees with."""
+    """Yield the kernels with which a draft grows and verification walks a tree."""
     embedding, norms = (
         sizes.random(sizes.draft_vocab, sizes.hidden),
         (sizes.random(sizes.hidden), sizes.random(sizes.hidden)),
@@ -77,14 +77,14 @@ def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         verify = partial(verify_tree, inputs.tokens, inputs.parents, inputs.num_nodes, inputs.chosen)
         yield small_kernel(f"verify_tree {sizes.nodes} nodes, batch {batch}", verify)
         accept = partial(
-            synthetic_acceptance, inputs.tokens, inputs.parents, inputs.depths, inputs.num_nodes, inputs.ancestors, inputs.chosen,
-            inputs.positions, inputs.seeds, inputs.thresholds, sizes.vocab,
+            synthetic_acceptance, inputs.tokens, inputs.parents, inputs.depths, inputs.num_nodes,
+            inputs.ancestors, inputs.chosen, inputs.positions, inputs.seeds, inputs.thresholds, sizes.vocab,
         )  # fmt: skip
         yield small_kernel(f"synthetic_acceptance {sizes.nodes} nodes, batch {batch}", accept)
 
 
 def _logits(sizes: Sizes, rows: int, small: bool) -> Case:
-    """Return the case of the logits of a level of an EAGLE-3 draft, with the last norm in the product's tail."""
+    """Return the case of an EAGLE-3 draft's logits for one level, with the last norm fused in."""
     out, width = sizes.matrices()["draft lm_head"]
     nbytes = out * width * sizes.dtype.itemsize
     many = [sizes.random(out, width) * width**-0.5 for _ in range(copies_for(nbytes, small))]
@@ -108,7 +108,7 @@ def _level(beam: Beam | None, topk: int, candidates: Candidates, words: int, log
 
 
 def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield what a round does around its two passes, with the draft in process."""
+    """Yield the kernels around the two passes of a round, with the draft in process."""
     device, columns, nodes = sizes.device, sizes.steps + 1, sizes.nodes
     pages = -(-(sizes.context + nodes + columns + sizes.steps * sizes.topk) // sizes.page_size) + 1
     for batch in sizes.batches:
@@ -162,7 +162,7 @@ def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def trade_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield what carries a round between processes, or between the ranks of a target."""
+    """Yield the kernels that carry a round between processes, or between the target's ranks."""
     device, columns, nodes = sizes.device, sizes.steps + 1, sizes.nodes
     number, expected = (torch.full((1,), ROUND_NUMBER, dtype=torch.int32, device=device) for _ in range(2))
     for batch in sizes.batches:

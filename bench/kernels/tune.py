@@ -1,4 +1,7 @@
-"""Tiles of a shape's products, tried without a limit of time and kept where starts look for them (`shared.nn.fused.trial`)."""
+"""`outrider bench kernels --tune`: tries tiles for a shape's products and saves the results for later starts.
+
+There is no time limit, unlike at startup. Starts read the saved tiles (`shared.nn.fused.trial`).
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from outrider.shared.nn.fused.trial import describe, try_products
 
 
 def run_tune(options: KernelOptions) -> int:
-    """Try what has no measured tile, print and save. Returns the exit code.
+    """Try the products without a measured tile, print and save. Returns the exit code.
 
     Raises:
-        ConfigurationError: There is no GPU, or the shape does not run from fused kernels.
+        ConfigurationError: There is no GPU, or the shape does not use fused kernels.
     """
     if options.device.type != "cuda":
         raise ConfigurationError("--tune measures tiles of GPU kernels; use --device cuda.", field="--tune")
     decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
     if decoder.fused is None:
         raise ConfigurationError(
-            f"--tune: {options.shape.name} does not run from fused kernels, which alone have tiles.",
+            f"--tune: {options.shape.name} does not use fused kernels, and only these have tiles.",
             field="--tune",
         )
     tried = try_products(decoder.fused.uses(), options.device, math.inf)

@@ -1,1 +1,1 @@
-"""Load on a running server over REST or gRPC, with requests that arrive at random."""
+"""`outrider bench serve`: an open-loop load on a running server, over REST or gRPC."""

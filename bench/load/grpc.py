@@ -1,11 +1,14 @@
-"""A load's client for the gateway's gRPC service. The only part of `bench` that knows messages."""
+"""`GrpcLoad`: the load's client for the gateway's gRPC service.
+
+No other module of `bench` uses protobuf messages.
+"""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from outrider.bench.load.open_loop import Experience, LoadRequest
+from outrider.bench.load.open_loop import Experience, LoadClient, LoadRequest
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.shared.base.errors import ConfigurationError
@@ -18,12 +21,12 @@ MODES = {
 }
 
 
-class GrpcLoad:
-    """`LoadClient` over gRPC; make it inside the running event loop.
+class GrpcLoad(LoadClient):
+    """Sends requests over gRPC. Create it inside the running event loop.
 
     Args:
         address: ``host:port`` or ``unix:/path`` of a gateway.
-        api_key: To send, or None.
+        api_key: API key to send, or None.
     """
 
     def __init__(self, address: str, api_key: str | None) -> None:
@@ -33,7 +36,6 @@ class GrpcLoad:
         self._model: str | None = None
 
     async def ask(self, request: LoadRequest, experience: Experience) -> None:
-        """See `LoadClient.ask`."""
         options = gateway_pb2.GenerationOptions(
             max_tokens=request.max_tokens,
             sampling=common_pb2.SamplingOptions(temperature=request.temperature, seed=request.seed),
@@ -66,14 +68,13 @@ class GrpcLoad:
                 experience.draft_tokens = reply.finished.speculation.draft_tokens
 
     async def close(self) -> None:
-        """See `LoadClient.close`."""
         await self._channel.close()
 
     async def _first_model(self) -> str:
         if self._model is None:
             reply = await self._stub.ListModels(gateway_pb2.ListModelsRequest(), metadata=self._metadata)
             if not reply.models:
-                raise ConfigurationError("The gateway lists no model.", field="--grpc")
+                raise ConfigurationError("The gateway at --grpc lists no model.", field="--grpc")
             self._model = reply.models[0].id
         return self._model
 

@@ -1,4 +1,7 @@
-"""An open-loop load: requests arrive by a Poisson process, whether or not the ones before them are answered; and what they experienced."""
+"""An open-loop load: requests arrive by a Poisson process, whether or not earlier ones are answered.
+
+Also records each request's experience (TTFT, ITL, errors) and summarises it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request: a text, chat messages or token ids, and how much to answer."""
+    """One request: a text, chat messages or token ids, with its options."""
 
     prompt: str | Sequence[int] | Sequence[dict[str, str]]
     max_tokens: int
@@ -32,15 +35,15 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class Experience:
-    """What one request met with; seconds of `time.perf_counter`.
+    """Timeline and counts of one request, in seconds of `time.perf_counter`.
 
     Attributes:
-        sent: When it was sent.
-        chunks: When pieces of the answer arrived.
+        sent: When the request was sent.
+        chunks: When each piece of the answer arrived.
         ended: When the stream ended.
-        tokens: Of the answer, as the server counted.
-        accept_length, draft_rounds: As the server says.
-        error: Of a request that failed; empty otherwise.
+        tokens: Tokens of the answer, as counted by the server.
+        accept_length, draft_tokens: As reported by the server.
+        error: Error of a failed request; empty otherwise.
     """
 
     sent: float
@@ -53,40 +56,40 @@ class Experience:
 
     @property
     def first_token_s(self) -> float:
-        """From sending it to the first piece."""
+        """Seconds from sending the request to the first piece (TTFT)."""
         return self.chunks[0] - self.sent
 
     @property
     def per_token_s(self) -> float:
-        """Mean time of a token after the first."""
+        """Mean seconds per token after the first (TPOT)."""
         return (self.chunks[-1] - self.chunks[0]) / max(self.tokens - 1, 1)
 
     @property
     def whole_s(self) -> float:
-        """From sending it to the end."""
+        """Seconds from sending the request to the end of the stream (e2e)."""
         return self.ended - self.sent
 
 
 class LoadClient(Protocol):
-    """Sends one request to an endpoint and notes what comes back."""
+    """Sends requests to one endpoint and records their experience."""
 
     async def ask(self, request: LoadRequest, experience: Experience) -> None:
-        """Stream the answer; fills `experience`, raises what goes wrong."""
+        """Stream the answer and fill `experience`. Raises any error."""
         ...
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close the connections."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests come.
+    """Arrival process of the requests.
 
     Attributes:
-        rate: Requests per second on average.
-        duration_s: How long they come; the last are then answered still.
-        seed: Of the arrivals.
+        rate: Mean number of requests per second.
+        duration_s: Seconds during which requests arrive. The last ones may be answered later.
+        seed: Seed of the arrival times.
     """
 
     rate: float
@@ -94,7 +97,7 @@ class Load:
     seed: int = 0
 
     def arrivals(self) -> list[float]:
-        """Return the moments of arrival in seconds from the start, at least one."""
+        """Return the arrival times in seconds from the start; there is at least one."""
         gaps = random.Random(self.seed)
         moments = [0.0]
         while (moment := moments[-1] + gaps.expovariate(self.rate)) < self.duration_s:
@@ -103,15 +106,15 @@ class Load:
 
 
 async def run_load(
-    client: LoadClient, load: Load, request: Callable[[int], LoadRequest], told: Callable[[int], None]
+    client: LoadClient, load: Load, request: Callable[[int], LoadRequest], on_answer: Callable[[int], None]
 ) -> list[Experience]:
-    """Send requests at their moments and wait for all answers.
+    """Send requests at their arrival times and wait for all answers.
 
     Args:
-        client: Where to.
-        load: When.
-        request: Makes the n-th.
-        told: Called with the number of answered requests.
+        client: Client to send with.
+        load: Arrival process.
+        request: Returns the n-th request.
+        on_answer: Called with the number of answered requests after each answer.
     """
     started = time.perf_counter()
     answered = 0
@@ -120,7 +123,7 @@ async def run_load(
         nonlocal answered
         experience = await ask(client, request(index))
         answered += 1
-        told(answered)
+        on_answer(answered)
         return experience
 
     tasks = []
@@ -131,13 +134,13 @@ async def run_load(
 
 
 async def ask(client: LoadClient, request: LoadRequest) -> Experience:
-    """Return what one request meets with; an error is noted, not raised."""
+    """Send one request and return its experience. Errors are recorded, not raised."""
     experience = Experience(time.perf_counter())
     try:
         await client.ask(request, experience)
         if not experience.chunks:
             experience.error = "an empty answer"
-    except Exception as error:  # whatever a broken server does is a result of this measurement
+    except Exception as error:  # any failure of the server is a result of this measurement
         experience.error = f"{type(error).__name__}: {error}"[:300]
     experience.ended = time.perf_counter()
     return experience
@@ -145,17 +148,18 @@ async def ask(client: LoadClient, request: LoadRequest) -> Experience:
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """What a load experienced, in milliseconds where not said otherwise.
+    """Summary of a load; times are in milliseconds.
 
     Attributes:
-        first_token, between, per_token, whole: Percentiles by `PERCENTILES`: TTFT, gaps between pieces, mean time of a token, e2e.
+        first_token, between, per_token, whole: TTFT, gaps between pieces, mean time per token, and e2e.
+            Each maps `PERCENTILES` to values.
         requests, failed: Counts.
-        request_rate, token_rate: Answered per second, over the time from the first arrival to the last answer, or as long as requests might
-            arrive.
-        good_rate: Answered per second within the limits; equal to `request_rate` without limits.
-        tokens_per_request: Mean of those answered.
-        accept_length: Mean over requests with drafts, weighted by tokens; 1.0 without any.
-        errors: Of failed requests, each once.
+        request_rate, token_rate: Answered requests and their tokens per second. The time runs from the first
+            arrival to the last answer, or for the whole arrival period if that is longer.
+        good_rate: Answered requests within the limits per second; equal to `request_rate` without limits.
+        tokens_per_request: Mean over answered requests.
+        accept_length: Mean over requests with drafts, weighted by tokens; 1.0 if there are none.
+        errors: Distinct errors of failed requests.
     """
 
     first_token: dict[int, float]
@@ -178,7 +182,13 @@ def summarise_load(
     per_token_limit_ms: float | None,
     lasted_s: float = 0.0,
 ) -> LoadSummary:
-    """Reduce what a load experienced; the limits are those of goodput, `lasted_s` the seconds during which requests might arrive."""
+    """Summarise the experiences of a load.
+
+    Args:
+        experiences: Experiences of all requests.
+        first_token_limit_ms, per_token_limit_ms: Limits for goodput; None for no limit.
+        lasted_s: Length of the arrival period.
+    """
     answered = [experience for experience in experiences if not experience.error]
     span = max((experience.ended for experience in experiences), default=0.0) - min(
         (experience.sent for experience in experiences), default=0.0

@@ -1,4 +1,4 @@
-"""A load's client for the OpenAI-compatible endpoint of any gateway (or of another server that speaks it)."""
+"""`RestLoad`: the load's client for OpenAI-compatible endpoints, of the gateway or any other server."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import httpx
 
-from outrider.bench.load.open_loop import Experience, LoadRequest
+from outrider.bench.load.open_loop import Experience, LoadClient, LoadRequest
 from outrider.shared.base.errors import UnavailableError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-class RestLoad:
-    """`LoadClient` over REST.
+class RestLoad(LoadClient):
+    """Sends requests over REST.
 
     Args:
-        url: Of the server.
-        model: Its name for the model.
-        api_key: To send, or None.
+        url: Address of the server.
+        model: The server's name for the model.
+        api_key: API key to send, or None.
     """
 
     def __init__(self, url: str, model: str, api_key: str | None) -> None:
@@ -32,7 +32,6 @@ class RestLoad:
         self._model = model
 
     async def ask(self, request: LoadRequest, experience: Experience) -> None:
-        """See `LoadClient.ask`."""
         body: dict[str, Any] = {
             "model": self._model,
             "messages" if request.is_chat else "prompt": list(request.prompt)
@@ -57,7 +56,6 @@ class RestLoad:
                     _note(json.loads(line[len("data: ") :]), experience)
 
     async def close(self) -> None:
-        """See `LoadClient.close`."""
         await self._http.aclose()
 
 

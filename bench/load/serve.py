@@ -1,6 +1,6 @@
-"""What clients of a stack experience under load: an open-loop Poisson process against REST or gRPC.
+"""`outrider bench serve`: measures clients under an open-loop Poisson load, over REST or gRPC.
 
-Before the load a few requests are sent one at a time: what they experience is the floor of the same figures under load.
+It first sends a few requests one at a time. Their figures are the floor of those under load.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from outrider.bench.load.open_loop import (
     run_load,
     summarise_load,
 )
+from outrider.bench.load.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.load.rest import RestLoad
-from outrider.bench.measure.speculation import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.report.record import Result, Row, finish
 from outrider.bench.report.surroundings import compiled_kernels
 from outrider.services.clients.rest import RestClient
@@ -39,14 +39,14 @@ from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
 
 ALONE = 5
-"""Requests sent one at a time before the load, after one that is not counted."""
+"""Number of requests sent one at a time before the load, after one that is not counted."""
 HELDOUT_COUNT = 40
 RANDOM_IDS = (10, 200)
-"""Token ids of random prompts: low ones, that every vocabulary has."""
+"""Range of the token ids in random prompts: low ids, which exist in every vocabulary."""
 
 
 class Api(Enum):
-    """What the load speaks."""
+    """API over which the load is sent."""
 
     REST = "rest"
     GRPC = "grpc"
@@ -54,15 +54,16 @@ class Api(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What to measure; the fields are the flags of `outrider bench serve`.
+    """Options of the measurement; the fields are the flags of `outrider bench serve`.
 
     Attributes:
-        stack: What to start when there is no address.
-        url, grpc: Of a running gateway.
-        api: Which of its endpoints, of a stack that is started here.
-        load: When requests arrive.
-        warm_up_s: For how long they arrive before anything is counted.
-        prompts: File of prompts; None: the embedded ones, or random token ids of `prompt_tokens` each.
+        stack: The stack to start if no address is given.
+        url, grpc: Address of a running gateway.
+        api: Endpoint to use in a stack that this command starts.
+        load: Arrival process of the requests.
+        warm_up_s: Seconds of load before anything is counted.
+        prompts: File of prompts; None for the embedded ones.
+        prompt_tokens: Length of random prompts, which replace the others; None for none.
     """
 
     stack: StackOptions
@@ -86,8 +87,8 @@ def run_serve(options: ServeOptions) -> int:
     """Measure, print and save. Returns the exit code: 1 if no request was answered.
 
     Raises:
-        ConfigurationError: The stack cannot be started, or the prompts not be read.
-        UnavailableError: Nothing answers at the address.
+        ConfigurationError: The stack cannot be started, or the prompts cannot be read.
+        UnavailableError: No server answers at the address.
     """
     requests = _requests(options)
     log: deque[str] = deque(maxlen=40)
@@ -147,8 +148,8 @@ def run_serve(options: ServeOptions) -> int:
 
 
 def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row]:
-    """Return the figures; the floor of a time is that of requests that had the stack to themselves, of a rate what was offered."""
-    offered = len(load.arrivals()) / load.duration_s  # of these arrivals, not on average
+    """Return the figures. Times have those of lone requests as the floor, rates have the offered rate."""
+    offered = len(load.arrivals()) / load.duration_s  # the rate of these arrivals, not the nominal mean
     rows = []
     for name, under_load, floor in (
         ("time to first token", summary.first_token, alone.first_token),
@@ -187,7 +188,7 @@ async def _measure(
             )
         lone = [await ask(client, requests[index % len(requests)]) for index in range(ALONE + 1)][1:]
         if all(experience.error for experience in lone):
-            raise UnavailableError(f"No request is answered: {lone[0].error}", field="url")
+            raise UnavailableError(f"The server answered no request: {lone[0].error}", field="url")
         with Progress(transient=True) as progress:
             task = progress.add_task("answered", total=len(options.load.arrivals()))
             loaded = await run_load(
@@ -208,13 +209,13 @@ def _client(options: ServeOptions, url: str | None, grpc: str | None) -> LoadCli
 
         return GrpcLoad(grpc, options.api_key)
     if url is None:
-        raise ConfigurationError("Give --url or --grpc, or let the stack be started.", field="--url")
+        raise ConfigurationError("Give --url or --grpc, or neither to start a stack here.", field="--url")
     with RestClient(url, options.api_key) as asked:
         return RestLoad(url, asked.model, options.api_key)
 
 
 def _requests(options: ServeOptions) -> list[LoadRequest]:
-    """Return a cycle of requests, each with a seed of its own."""
+    """Return a cycle of requests, each with its own seed."""
     prompts: list[Any]
     if options.prompt_tokens is not None:
         draw = random.Random(options.load.seed)

@@ -1,1 +1,1 @@
-"""Measurements: rounds, speculation end to end, perplexity, and the machine's ceilings."""
+"""Measurements: rounds and prefill, end-to-end speculation, perplexity, and the machine's ceilings."""

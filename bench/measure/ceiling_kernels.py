@@ -1,5 +1,7 @@
-"""Kernels that show what floors are made of: one only reads, which is how fast weights can be streamed (torch's reductions are slower); one
-does nothing, which is what a launch takes at least."""
+"""Triton kernels that measure two ceilings: the read bandwidth, and the duration of an empty launch.
+
+The read kernel shows how fast weights can be streamed; torch's reductions are slower.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def _read(source, sums, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 def read_all(source: torch.Tensor) -> torch.Tensor:
-    """Read ``source [size] fp32`` once; returns a sum per program, so that no read can be left out."""
+    """Read ``source [size] fp32`` once.
+
+    Returns:
+        One sum for each program, so that the compiler cannot drop the reads.
+    """
     size = source.numel()
     programs = triton.cdiv(size, BLOCK * BLOCKS_PER_PROGRAM)
     sums = torch.empty(programs, dtype=torch.float32, device=source.device)
@@ -40,6 +46,9 @@ def _nothing(x, PDL: tl.constexpr):
 
 
 def launch_nothing(x: torch.Tensor) -> None:
-    """Launch a program that ends at once, early (programmatic dependent launch) where the GPU can, as the kernels of a round are."""
+    """Launch a program that ends immediately.
+
+    Uses programmatic dependent launch if the GPU supports it, as the kernels of a round do.
+    """
     early = torch.cuda.get_device_capability(x.device) >= (9, 0)
     _nothing[(1,)](x, PDL=early, num_warps=1, **({"launch_pdl": True} if early else {}))

@@ -1,4 +1,7 @@
-"""Times of short work: CUDA events around replays of a graph on a GPU, the wall clock on a CPU. Medians after warm-up."""
+"""Times short pieces of work: CUDA events around graph replays on a GPU, the wall clock on a CPU.
+
+Results are medians and percentiles after a warm-up.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,12 @@ Work = Callable[[], object]
 
 SAMPLES = 15
 SAMPLE_S = 0.004
-"""A sample repeats the work until it takes about this long."""
+"""Each sample repeats the work for about this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one repetition: median and percentiles over samples."""
+    """Seconds for one repetition: the median and percentiles over all samples."""
 
     median: float
     p10: float
@@ -27,12 +30,12 @@ class Times:
 
 
 def summarise(seconds: Sequence[float]) -> Times:
-    """Return the summary of measured seconds (at least one)."""
+    """Return the summary of measured seconds, of which there must be at least one."""
     return Times(statistics.median(seconds), percentile(seconds, 10), percentile(seconds, 90), len(seconds))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile by linear interpolation; the only value of one."""
+    """Return a percentile, using linear interpolation. A single value is its own percentile."""
     ranked = sorted(values)
     at = (len(ranked) - 1) * percent / 100
     low = int(at)
@@ -46,11 +49,12 @@ def measure(
     """Return how long `work` takes on the device.
 
     Args:
-        work: Enqueues it; waits for nothing. On a GPU it is captured into a graph, so that launches of the host are not counted.
-        device: Where it runs.
-        copies: How many times the work is repeated within one call of `work` (over distinct data, so that caches do not serve it).
-        samples: How many times it is measured.
-        sample_s: How long a sample lasts at least.
+        work: Enqueues the work and waits for nothing. On a GPU it is captured into a CUDA graph, so that
+            launch overhead on the host is not counted.
+        device: Device that runs the work.
+        copies: Repetitions within one call of `work`, over distinct data so that caches do not help.
+        samples: Number of samples.
+        sample_s: Minimum duration of a sample, in seconds.
     """
     if device.type != "cuda":
         return _scaled(_measure_cpu(work, samples, sample_s), copies)
@@ -59,7 +63,7 @@ def measure(
 
 
 def measure_eager(work: Work, device: torch.device, *, samples: int = SAMPLES, repeat: int = 100) -> Times:
-    """Return how long a call of `work` takes with its launch, back to back, `repeat` calls a sample."""
+    """Return the time of a call of `work` including its launch, from `repeat` back-to-back calls a sample."""
     seconds = []
     for _ in range(samples):
         synchronise(device)
@@ -72,7 +76,7 @@ def measure_eager(work: Work, device: torch.device, *, samples: int = SAMPLES, r
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for a GPU; nothing on a CPU."""
+    """Wait until a GPU is idle. Do nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

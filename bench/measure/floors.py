@@ -1,4 +1,4 @@
-"""How many bytes a step must read and how many operations it must do, from the shapes alone."""
+"""Floors from model shapes alone: the bytes that a pass must read and the operations that it must do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_AUX = 3
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What something must read and compute at least."""
+    """Minimum bytes to read and floating-point operations to do."""
 
     nbytes: float
     flops: float
@@ -22,17 +22,17 @@ class Work:
         return Work(self.nbytes + other.nbytes, self.flops + other.flops)
 
     def times(self, count: float) -> Work:
-        """Return the work of doing it `count` times, or of a share of it."""
+        """Return this work multiplied by `count`, which may be a fraction."""
         return Work(self.nbytes * count, self.flops * count)
 
 
 @dataclass(frozen=True, slots=True)
 class Narrow:
-    """Bytes of the target's numbers that are not as wide as the others; None where they are.
+    """Sizes, in bytes, of the target's quantized numbers; None for those in the usual dtype.
 
     Attributes:
-        products: Of a weight of the layers and of the output head.
-        cache: Of a cached number.
+        products: Bytes of a weight in the layers and the output head.
+        cache: Bytes of a number in the KV cache.
     """
 
     products: int | None = None
@@ -42,13 +42,16 @@ class Narrow:
 def layer_parameters(
     hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, input_size: int | None = None
 ) -> int:
-    """Return the matrix elements of a Llama-like layer."""
+    """Return the number of matrix elements in a Llama-like layer."""
     projections = (heads + 2 * kv_heads) * head_dim * (input_size or hidden) + heads * head_dim * hidden
     return projections + 3 * hidden * intermediate
 
 
 def target_parameters(config: ModelConfig) -> int:
-    """Return the matrix elements that one forward pass reads: all layers and the output head, not the embedding."""
+    """Return the number of matrix elements read by one forward pass: all layers and the output head.
+
+    The embedding is not counted.
+    """
     layer = layer_parameters(
         config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim
     )
@@ -58,15 +61,15 @@ def target_parameters(config: ModelConfig) -> int:
 def forward_pass(
     config: ModelConfig, rows: int, sequences: int, context: int, itemsize: int, narrow: Narrow | None = None
 ) -> Work:
-    """Return the work of one pass that decodes or verifies: weights once, the sequences' K/V once.
+    """Return the work of one decode or verify pass, which reads the weights and the sequences' K/V once.
 
     Args:
-        config: Of the target.
-        rows: Of all sequences: nodes that are verified.
-        sequences: In the batch.
-        context: Tokens that each has in its cache.
+        config: Configuration of the target.
+        rows: Rows over all sequences, i.e. nodes to verify.
+        sequences: Sequences in the batch.
+        context: Cached tokens of each sequence.
         itemsize: Bytes of a weight and of a cached number.
-        narrow: Those that have fewer.
+        narrow: Exceptions to `itemsize`.
     """
     narrow = narrow or Narrow()
     parameters = target_parameters(config)
@@ -85,7 +88,10 @@ def forward_pass(
 
 
 def prefill(config: ModelConfig, tokens: int, itemsize: int) -> Work:
-    """Return the work of a prompt: every layer over all rows, causal attention, the output head over the last row only."""
+    """Return the work of a prefill.
+
+    All layers run over all rows with causal attention. The output head runs over the last row only.
+    """
     head = config.vocab_size * config.hidden_size
     layers = target_parameters(config) - head
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * tokens * (tokens + 1) // 2
@@ -93,20 +99,21 @@ def prefill(config: ModelConfig, tokens: int, itemsize: int) -> Work:
 
 
 def draft_step(head: Mapping[str, Any], rows: int, itemsize: int) -> Work:
-    """Return the work of one step of an EAGLE-3 head over `rows` rows: its layer and its output head, read once.
+    """Return the work of one EAGLE-3 step over `rows` rows, which reads the layer and the output head once.
 
-    What the first product makes of a token's embedding may be known beforehand, so the layer takes the feature alone.
+    The layer's first product takes the feature only: its part for the token embedding can be precomputed.
     """
     hidden = head["hidden_size"]
     layer = layer_parameters(
-        hidden, head["intermediate_size"], head["num_attention_heads"], head["num_key_value_heads"], head["head_dim"]
+        hidden, head["intermediate_size"], head["num_attention_heads"], head["num_key_value_heads"],
+        head["head_dim"],
     )  # fmt: skip
     parameters = layer + head["draft_vocab_size"] * hidden
     return Work(parameters * itemsize, 2 * parameters * rows)
 
 
 def projection(head: Mapping[str, Any], rows: int, itemsize: int) -> Work:
-    """Return the work of the head's ``fc`` over the target's captured layers, which the target does."""
+    """Return the work of the head's ``fc`` over the target's captured layers, which the target computes."""
     parameters = NUM_AUX * head["hidden_size"] ** 2
     return Work(parameters * itemsize, 2 * parameters * rows)
 
@@ -123,9 +130,19 @@ def speculative_round(
     share: float = 1.0,
     narrow: Narrow | None = None,
 ) -> list[Work]:
-    """Return the parts of a round that follow each other: draft steps (the extend is the first), the verify pass, the projection.
+    """Return the parts of a round that run one after another.
 
-    `share` is what one of the target's ranks does of its pass; the target alone has `narrow` numbers.
+    These are the draft steps (the extend is the first), the verify pass and the projection.
+
+    Args:
+        config: Configuration of the target.
+        head: Configuration of the EAGLE-3 head.
+        batch: Sequences in the batch.
+        steps, topk, nodes: Shape of the tree.
+        context: Cached tokens of each sequence.
+        itemsize: Bytes of a number in the usual dtype.
+        share: Share of the verify pass that one tensor-parallel rank computes.
+        narrow: The target's quantized numbers, if any.
     """
     grown = [draft_step(head, batch * (1 if step == 0 else topk), itemsize) for step in range(steps)]
     verify = forward_pass(config, batch * nodes, batch, context, itemsize, narrow).times(share)

@@ -1,4 +1,7 @@
-"""Where the GPU's time goes in the steady state, and how much of it is none: from the kernels' own times as the driver records them."""
+"""Profiles kernels on the GPU in the steady state: idle shares, gaps, and the time of each kernel.
+
+The driver records the kernels' start and end times.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 GAP_BETWEEN_NS = 8_000
-"""A longer gap lies between launches of the host; within a graph kernels follow each other in 1 to 3 µs."""
+"""Gaps longer than this lie between launches by the host; within a graph, gaps take 1 to 3 µs."""
 EDGE = 0.25
-"""Share of the recording that is left out on each side: where recording starts and ends, it holds the host up."""
+"""Share of the recording to drop at each end: starting and stopping the recording delays the host."""
 SHOWN_KERNELS = 40
 
 Interval = tuple[int, int, str]
@@ -17,14 +20,14 @@ Interval = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The middle of a recording.
+    """Summary of the middle of a recording.
 
     Attributes:
-        span_ms: Its length.
-        idle: Share of it in which no kernel ran, the pauses between kernels of a graph included.
-        idle_between: Share of it in gaps that are longer than `GAP_BETWEEN_NS`: the GPU waited for the host.
-        longest_gap_us: Of these.
-        kernels: (name, launches, milliseconds, share of the span), the longest first.
+        span_ms: Length of the middle, in milliseconds.
+        idle: Share of it without a running kernel, including the short gaps between kernels of a graph.
+        idle_between: Share of it in gaps longer than `GAP_BETWEEN_NS`, in which the GPU waits for the host.
+        longest_gap_us: Longest gap, in microseconds.
+        kernels: (name, launches, milliseconds, share of the span), longest first.
     """
 
     span_ms: float
@@ -34,7 +37,7 @@ class Profile:
     kernels: Sequence[tuple[str, int, float, float]]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for the JSON, kernels as lists."""
+        """Return the profile for the JSON, with kernels as lists."""
         return {
             "span_ms": self.span_ms,
             "gpu_idle": self.idle,
@@ -45,16 +48,18 @@ class Profile:
 
 
 def profiled(start: Callable[[], None], span: Callable[[], None]) -> Profile | None:
-    """Profile what the GPU does meanwhile; None if nothing was recorded. Recording makes launches slower, so no time is taken from here.
+    """Record the GPU's kernels while `span` runs. Returns None if nothing was recorded.
+
+    Recording slows launches down, so no durations of rounds are taken from it.
 
     Args:
-        start: Returns when it has come to what is to be recorded.
-        span: Returns when enough of it was.
+        start: Returns when the GPU has reached the work to record.
+        span: Returns when enough work is recorded.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]):  # the first recording of a process takes long to start
+    with profile(activities=[ProfilerActivity.CUDA]):  # a process's first recording starts slowly
         torch.cuda.synchronize()
     start()
     with profile(activities=[ProfilerActivity.CUDA]) as recording:
@@ -69,7 +74,11 @@ def profiled(start: Callable[[], None], span: Callable[[], None]) -> Profile | N
 
 
 def summarise_kernels(intervals: Sequence[Interval]) -> Profile | None:
-    """Reduce (start, end, name) of kernels and copies, nanoseconds, to a profile of their middle; None if there are too few."""
+    """Summarise the middle of a recording. Returns None if it contains too few kernels.
+
+    Args:
+        intervals: (start, end, name) of each kernel and copy, in nanoseconds.
+    """
     if len(intervals) < 8:
         return None
     first, last = min(start for start, _, _ in intervals), max(end for _, end, _ in intervals)

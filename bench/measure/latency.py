@@ -1,7 +1,11 @@
-"""How long a decoding round takes, and a prefill: the engine in this process, random weights, batches of equal prompts.
+"""`outrider bench latency`: times decoding rounds and prefills of an in-process engine with random weights.
 
-Milliseconds per round = (time for N tokens - time for 1 token) / rounds, by the wall clock from handing over the batch to its last token,
-best of `repeats`: the way the peers' figures in docs/performance.md were taken. Acceptance is synthetic and says so.
+Each batch consists of prompts of equal length. The time of a round is
+
+    (time for N tokens - time for 1 token) / rounds
+
+by the wall clock, from submitting the batch to its last token, best of `repeats`. The peers' figures in
+docs/performance.md were measured the same way. Acceptance is synthetic and labelled so.
 """
 
 from __future__ import annotations
@@ -47,11 +51,11 @@ from outrider.shared.spec.tree import DraftShape
 SYNTHETIC = "synthetic acceptance"
 WARM_UP_TOKENS = 24
 WARM_UP_RUNS = 3
-"""A draft in a process of its own meets the size of the rounds in the first, and takes part in all of them by the last."""
+"""A remote draft learns the size of the rounds in the first run, and takes part in all rounds by the last."""
 HALVING_TOKENS = 12
-"""What the answers of each half are longer by than those of the other, so that the batch shrinks through all sizes."""
+"""Extra answer length of each further half of the batch, so that the batch shrinks through all sizes."""
 STEADY_AFTER = 5
-"""Steps after which a batch is steady: its last prefill, what the draft makes up for, the first rounds on the device."""
+"""Steps until a batch is steady: last prefill, the draft's catch-up, the first rounds on the device."""
 PROFILED_ROUNDS = 40
 SHAPE_TEXT = re.compile(r"(\d+)/(\d+)/(\d+)(?:@(\d+(?:\.\d+)?))?")
 
@@ -61,9 +65,9 @@ class MeasuredShape:
     """A kind of round to measure.
 
     Attributes:
-        tree: Of every round; None is plain decoding.
-        accept_length: That rounds shall have on average.
-        batches: Sizes to measure it at; empty: those of the options.
+        tree: Tree shape of every round; None for plain decoding.
+        accept_length: Intended mean accept length.
+        batches: Batch sizes for this kind; empty to use those of the options.
     """
 
     tree: DraftShape | None
@@ -72,7 +76,7 @@ class MeasuredShape:
 
     @property
     def label(self) -> str:
-        """How the rows call it: plain, chain 5, tree 5/8/32."""
+        """Name of the kind in the rows, e.g. plain, chain 5 or tree 5/8/32."""
         if self.tree is None:
             return "plain"
         return (
@@ -84,7 +88,7 @@ class MeasuredShape:
 
 @dataclass(frozen=True, slots=True)
 class LatencyOptions:
-    """What to measure; the fields are the flags of `outrider bench latency`."""
+    """Options of the measurement; the fields are the flags of `outrider bench latency`."""
 
     engine: EngineOptions
     shapes: Sequence[MeasuredShape]
@@ -99,10 +103,12 @@ class LatencyOptions:
 
 
 def parse_shapes(texts: Sequence[str], accept_length: float) -> list[MeasuredShape]:
-    """Parse ``plain``, ``chain5`` and ``5/8/32`` (steps/topk/nodes), with ``@2.4`` for an accept length, ``:1+16`` for batches of its own.
+    """Parse kinds of rounds: ``plain``, ``chain5`` or ``5/8/32`` (steps/topk/nodes).
+
+    A suffix ``@2.4`` sets the accept length, and ``:1+16`` sets the batch sizes.
 
     Raises:
-        ConfigurationError: Anything else.
+        ConfigurationError: A text has another form.
     """
     shapes = []
     for given in texts:
@@ -110,7 +116,7 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[MeasuredSha
         batches = tuple(int(size) for size in sizes.split("+") if size.isdigit())
         if sizes and (not batches or min(batches) < 1 or "+".join(map(str, batches)) != sizes):
             raise ConfigurationError(
-                f"--rounds {given}: batch sizes are numbers such as :1+16.", field="--rounds"
+                f"--rounds {given}: give batch sizes as numbers, such as :1+16.", field="--rounds"
             )
         kind, _, own = text.partition("@")
         if kind == "plain":
@@ -133,16 +139,20 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[MeasuredSha
 
 
 def run_latency(options: LatencyOptions) -> int:
-    """Measure, print and save; the file is there from the first row on. Returns the exit code, 1 if a case failed.
+    """Measure, print and save. The file exists from the first row on.
+
+    Returns:
+        The exit code: 1 if a case failed.
 
     Raises:
-        ConfigurationError: A setting is wrong, or the multi-process service is wanted where it cannot be.
+        ConfigurationError: A setting is wrong, or MPS is requested where it is not available.
     """
     engine = options.engine
     for flag, given in (("--mps", options.mps), ("--draft-device", engine.draft_device is not None)):
         if given and not engine.draft_is_apart:
             raise ConfigurationError(
-                f"{flag} is for a draft in a process of its own: --transport ipc, grpc or unix, and --rounds that draft.",
+                f"{flag} needs a draft in its own process: use --transport ipc, grpc or unix, and "
+                "--rounds with a draft.",
                 field=flag,
             )
     if options.mps:
@@ -155,11 +165,11 @@ def _run(options: LatencyOptions) -> int:
     device, dtype = placement(options.engine)
     if options.engine.draft_device is not None:
         check_draft_device(options.engine.draft_device)
-    torch.zeros(1, device=device)  # the context of a GPU is part of a start
+    torch.zeros(1, device=device)  # creating the CUDA context is part of the startup time
     imported_s = process_age_s()
     ceilings = measure_ceilings(device, dtype, small=device.type == "cpu")
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the engine shares out what is free
+        torch.cuda.empty_cache()  # the engine sizes its KV cache by the free memory
     rows: list[Row] = []
     failed: dict[str, str] = {}
     profiles: dict[str, Any] = {}
@@ -180,7 +190,7 @@ def _run(options: LatencyOptions) -> int:
         for case, measured in bench.cases():
             try:
                 rows.append(measured())
-            except (OutriderError, RuntimeError) as error:  # the other cases still count
+            except (OutriderError, RuntimeError) as error:  # the other cases are still valid
                 failed[case] = f"{type(error).__name__}: {error}"[:500]
                 print(f"{case} failed: {failed[case]}", file=sys.stderr)
             more["graphs"] = engine.graphs
@@ -213,13 +223,13 @@ def _settings(
 
 
 class Latency:
-    """Measures one engine.
+    """Measures the cases of one engine.
 
     Args:
-        engine: Running.
-        options: What to measure.
-        ceilings: Of this machine, for the floors.
-        profiles: Takes case → where the GPU's time goes, of what is profiled.
+        engine: A running engine.
+        options: The cases to measure.
+        ceilings: Ceilings of this machine, for the floors.
+        profiles: Receives case → profile for each profiled case.
     """
 
     def __init__(
@@ -232,7 +242,7 @@ class Latency:
         self._random = random.Random(0)
 
     def cases(self) -> Iterator[tuple[str, Callable[[], Row]]]:
-        """Yield every case's name and what measures it, in order."""
+        """Yield each case's name and the function that measures it, in order."""
         for shape in self._options.shapes:
             for batch in shape.batches or self._options.batches:
                 yield f"round {shape.label}, batch {batch}", partial(self.round, shape, batch)
@@ -240,7 +250,7 @@ class Latency:
             yield f"prefill {tokens}", partial(self.prefill, tokens)
 
     def prefill(self, tokens: int) -> Row:
-        """Return the row of a prompt of so many tokens: from handing it over to its first token."""
+        """Return the row for the prefill of a prompt of this length, from submission to the first token."""
         work = prefill(self._engine.decoder.config, tokens, self._itemsize).times(1 / self._options.engine.tp)
         seconds = []
         for _ in range(self._options.repeats + 3):
@@ -263,12 +273,14 @@ class Latency:
         )
 
     def round(self, shape: MeasuredShape, batch: int) -> Row:
-        """Return the row of one kind of round at one batch size."""
+        """Return the row for one kind of round at one batch size."""
+        # 1. Warm up: captures the graphs of all batch sizes and lets the draft join.
         options, engine = self._options, self._engine
         acceptance = engine.set_accept_length(shape.accept_length) if shape.tree else "none"
         for _ in range(WARM_UP_RUNS):
             engine.run_batch(self._prompts(batch), shrinking_lengths(batch, options.new_tokens), shape.tree)
-        # As in the peers' runs: a prompt's pass takes longer on a GPU that is at its power limit from one before, as N tokens' is too.
+        # 2. Measure. As in the peers' runs, another run precedes the prefill: prefill is slower on a GPU that
+        #    an earlier run has brought to its power limit, and the run of N tokens meets the same condition.
         engine.run_batch(self._prompts(batch), 2, shape.tree)
         first = min(engine.run_batch(self._prompts(batch), 1, shape.tree)[0] for _ in range(2))
         total, answers = min(
@@ -278,6 +290,7 @@ class Latency:
             ),
             key=_taken,
         )
+        # 3. Summarise the fastest run.
         rounds = statistics.mean(answer.rounds for answer in answers)
         decoded = sum(answer.tokens - 1 for answer in answers)
         works = self._works(shape, batch)
@@ -313,7 +326,7 @@ class Latency:
         )
 
     def _profile(self, shape: MeasuredShape, batch: int) -> Profile | None:
-        """Profile some rounds of which all sequences of the batch have a part; None where there is no GPU."""
+        """Profile rounds in which the whole batch decodes. None without a GPU or `--profile`."""
         if not self._options.profile or self._engine.device.type != "cuda":
             return None
         running: list[RunningBatch] = []
@@ -362,7 +375,10 @@ class Latency:
 
 
 def shrinking_lengths(batch: int, most: int) -> list[int]:
-    """Return lengths of answers, `most` at most, with which a batch halves again and again: rounds of all its sizes are recorded then."""
+    """Return answer lengths, at most `most`, with which the batch halves repeatedly.
+
+    The engine thereby captures rounds of all batch sizes.
+    """
     halvings = [(batch // place).bit_length() - 1 for place in range(1, batch + 1)]
     return [min(WARM_UP_TOKENS + HALVING_TOKENS * survived, most) for survived in halvings]
 
@@ -372,7 +388,10 @@ def _taken(run: tuple[float, list[TimedAnswer]]) -> float:
 
 
 def _gaps(answers: Sequence[TimedAnswer]) -> list[float]:
-    """Return the seconds between deliveries, the wait for the first token and the gap that may hold others' prefills left out."""
+    """Return the seconds between deliveries of tokens.
+
+    Excludes the wait for the first token and the gap after it, which may contain prefills of other sequences.
+    """
     gaps = [
         later - earlier
         for answer in answers

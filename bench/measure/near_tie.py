@@ -1,4 +1,7 @@
-"""Where a greedy text parts from another: whether the model in fp32, free of the roundings of 16-bit types, has both tokens nearly tied."""
+"""Checks whether two greedy texts differ because of a near-tie, i.e. two almost equal logits in fp32.
+
+The check runs the model in fp32, which has no 16-bit rounding errors.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,25 @@ from outrider.shared.attn.create import create_backend
 from outrider.shared.nn.open import load_decoder
 
 NEAR_TIE = 2.0**-7
-"""How much of the best logit two tokens may be apart in fp32 that texts in a 16-bit type choose between: two of bf16's unit roundoffs, 2^-8
-each. In bf16 the gap of the two best logits of the embedded target is off by 0.84 of them (root mean square over 1,152 tokens of its texts;
-99 of 100 by less than 2.5). See docs/numerics.md."""
+"""Largest gap between two tokens' fp32 logits that counts as a near-tie, relative to the best logit.
+
+This is two unit roundoffs of bf16, 2^-8 each. In bf16, the gap between the two best logits of the embedded
+target has an error of 0.84 unit roundoffs (root mean square over 1,152 tokens of its texts; 99 % of errors
+are below 2.5). See docs/numerics.md.
+"""
 PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """The first token in which two greedy texts differ.
+    """The first token at which two greedy texts differ.
 
     Attributes:
-        token: Its index in the answers.
-        choices: The token ids, of the text without speculation and of the other.
+        token: Index of the token in the answers.
+        choices: Token ids there: without speculation, and in the other text.
         best: The two best tokens in fp32, with their logits.
-        gap: From the best logit to the lower one of the choices'.
-        allowed: How much that may be.
+        gap: Difference between the best logit and the lower logit of `choices`.
+        allowed: Largest gap that counts as a near-tie.
     """
 
     token: int
@@ -41,11 +47,11 @@ class Parting:
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding explains it."""
+        """True if rounding explains the difference."""
         return self.gap <= self.allowed
 
     def as_json(self) -> dict[str, Any]:
-        """Return it with rounded numbers."""
+        """Return the parting for the JSON, with rounded numbers."""
         best = [[token, round(logit, 4)] for token, logit in self.best]
         return {
             "token": self.token,
@@ -58,7 +64,7 @@ class Parting:
 
 
 class Judge:
-    """A target in fp32 on the CPU.
+    """A target in fp32 on the CPU, which decides between two texts.
 
     Args:
         target: Folder of the model, with its tokenizer.
@@ -71,7 +77,10 @@ class Judge:
     def parting(
         self, messages: Sequence[Mapping[str, Any]], off: Sequence[int], other: Sequence[int]
     ) -> Parting:
-        """Look at the first difference of two answers to one conversation, which are as long and not the same."""
+        """Return the first difference between two answers to one conversation.
+
+        The answers must have equal length and differ somewhere.
+        """
         at = next(index for index, (a, b) in enumerate(zip(off, other, strict=False)) if a != b)
         logits = self.next_logits([*self._codec.encode_chat(messages, {}), *off[:at]])
         best = logits.topk(2)
@@ -81,7 +90,7 @@ class Judge:
 
     @torch.inference_mode()
     def next_logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return ``[V]``, the logits behind `tokens`."""
+        """Return ``[V]``, the logits of the token that follows `tokens`."""
         decoder, attention = self._decoder, create_backend("auto", self._decoder.device)
         pool = decoder.make_pool(-(-len(tokens) // PAGE_SIZE), PAGE_SIZE)
         lease = pool.lease(len(tokens))

@@ -1,7 +1,7 @@
-"""Perplexity of a model on a text, as it is and with FP8 products or an FP8 cache: what the rounding costs.
+"""`outrider bench perplexity`: measures perplexity on a text, without and with FP8 products or KV cache.
 
-Texts are cut into windows that are read in one pass each, through the pool and the attention that serve; the first token of a window has no
-history and is not counted. Both models read the same windows.
+Texts are cut into windows. Each window is read in one pass, through the same KV pool and attention as when
+serving. The first token of a window has no history and is not counted. Both models read the same windows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.shared.nn.open import load_decoder
 from outrider.shared.nn.quantized import quantize_fp8
 
 WIDE = "as it is"
-"""The model in the type that it is served in: what rounding can at best keep."""
+"""Name of the row for the unquantized model, which is the floor of the others."""
 TEXT_FIELDS = ("text", "prompt", "question", "answer")
 
 
@@ -33,14 +33,14 @@ class PerplexityOptions:
     """What to measure.
 
     Attributes:
-        text: A text file, or JSON lines whose fields `TEXT_FIELDS` are joined.
+        text: A text file, or JSON lines, of which the fields in `TEXT_FIELDS` are joined.
         target: Model folder with a tokenizer.json.
-        device, dtype: Where, and of what type.
+        device, dtype: Device and dtype of the model.
         quantization: ``none`` or ``fp8``.
         kv_cache_dtype: ``auto`` or ``fp8_e4m3``.
-        tokens: At most so many are counted.
+        tokens: Maximum number of tokens to count.
         window: Tokens per pass.
-        output: JSON file or folder; None: bench/results.
+        output: JSON file or folder; None for bench/results.
     """
 
     text: Path
@@ -55,21 +55,23 @@ class PerplexityOptions:
 
     @property
     def changes(self) -> str:
-        """What is compared with the model as it is; empty for nothing."""
+        """Name of the quantization that is compared with the unquantized model; empty for none."""
         products = "FP8 products" if self.quantization == "fp8" else ""
         cache = "FP8 cache" if self.kv_cache_dtype == "fp8_e4m3" else ""
         return ", ".join(filter(None, (products, cache)))
 
 
 def run_perplexity(options: PerplexityOptions) -> int:
-    """Measure, print, write; returns the exit code.
+    """Measure, print and save. Returns the exit code.
 
     Raises:
-        ConfigurationError: The text or the tokenizer is missing, or too short; names the flag.
+        ConfigurationError: The text or the tokenizer is missing, or the text is too short. Names the flag.
     """
     windows = list(cut_windows(_token_ids(options), options.window, options.tokens))
     if not windows:
-        raise ConfigurationError(f"--text {options.text}: holds fewer than two tokens.", field="--text")
+        raise ConfigurationError(
+            f"--text {options.text}: the text has fewer than two tokens.", field="--text"
+        )
     counted = {"tokens": sum(len(window) - 1 for window in windows)}
     plain = perplexity(_load(options, changed=False), windows)
     rows = [Row(WIDE, plain, "perplexity", plain, WIDE, counted)]
@@ -90,7 +92,10 @@ def run_perplexity(options: PerplexityOptions) -> int:
 
 @torch.inference_mode()
 def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
-    """Return exp of the mean negative log-likelihood of every token that has a history in its window."""
+    """Return the exponential of the mean negative log-likelihood.
+
+    The mean is over all tokens that have a history in their window.
+    """
     narrow = decoder.kv_dtype is not None
     attention = create_backend(AttentionKind.TRITON if narrow else AttentionKind.AUTO, decoder.device)
     pool = None
@@ -113,7 +118,10 @@ def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
 
 
 def cut_windows(token_ids: Iterable[list[int]], window: int, tokens: int) -> Iterator[list[int]]:
-    """Cut each text into windows of at most that many tokens until `tokens` are counted; a rest of one token is dropped."""
+    """Cut each text into windows of at most `window` tokens until `tokens` are counted.
+
+    A remainder of one token is dropped, because it has nothing to predict.
+    """
     counted = 0
     for ids in token_ids:
         for first in range(0, len(ids), window):
@@ -126,13 +134,13 @@ def cut_windows(token_ids: Iterable[list[int]], window: int, tokens: int) -> Ite
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Return the texts of a file: its whole, or one per JSON line.
+    """Yield the texts of a file: one for each JSON line, or the whole of another file.
 
     Raises:
-        ConfigurationError: There is no such file, or a line has none of the fields.
+        ConfigurationError: The file does not exist, or a line has none of the fields.
     """
     if not path.is_file():
-        raise ConfigurationError(f"--text {path}: there is no such file.", field="--text")
+        raise ConfigurationError(f"--text {path}: this file does not exist.", field="--text")
     if path.suffix != ".jsonl":
         yield path.read_text(encoding="utf-8")
         return
@@ -150,7 +158,8 @@ def _token_ids(options: PerplexityOptions) -> Iterator[list[int]]:
     file = options.target / "tokenizer.json"
     if not file.is_file():
         raise ConfigurationError(
-            f"--target {options.target}: has no tokenizer.json; `outrider convert tokenizer` makes one.",
+            f"--target {options.target}: there is no tokenizer.json. "
+            "Make one with `outrider convert tokenizer`.",
             field="--target",
         )
     tokenizer = Tokenizer.from_file(str(file))

@@ -1,4 +1,7 @@
-"""The machine's own ceilings: memory, matrix units, launches and the bus. Other benchmarks take their floors from them, in the same run."""
+"""`outrider bench roofline`: measures the machine's ceilings (memory, matrix units, launches, the bus).
+
+Other benchmarks measure the same ceilings in their own run and compute floors from them.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +21,34 @@ FASTEST = "p10"
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What floors are computed from.
+    """The measured rates from which floors are computed.
 
     Attributes:
-        read_bandwidth: Bytes per second that one kernel reads from the device's memory.
-        matrix_rate: Floating-point operations per second of a large matrix product in the dtype of serving.
+        read_bandwidth: Bytes per second that one kernel reads from device memory.
+        matrix_rate: Floating-point operations per second of a large matrix product in the serving dtype.
     """
 
     read_bandwidth: float
     matrix_rate: float
 
     def seconds(self, nbytes: float, flops: float = 0.0) -> float:
-        """Return the least time for reading so much and computing so much, at once."""
+        """Return the minimum time to read these bytes and do these operations, both in parallel."""
         return max(nbytes / self.read_bandwidth, flops / self.matrix_rate)
 
     def bound(self, nbytes: float, flops: float = 0.0) -> str:
-        """Say which of the two that time is for."""
+        """Return which of the two takes longer: ``bytes`` or ``flops``."""
         return "bytes" if nbytes / self.read_bandwidth >= flops / self.matrix_rate else "flops"
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineOptions:
-    """What to measure on; the fields are the flags of `outrider bench roofline`."""
+    """Options of the measurement; the fields are the flags of `outrider bench roofline`."""
 
     device: torch.device
     dtype: torch.dtype
     output: Path | None
     small: bool = False
-    """Sizes for a test on a CPU."""
+    """True for small sizes, as in tests on a CPU."""
 
 
 def run_roofline(options: RooflineOptions) -> int:
@@ -56,7 +59,11 @@ def run_roofline(options: RooflineOptions) -> int:
 
 
 def roofline_rows(options: RooflineOptions) -> list[Row]:
-    """Return a row per ceiling. Its floor is what the GPU is rated at, of a launch what the kernel takes, else its own fastest tenth."""
+    """Return one row for each ceiling.
+
+    The floor of a rate is the GPU's rated value, and the floor of an eager launch is the kernel's own time.
+    All others have their own 10th percentile as the floor.
+    """
     device, nbytes = options.device, _working_set(options.device, options.small)
     bandwidth = rated_bandwidth(device)
     copy = _copy(device, nbytes)
@@ -93,7 +100,7 @@ def roofline_rows(options: RooflineOptions) -> list[Row]:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, small: bool = False) -> Ceilings:
-    """Measure what floors need; about a second on a GPU."""
+    """Measure the ceilings that floors need. This takes about a second on a GPU."""
     nbytes = _working_set(device, small)
     size = _matrix_sizes(device, small)[-1]
     options = RooflineOptions(device, dtype, None, small)
@@ -101,12 +108,12 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, small: bool = Fal
 
 
 def _working_set(device: torch.device, small: bool) -> int:
-    """Return a size far beyond the caches."""
+    """Return a number of bytes far larger than the caches."""
     return 1 << 20 if small else 4 << 30 if device.type == "cuda" else 1 << 28
 
 
 def _matrix_sizes(device: torch.device, small: bool) -> tuple[int, ...]:
-    """Return rows of the products; the largest takes a GPU milliseconds, and two CPU cores minutes."""
+    """Return the sizes of the products. The largest takes minutes on two CPU cores."""
     return (128,) if small else (4096, 8192) if device.type == "cuda" else (1024, 2048)
 
 
@@ -159,7 +166,10 @@ def _bus(device: torch.device, nbytes: int) -> list[Row]:
 
 
 def _noise(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return random words that are fp32 numbers from 0.5 to 1: never zeros, which memories and links may compress, nor denormals."""
+    """Return random words that are fp32 numbers from 0.5 to 1.
+
+    Memories and links may compress zeros, and denormals may be slower.
+    """
     return torch.randint(0x3F000000, 0x3F800000, (nbytes // 4,), dtype=torch.int32, device=device)
 
 

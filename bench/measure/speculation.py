@@ -1,8 +1,9 @@
-"""Speculative against plain decoding, end to end over REST, batch 1, one request after the other.
+"""`outrider bench speculation`: compares speculative with plain decoding, end to end over REST at batch 1.
 
-For each prompt and temperature, four requests in turn (the order rotates, so that no kind always goes first): the server with a draft in
-each speculation mode (on, auto, off), and a second server started with ``--draft none``. The figures are medians of the ratios *within*
-a prompt, which a drifting machine does not move.
+For each prompt and temperature it sends four requests, one after another: one in each speculation mode (on,
+auto, off) to a server with a draft, and one to a second server started with ``--draft none``. The order
+rotates, so that no kind always comes first. The figures are medians of the ratios *within* a prompt, which
+are robust against slow drifts of the machine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from outrider.bench.load.prompts import HELDOUT_PROMPTS, Messages, load_prompts
 from outrider.bench.measure.near_tie import Judge
 from outrider.bench.report.machine import describe_machine
 from outrider.bench.report.record import recorded_command, result_path
@@ -35,7 +37,6 @@ from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions, Transport
 from outrider.shared.base.errors import ConfigurationError
 
-HELDOUT_PROMPTS = Path(__file__).resolve().parents[1] / "prompts" / "heldout.jsonl"
 TEMPERATURES = (0.0, 1.0)
 SEED = 20_000
 WARM_UP_PROMPTS = 2
@@ -43,7 +44,7 @@ KV_TOKENS = 16_384
 
 
 class Kind(Enum):
-    """What a run measures: a speculation mode of the server with the draft, or the server without."""
+    """Kind of a run: a speculation mode of the server with a draft, or the server without a draft."""
 
     ON = "on"
     AUTO = "auto"
@@ -52,7 +53,7 @@ class Kind(Enum):
 
 
 DRAFTED = (Kind.ON, Kind.AUTO)
-# Numerator and denominator, paired per prompt.
+# Numerator and denominator of each ratio, paired per prompt.
 RATIOS = ((Kind.ON, Kind.OFF), (Kind.AUTO, Kind.OFF), (Kind.OFF, Kind.NO_DRAFT))
 
 
@@ -61,7 +62,7 @@ LABELS = {Kind.ON: "on", Kind.AUTO: "auto", Kind.OFF: "off", Kind.NO_DRAFT: "--d
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure; the fields are the flags of `outrider bench`."""
+    """Options of the measurement; the fields are the flags of `outrider bench`."""
 
     prompts: Path | None
     num_prompts: int
@@ -75,7 +76,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One request: how fast, and what speculation did."""
+    """Speed and speculation figures of one request."""
 
     prompt: int
     temperature: float
@@ -89,11 +90,10 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Completion tokens over the whole request, prefill included."""
+        """Completion tokens per second of the whole request, including prefill."""
         return self.tokens / self.total_s
 
 
-Messages = list[dict[str, str]]
 Clients = dict[str, RestClient]
 Runs = dict[tuple[int, float, Kind], Run]
 
@@ -102,11 +102,11 @@ def run_bench(options: BenchOptions) -> int:
     """Start both servers, measure, print a table and write the JSON. Returns the exit code.
 
     Raises:
-        ConfigurationError: no draft is given, or the prompts cannot be read.
+        ConfigurationError: There is no draft, or the prompts cannot be read.
     """
     if options.draft is None:
         raise ConfigurationError(
-            "There is nothing to compare without a draft: give --draft DIR.", field="--draft"
+            "Without a draft there is nothing to compare. Give --draft DIR.", field="--draft"
         )
     prompts = load_prompts(options.prompts or HELDOUT_PROMPTS, options.num_prompts)
     console = Console(highlight=False)
@@ -143,40 +143,8 @@ def run_bench(options: BenchOptions) -> int:
     return 0
 
 
-def load_prompts(path: Path, count: int) -> list[Messages]:
-    """Read the first `count` prompts of a JSON-lines file: each line has ``messages`` or ``prompt``.
-
-    Raises:
-        ConfigurationError: the file is missing or too short, or a line has neither.
-    """
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigurationError(
-            f"Cannot read the prompts {path}: {error.strerror}.", field="--prompts"
-        ) from None
-    if len(lines) < count:
-        raise ConfigurationError(
-            f"{path} holds {len(lines)} prompts, fewer than --num-prompts {count}.", field="--num-prompts"
-        )
-    return [
-        _messages(json.loads(line), f"{path}:{number}") for number, line in enumerate(lines[:count], start=1)
-    ]
-
-
-def _messages(record: dict[str, Any], where: str) -> Messages:
-    if "messages" in record:
-        return [
-            {"role": str(message["role"]), "content": str(message["content"])}
-            for message in record["messages"]
-        ]
-    if "prompt" in record:
-        return [{"role": "user", "content": str(record["prompt"])}]
-    raise ConfigurationError(f"{where} has neither `messages` nor `prompt`.", field="--prompts")
-
-
 def _start(cleanup: ExitStack, options: BenchOptions, log: deque[str]) -> Clients:
-    """Start both servers at once: each takes a while to import, load and warm up."""
+    """Start both servers in parallel, because each takes a while to import, load and warm up."""
     ports = [free_port()]
     while len(ports) < 2:
         if (port := free_port()) not in range(ports[0] - 1, ports[0] + 2):
@@ -213,7 +181,7 @@ def _start_one(
         device=options.device,
         port=port,
         transport=options.transport,
-        kv_tokens=KV_TOKENS,  # two stacks share one GPU, and each would take most of its memory
+        kv_tokens=KV_TOKENS,  # both stacks share one GPU, and each would claim most of its memory
     )
 
     def echo(name: str, line: str) -> None:
@@ -277,9 +245,9 @@ def _ask(
 
 
 def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
-    """Return one row per temperature: medians of the paired ratios, of the speeds, and the mean accept lengths.
+    """Return one row for each temperature: median ratios, median speeds and mean accept lengths.
 
-    ``same_text`` counts the prompts whose tokens are those of ``mode: off``.
+    ``same_text`` counts the prompts whose tokens are the same as with ``mode: off``.
     """
     rows = []
     for temperature in TEMPERATURES:
@@ -306,7 +274,10 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
 
 
 def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> list[dict[str, Any]]:
-    """Return where drafted answers leave that of ``mode: off``, of greedy ones with the logits there: in 16-bit types, near-ties do so."""
+    """Return where drafted answers first differ from those of ``mode: off``.
+
+    For greedy answers this includes the logits there: in 16-bit types, near-ties cause differences.
+    """
     found = []
     judge: Judge | None = None
     for (index, temperature, kind), run in runs.items():
@@ -326,8 +297,10 @@ def _ratio_name(numerator: Kind, denominator: Kind) -> str:
 
 
 def _ratios(numerators: Sequence[float], denominators: Sequence[float], most: float) -> dict[str, float]:
-    """Return median and quartiles of the ratios, pair by pair, beside the `most` that they can be: with drafts the accept length, if a
-    round took no longer than a step, and 1 without."""
+    """Return the median and quartiles of the pairwise ratios, and `most`, the largest possible ratio.
+
+    With drafts, `most` is the accept length, reached if a round took no longer than a step. Without, it is 1.
+    """
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
     low, median, high = (
         statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
@@ -355,7 +328,7 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 
 def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: BenchOptions) -> None:
-    """One column per temperature."""
+    """Print the table, with one column for each temperature."""
     table = Table(title=f"{options.num_prompts} prompts, {options.tokens} tokens each, batch 1")
     table.add_column("median (quartiles)")
     for row in rows:
@@ -374,20 +347,26 @@ def _print_table(console: Console, rows: Sequence[dict[str, Any]], options: Benc
     for kind in DRAFTED:
         same = (row["same_text"][kind.value] for row in rows)
         table.add_row(
-            f"text as with off, {LABELS[kind]}", *(f"{count} of {options.num_prompts}" for count in same)
+            f"same text as off, {LABELS[kind]}", *(f"{count} of {options.num_prompts}" for count in same)
         )
     console.print(table)
 
 
 def _shown(difference: dict[str, Any]) -> str:
-    """Say where an answer differs, and of a greedy one why."""
-    where = f"{difference['kind']} differs from off at T = {difference['temperature']:g}, prompt {difference['prompt']}"
+    """Return a line about where an answer differs and, for a greedy one, why."""
+    where = (
+        f"{difference['kind']} differs from off at T = {difference['temperature']:g}, "
+        f"prompt {difference['prompt']}"
+    )
     if "gap" not in difference:
         return where
     best = ", ".join(f"{token}: {logit}" for token, logit in difference["best_in_fp32"])
     what = "a near-tie" if difference["near_tie"] else "NOT a near-tie"
     choices = " or ".join(map(str, difference["choices"]))
-    return f"{where}: token {difference['token']} is {choices}; best logits in fp32 {best}; gap {difference['gap']}, {what}"
+    return (
+        f"{where}: token {difference['token']} is {choices}; best logits in fp32 {best}; "
+        f"gap {difference['gap']}, {what}"
+    )
 
 
 def _spread(ratio: dict[str, float]) -> str:

@@ -1,1 +1,1 @@
-"""Results on disk: how they are written, found again, and turned into the tables of the docs."""
+"""Results on disk: writes them, finds them again, and turns them into the tables of the documents."""

@@ -1,4 +1,4 @@
-"""What was promised, row by row of docs/performance.md, and which recorded figure answers it."""
+"""The rows of the goals table in docs/performance.md: each goal, its limit and the recorded figure for it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from outrider.bench.report.recorded import PeerFigures, RecordedResult, Results
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What was measured for a goal.
+    """The measurement that answers a goal.
 
     Attributes:
-        value: In the goal's unit.
-        text: As it is shown.
-        source: Where it is recorded.
-        floor, ratio: Of the measured row, as shown; empty where there is none.
-        peer: The recorded figure of a peer, as shown; empty without one.
-        peer_source: Where that is recorded.
+        value: The figure, in the goal's unit.
+        text: The figure as shown in the table.
+        source: File that contains the result.
+        floor, ratio: Floor of the measured row and the ratio to it, as shown; empty if there is none.
+        peer: A peer's recorded figure, as shown; empty if there is none.
+        peer_source: File that contains the peer's figure.
     """
 
     value: float
@@ -34,8 +34,17 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A row of the table: `limit` is the most (or, with `at_least`, the least) that `find`'s figure may be; None where none was set, and
-    then the row is left out until there is a figure. `peer`: what another peer needs, with its source, as shown."""
+    """A row of the table.
+
+    Attributes:
+        what: The measurement, as shown.
+        limit: The largest value that meets the goal, or the smallest with `at_least`. None if no limit was
+            set; the row is then left out until there is a figure.
+        text: The limit as shown.
+        find: Returns the figure from the recorded results, or None.
+        at_least: True if `limit` is a lower bound.
+        peer: Another peer's figure with its source, as shown.
+    """
 
     what: str
     limit: float | None
@@ -45,14 +54,18 @@ class Goal:
     peer: str = ""
 
     def met(self, figure: Figure) -> bool:
-        """Whether the figure is on the right side of the limit, if there is one."""
+        """Return whether the figure meets the limit; True if there is no limit."""
         if self.limit is None:
             return True
         return figure.value >= self.limit if self.at_least else figure.value <= self.limit
 
 
 def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable[[Results], Figure | None]:
-    """Milliseconds of a round, beside vLLM's of a configuration of its own, of the call in which that ran; it ran on one GPU."""
+    """Return a function that finds a round's milliseconds, with vLLM's figure for `config` beside it.
+
+    If vLLM was measured in the same call, the result of that call is used. vLLM always ran on one GPU, so
+    its call is ignored for `tp`.
+    """
 
     def find(results: Results) -> Figure | None:
         peer = results.vllm(config, batch)
@@ -69,12 +82,12 @@ def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable
 
 
 def _sglang(milliseconds: float) -> str:
-    """SGLang's figure of a round: given with the goals, and recorded in no file of this repository."""
-    return f"SGLang {milliseconds:g} ms (issue's figure, no file)"
+    """Return SGLang's figure for a round. It was given with the goals; no result file has it."""
+    return f"SGLang {milliseconds:g} ms (given with the goals; no result file)"
 
 
 def _kernel(case: str) -> Callable[[Results], Figure | None]:
-    """A kernel's figure, in milliseconds."""
+    """Return a function that finds a kernel's time, in milliseconds."""
 
     def find(results: Results) -> Figure | None:
         found = results.kernels(case)
@@ -93,7 +106,7 @@ def _kernel(case: str) -> Callable[[Results], Figure | None]:
 
 
 def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[Results], Figure | None]:
-    """Our figure over vLLM's of the same kind."""
+    """Return a function that finds the ratio of our figure to vLLM's figure of the same kind."""
 
     def find(results: Results) -> Figure | None:
         peer = results.vllm(config, batch)
@@ -113,7 +126,10 @@ def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[
 
 
 def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure | None]:
-    """A round through a transport over one in process, of the run that is likest: see `RecordedResult.distance`."""
+    """Return a function that finds the ratio of a round over `transport` to the nearest in-process run.
+
+    `RecordedResult.distance` defines which run is nearest.
+    """
 
     def find(results: Results) -> Figure | None:
         case = "round tree 5/8/32, batch 1"
@@ -124,14 +140,14 @@ def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure |
         ratio = found[1]["value"] / inproc[1]["value"]
         text = f"{ratio:.3f} × ({_number(found[1]['value'])} ms)"
         return Figure(
-            ratio, text, found[0].path, f"{_number(inproc[1]['value'])} ms in process", f"{ratio:.3f}"
+            ratio, text, found[0].path, f"{_number(inproc[1]['value'])} ms in-process", f"{ratio:.3f}"
         )
 
     return find
 
 
 def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
-    """A round with `changes` over the same without, likewise."""
+    """Return a function that finds the ratio of a round with `changes` to the nearest run without them."""
 
     def find(results: Results) -> Figure | None:
         found = results.latency(case, changes=changes)
@@ -140,14 +156,14 @@ def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
             return None
         ratio = found[1]["value"] / wide[1]["value"]
         figure = _figure(found)
-        text = f"{ratio:.3f} × ({figure.text}; {_number(wide[1]['value'])} ms)"
+        text = f"{ratio:.3f} × ({figure.text} vs. {_number(wide[1]['value'])} ms)"
         return Figure(ratio, text, figure.source, figure.floor, figure.ratio)
 
     return find
 
 
 def _perplexity(case: str) -> Callable[[Results], Figure | None]:
-    """By how many percent the perplexity grows."""
+    """Return a function that finds the increase of perplexity, in percent."""
 
     def find(results: Results) -> Figure | None:
         found = results.perplexity(case)
@@ -155,7 +171,7 @@ def _perplexity(case: str) -> Callable[[Results], Figure | None]:
             return None
         increase = float(found[1]["increase_percent"])
         wide = found[0].row("as it is")
-        before = "" if wide is None else f"{_number(wide['value'])} as it is"
+        before = "" if wide is None else f"{_number(wide['value'])} unquantized"
         where = f"{found[0].settings('device')}, {found[0].settings('dtype')}"
         text = f"{increase:+.2f} % ({_number(found[1]['value'])}; {where})"
         return Figure(increase, text, found[0].path, before, f"{1 + increase / 100:.3f}")
@@ -164,7 +180,10 @@ def _perplexity(case: str) -> Callable[[Results], Figure | None]:
 
 
 def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[Results], Figure | None]:
-    """A share that a latency row carries, as a percentage; it is called `what` where it is a part of another, `whole`."""
+    """Return a function that finds a share recorded in a latency row, as a percentage.
+
+    If the share is part of a larger share, `whole` names the latter and `what` describes the part.
+    """
 
     def find(results: Results) -> Figure | None:
         found = results.latency(case, needs=name)
@@ -172,7 +191,7 @@ def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[R
             return None
         share = 100 * float(found[1][name])
         figure = _figure(found)
-        more = f" {what}, {100 * float(found[1][whole]):.1f} % in all" if whole in found[1] else ""
+        more = f" {what}, {100 * float(found[1][whole]):.1f} % in total" if whole in found[1] else ""
         return Figure(
             share, f"{share:.1f} %{more} ({figure.text})", figure.source, figure.floor, figure.ratio
         )
@@ -181,20 +200,20 @@ def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[R
 
 
 def _demo_pair(results: Results) -> Figure | None:
-    """How many times as many tokens a second the embedded pair writes with drafts as the default has them, of answers one at a time."""
+    """Find the demo pair's speedup at batch 1: tokens per second of `auto` relative to `off`."""
     found = results.summary("speculation-cuda.json")
     if found is None:
         return None
     summary, *others = found[0].content["summary"]
     ratio, most = float(summary["auto_over_off"]["median"]), float(summary["accept_length"]["auto"])
     also = [f"{other['auto_over_off']['median']:.2f} × at T = {other['temperature']:g}" for other in others]
-    also.append(f"`on`, the same tree in every round, {summary['on_over_off']['median']:.2f} ×")
+    also.append(f"{summary['on_over_off']['median']:.2f} × with `on`, the same tree in every round")
     text = f"{ratio:.2f} × ({'; '.join(also)})"
     return Figure(
         ratio,
         text,
         found[0].path,
-        f"{most:.2f} × (accept length: a round as short as a step)",
+        f"{most:.2f} × (accept length, if a round took no longer than a step)",
         f"{most / ratio:.2f}",
     )
 
@@ -215,23 +234,23 @@ def _number(value: float) -> str:
 
 
 GOALS: Sequence[Goal] = (
-    Goal("plain decode, batch 1, a step", 4.1, "≤ 4.1 ms", _round("plain", 1, "plain"), peer=_sglang(4.78)),
-    Goal("the same with `--tp 2`", 2.8, "≤ 2.8 ms", _round("plain", 1, "plain", tp=2)),
-    Goal("the same with `--tp 4`", None, "", _round("plain", 1, "plain", tp=4)),
+    Goal("plain decode step, batch 1", 4.1, "≤ 4.1 ms", _round("plain", 1, "plain"), peer=_sglang(4.78)),
+    Goal("plain decode step, batch 1, `--tp 2`", 2.8, "≤ 2.8 ms", _round("plain", 1, "plain", tp=2)),
+    Goal("plain decode step, batch 1, `--tp 4`", None, "", _round("plain", 1, "plain", tp=4)),
     Goal(
-        "verify 32 nodes, batch 1 (forward, GPU alone)",
+        "verify pass, 32 nodes, batch 1 (GPU time only)",
         4.5,
         "≤ 4.5 ms",
         _kernel("forward 32 rows, batch 1, context 768"),
     ),
     Goal(
-        "verify 64 nodes, batch 1 (forward, GPU alone)",
+        "verify pass, 64 nodes, batch 1 (GPU time only)",
         4.7,
         "≤ 4.7 ms",
         _kernel("forward 64 rows, batch 1, context 768"),
     ),
     Goal(
-        "EAGLE-3 propose, 5 steps, topk 8, extend included",
+        "EAGLE-3 propose, 5 steps, top-k 8, including the extend",
         1.3,
         "≤ 1.3 ms",
         _kernel("propose 5/8/32, batch 1"),
@@ -241,7 +260,7 @@ GOALS: Sequence[Goal] = (
     Goal("round, chain of 3, batch 1", 5.0, "≤ 5.0 ms", _round("chain 3", 1, "chain3")),
     *(
         Goal(
-            f"round, chain of {steps}, batch {batch} ÷ vLLM's",
+            f"round, chain of {steps}, batch {batch}, relative to vLLM",
             0.88,
             "≤ 0.88 ×",
             _against_vllm(f"chain {steps}", batch, f"chain{steps}", "ms_round"),
@@ -252,53 +271,64 @@ GOALS: Sequence[Goal] = (
     Goal("round, tree 5/8/32, batch 4", 7.2, "≤ 7.2 ms", _round("tree 5/8/32", 4), peer=_sglang(11.5)),
     Goal("round, tree 5/8/32, batch 16", 15.6, "≤ 15.6 ms", _round("tree 5/8/32", 16), peer=_sglang(20.8)),
     Goal(
-        "chain of 3, batch 64, tokens/s ÷ vLLM's",
+        "chain of 3, batch 64, tokens/s relative to vLLM",
         1.06,
         "≥ 1.06 ×",
         _against_vllm("chain 3", 64, "chain3", "tok_s"),
         True,
     ),
-    Goal("`ipc:` ÷ in process, one GPU", 1.08, "≤ 1.08 ×", _transports("ipc")),
-    Goal("`ipc:` ÷ in process, one GPU under MPS", 1.03, "≤ 1.03 ×", _transports("ipc", mps=True)),
+    Goal("round over `ipc:` relative to in-process, one GPU", 1.08, "≤ 1.08 ×", _transports("ipc")),
     Goal(
-        "`ipc:` ÷ in process, draft on a second GPU",
+        "round over `ipc:` relative to in-process, one GPU with MPS",
+        1.03,
+        "≤ 1.03 ×",
+        _transports("ipc", mps=True),
+    ),
+    Goal(
+        "round over `ipc:` relative to in-process, draft on a second GPU",
         1.02,
         "≤ 1.02 ×",
         _transports("ipc", draft_device="cuda:1"),
     ),
-    Goal("`grpc:` on loopback ÷ in process", 1.10, "≤ 1.10 ×", _transports("grpc")),
+    Goal("round over loopback `grpc:` relative to in-process", 1.10, "≤ 1.10 ×", _transports("grpc")),
     Goal(
         "GPU idle between rounds, tree 5/8/32, batch 1",
         3.0,
         "≤ 3 %",
-        _share("round tree 5/8/32, batch 1", "gpu_idle_between", "gpu_idle", "in pauses over 8 µs"),
+        _share("round tree 5/8/32, batch 1", "gpu_idle_between", "gpu_idle", "in gaps over 8 µs"),
     ),
     Goal(
-        "plain decode, batch 64, tokens/s ÷ vLLM's",
+        "plain decode, batch 64, tokens/s relative to vLLM",
         1.03,
         "≥ 1.03 ×",
         _against_vllm("plain", 64, "plain", "tok_s"),
         True,
     ),
     Goal(
-        "prefill of 2048 tokens, of the matrix rate",
+        "prefill of 2048 tokens, share of the matrix rate",
         60.0,
         "≥ 60 %",
         _share("prefill 2048", "share_of_matrix_rate"),
         True,
     ),
     Goal(
-        "FP8 products ÷ bf16, plain decode, batch 1, a step",
+        "plain decode step, batch 1, FP8 products relative to bf16",
         0.65,
         "≤ 0.65 ×",
         _over_wide("round plain, batch 1", quantization="fp8"),
     ),
     Goal(
-        "FP8 products, perplexity on GSM8K's test text, demo target",
+        "perplexity with FP8 products, demo target, GSM8K test text",
         1.0,
         "≤ +1 %",
         _perplexity("FP8 products"),
     ),
-    Goal("FP8 cache, the same", None, "", _perplexity("FP8 cache")),
-    Goal("demo pair, real acceptance, `auto` (the default) ÷ off", 2.0, "≥ 2 ×", _demo_pair, True),
+    Goal("perplexity with an FP8 KV cache, same model and text", None, "", _perplexity("FP8 cache")),
+    Goal(
+        "demo pair, real acceptance: tokens/s of `auto` (the default) relative to `off`",
+        2.0,
+        "≥ 2 ×",
+        _demo_pair,
+        True,
+    ),
 )

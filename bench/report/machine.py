@@ -1,4 +1,4 @@
-"""What a measurement was made on, for the record beside the numbers."""
+"""Describes the machine of a measurement (processor, memory, GPUs, versions), for the result's record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ PACKAGES = ("outrider", "torch", "grpcio", "triton")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, cores (of them usable by this process), memory (GiB), GPUs and their ids, Python and the versions that matter."""
+    """Return the machine's description.
+
+    It contains the processor, cores (all of them, and those usable by this process), memory in GiB, GPUs
+    with their ids, Python, and the versions of the packages that affect figures.
+    """
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -37,7 +41,7 @@ def _processor() -> str:
 
 
 def _gpus() -> list[tuple[str, str]]:
-    """Return names, and digests of the ids by which one GPU is told from another of its kind."""
+    """Return the name of each GPU and a short digest of its id, to distinguish GPUs of one model."""
     import torch
 
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]

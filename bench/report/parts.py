@@ -1,4 +1,4 @@
-"""What the parts do, for docs/performance.md: the machine's ceilings, the kernels by function, a served load."""
+"""Tables of docs/performance.md about the machine's ceilings, kernels, startup and a served load."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from typing import Any
 from outrider.bench.report.recorded import RecordedResult, Results
 from outrider.bench.report.runs import command_lines
 
-BOUND_BY = {"bytes": "bytes", "flops": "operations", "launch": "a launch"}
+BOUND_BY = {"bytes": "bytes", "flops": "operations", "launch": "launch"}
 
 
 def ceiling_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of what the machine can do, beside what it is rated at."""
+    """Yield the table of the machine's measured ceilings, with the rated values as floors."""
     yield from _rows(results.latest("roofline"), "ceiling", "`outrider bench roofline`")
 
 
 def load_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of what clients experience under load, beside what they do alone."""
+    """Yield the table of clients' experience under load, with that of lone requests as the floor."""
     recorded = results.latest("serve")
     yield from _rows(recorded, "load", "`outrider bench serve`")
 
 
 def start_lines(results: Results) -> Iterator[str]:
-    """Yield a line for every recorded start of a stack, with what the first of its clients met."""
+    """Yield the table of recorded stack starts, with the latency of their first clients."""
     recorded = results.starts()
     if not recorded:
-        yield "Starts are not measured yet."
+        yield "Startup is not measured yet."
         return
-    yield "| kernels compiled at the start | found compiled | until it answers | first load: time to first token, p50 | p99 |"
+    yield (
+        "| kernels compiled at startup | kernels found in the cache | startup time "
+        "| first load: time to first token, p50 | p99 |"
+    )
     yield "| --- | --- | --- | --- | --- |"
     for stack in recorded:
         start = stack.content["start"]
@@ -44,17 +47,17 @@ def start_lines(results: Results) -> Iterator[str]:
 
 
 def kernel_lines(results: Results) -> Iterator[str]:
-    """Yield a line for every function that `outrider bench kernels` calls, over all of its cases that one thing bounds."""
+    """Yield the table of kernels: one line for each function and bounding resource."""
     recorded = results.latest("kernels", "rms_norm, 1 rows")
     if recorded is None:
         yield "The kernels are not measured yet."
         return
-    yield "| function | cases | bound by | × floor, best | × floor, worst | the worst |"
+    yield "| function | cases | bound by | best × floor | worst × floor | worst case |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for (function, bound), rows in _by_function(recorded.content["rows"]).items():
         ranked = sorted(rows, key=lambda row: float(row["ratio"]))
         best, worst = ranked[0], ranked[-1]
-        case = str(worst["case"]).removeprefix(function).strip(" ,.")
+        case = str(worst["case"]).removeprefix(function).strip(" ,.").removeprefix("of ")
         cells = (
             f"`{function}`",
             str(len(rows)),
@@ -68,7 +71,10 @@ def kernel_lines(results: Results) -> Iterator[str]:
 
 
 def _by_function(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """Return (function, what bounds it) → rows, in order; passes, which have rows of their own in the table of goals, left out."""
+    """Return (function, bounding resource) → rows, in order.
+
+    Whole passes are left out, because they have their own rows in the goals table.
+    """
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         function = str(row["case"]).split(maxsplit=1)[0].rstrip(",")
@@ -84,7 +90,8 @@ def _rows(recorded: RecordedResult | None, what: str, command: str) -> Iterator[
     yield f"| {what} | measured | floor | × floor |"
     yield "| --- | --- | --- | --- |"
     for row in recorded.content["rows"]:
-        yield f"| {row['case']} | {_shown(row)} | {_number(row['floor'])} {row['unit']} ({row['floor_of']}) | {row['ratio']:.2f} |"
+        floor = f"{_number(row['floor'])} {row['unit']} ({row['floor_of']})"
+        yield f"| {row['case']} | {_shown(row)} | {floor} | {row['ratio']:.2f} |"
     yield from command_lines({recorded.path})
 
 

@@ -1,4 +1,4 @@
-"""Where the GPU's time goes in a round: the kernels of a recorded profile in a few groups, for docs/performance.md."""
+"""The table of GPU time in a round: sorts the kernels of a recorded profile into a few groups."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from outrider.bench.report.recorded import RecordedResult
 
 GROUPS: Mapping[str, re.Pattern[str]] = {
-    "matrix products (norms, SwiGLU, rope and K/V store in their tails)": re.compile(
+    "matrix products (with fused norms, SwiGLU, RoPE and K/V store)": re.compile(
         r"_?(sum|stay)_rows$|_(dot|wide|gated)_tiles$|.*(gemm|nvjet|cutlass|splitk)", re.IGNORECASE
     ),
-    "attention and the merge of its splits": re.compile(r"_(attention|gather|merge)$"),
-    "growing the tree: inputs, top-k, next beam, build": re.compile(
+    "attention, including the merge of its splits": re.compile(r"_(attention|gather|merge)$"),
+    "tree growth: inputs, top-k, next beam, build": re.compile(
         r"_(input|expand_.*|level_.*|select|build|plan)$"
     ),
 }
-"""What a kernel belongs to, by its name; the others are the rest."""
-REST = "choice, walk, compaction, bookkeeping, copies, remaining sums of split products"
+"""Group → pattern of its kernels' names. All other kernels are in `REST`."""
+REST = "other: token choice, tree walk, compaction, bookkeeping, copies, remaining sums of split products"
 
 
 def profile_lines(recorded: RecordedResult) -> Iterator[str]:
-    """Yield the lines of a table with a column for every profile of a file."""
+    """Yield a table with one column for each profile of a file."""
     profiles: Mapping[str, Mapping[str, Any]] = recorded.content["profiles"]
-    yield f"| shares of the GPU's time | {' | '.join(profiles)} |"
+    yield f"| share of the GPU's time | {' | '.join(profiles)} |"
     yield "| --- |" + " --- |" * len(profiles)
     columns = [group_shares(profile) for profile in profiles.values()]
     for group in (*GROUPS, REST):
@@ -34,14 +34,14 @@ def profile_lines(recorded: RecordedResult) -> Iterator[str]:
         for profile in profiles.values()
     ]
     yield (
-        "| pauses between kernels; of them over 8 µs, where only the host can be late | "
+        "| idle between kernels; of this, in gaps over 8 µs, where the GPU waits for the host | "
         + " | ".join(pauses)
         + " |"
     )
 
 
 def group_shares(profile: Mapping[str, Any]) -> dict[str, float]:
-    """Return group → share of the profile's span; they add up to more than 1 where kernels overlap."""
+    """Return group → share of the profile's span. The sum exceeds 1 if kernels overlap."""
     shares = dict.fromkeys((*GROUPS, REST), 0.0)
     for name, _count, _ms, share in profile["kernels"]:
         group = next((group for group, pattern in GROUPS.items() if pattern.match(name)), REST)

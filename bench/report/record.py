@@ -1,4 +1,7 @@
-"""What every benchmark leaves: a table on the terminal, and a JSON file with the command, the machine and every figure beside its floor."""
+"""Writes a benchmark's result: a table on the terminal, and a JSON file.
+
+The file contains the command, the machine and every figure with its floor.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from outrider.bench.report.surroundings import recorded_environment
 
 RESULTS = Path("bench/results")
 WIDTH = 160
-"""Columns of a table that goes to a file."""
+"""Columns of a table that is not printed to a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +30,13 @@ class Row:
     """One figure.
 
     Attributes:
-        case: What was measured, e.g. ``round chain 5, batch 4``; unique within a benchmark.
+        case: The measured case, e.g. ``round chain 5, batch 4``; unique within a benchmark.
         value: The figure, in `unit`.
         unit: ``ms``, ``us``, ``tok/s``, ``GB/s``, ``TFLOP/s`` …
-        floor: The best that the machine could do, in the same unit: of a time the least, of a rate the most; None where there is none.
-        floor_of: What bounds it: ``bytes``, ``flops``, ``launch`` …
-        more: Further figures of the case (percentiles, accept length …) for the JSON; a few are shown.
+        floor: The best possible value on this machine, in the same unit: the minimum of a time, the maximum
+            of a rate. None if there is none.
+        floor_of: Resource that bounds it: ``bytes``, ``flops``, ``launch`` …
+        more: Further figures of the case for the JSON (percentiles, accept length …). The table shows a few.
     """
 
     case: str
@@ -44,13 +48,13 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """How many times the floor; at least about 1, for times and rates alike."""
+        """Distance from the floor as a factor, for times and rates alike; usually at least 1."""
         if not self.floor or not self.value:
             return None
         return self.floor / self.value if "/" in self.unit else self.value / self.floor
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row with its ratio."""
+        """Return the row and its ratio as JSON values."""
         plain = asdict(self)
         more = plain.pop("more")
         ratio = self.ratio
@@ -58,12 +62,19 @@ class Row:
 
 
 def recorded_command() -> list[str]:
-    """Return this process's command for a result; of absolute paths only the names, which are all that another machine has."""
+    """Return this process's command line for a result.
+
+    Absolute paths are reduced to their names, because another machine has other folders.
+    """
     return ["outrider", *(Path(part).name if part.startswith("/") else part for part in sys.argv[1:])]
 
 
 def result_path(output: Path | None, name: str, device: str) -> Path:
-    """Return where a result goes: to `output` if that ends in .json, else into it (or `bench/results`) by its name; makes the folder."""
+    """Return the file to write a result to, and create its folder.
+
+    The file is `output` itself if that ends in .json. Otherwise it is ``<name>-<device>.json`` in the folder
+    `output`, by default `bench/results`.
+    """
     folder = output or RESULTS
     path = folder if folder.suffix == ".json" else folder / f"{name}-{device}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,14 +83,14 @@ def result_path(output: Path | None, name: str, device: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A benchmark that ran.
+    """The result of a benchmark run.
 
     Attributes:
-        name: Of the benchmark; begins the file's name.
-        settings: What it ran with, resolved.
-        rows: Its figures.
-        more: Whatever else the JSON shall hold (a profile, single runs).
-        note: What a reader of the table must know of its figures; stands in the title.
+        name: Name of the benchmark; the file's name begins with it.
+        settings: The resolved settings of the run.
+        rows: The figures.
+        more: Further entries for the JSON (a profile, single runs).
+        note: Remark that a reader of the figures needs; shown in the table's title.
     """
 
     name: str
@@ -89,7 +100,7 @@ class Result:
     note: str = ""
 
     def save(self, output: Path | None) -> Path:
-        """Write the JSON; see `result_path`."""
+        """Write the JSON file and return its path; for `output`, see `result_path`."""
         machine = describe_machine()
         path = result_path(output, self.name, str(self.settings.get("device", "cpu")).split(":")[0])
         content = {
@@ -107,7 +118,7 @@ class Result:
         return path
 
     def table(self, shown: Sequence[str] = ()) -> Table:
-        """Return the rows as a table; `shown` names the entries of `more` that get columns."""
+        """Return the rows as a table; `shown` lists the entries of `more` to show as columns."""
         where = self.settings.get("machine") or self.settings.get("device", "")
         table = Table(title=f"{self.name}: {where}" + (f", {self.note}" if self.note else ""))
         for name in ("case", "figure", "floor", "× floor", *shown):
@@ -129,7 +140,7 @@ class Result:
 
 
 def finish(result: Result, output: Path | None, shown: Sequence[str] = ()) -> int:
-    """Print the table, write the file, say where it is. Returns the exit code."""
+    """Print the table, write the file and print its path. Returns the exit code."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH)

@@ -1,4 +1,4 @@
-"""Recorded results by what was measured: which file and row a figure is found in."""
+"""Finds recorded results: picks the file and row that contain a given figure."""
 
 from __future__ import annotations
 
@@ -15,45 +15,48 @@ from outrider.shared.base.errors import ConfigurationError
 SHAPE = "llama3.1-8b"
 PLAIN_SETTINGS = frozenset(
     (
-        "shape", "device", "dtype", "weights", "transport", "draft_device", "tp", "prompt", "new_tokens", "repeats", "read_bandwidth_gbs",
-        "matrix_rate_tflops", "mps", "draft_rounds",
+        "shape", "device", "dtype", "weights", "transport", "draft_device", "tp", "prompt", "new_tokens",
+        "repeats", "read_bandwidth_gbs", "matrix_rate_tflops", "mps", "draft_rounds",
     )
 )  # fmt: skip
-"""What every run of `outrider bench latency` tells; a run that tells more was told to compute otherwise (``--set``)."""
+"""Settings that every run of `outrider bench latency` records. All others come from ``--set``."""
 NO_MATTER = ("CUDA_MPS_PIPE_DIRECTORY", "NCCL_VERSION", "TRITON_CACHE_DIR")
-"""Variables of an environment that name places or versions and change no figure: `mps` in the settings says what pipes are for."""
+"""Environment variables that name places or versions and do not affect figures.
+
+The pipe directory is among them because the setting `mps` already records whether MPS was used.
+"""
 PROFILED = ("gpu_idle", "gpu_idle_between")
-"""What only a run with ``--profile`` tells, which measures every round once."""
+"""Fields recorded only with ``--profile``, which measures every round once."""
 COMMIT_DIGITS = 7
 CALL = re.compile(r"\d{4}-\d{2}-\d{2}T\d{4}Z")
-"""How the folder of a call is named: by when it began."""
+"""Name of a call's folder: the time at which the call began."""
 OFF = ("false", "none", "auto")
-"""Values of such a setting that change nothing."""
+"""Values of such a setting that leave the default behaviour unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedResult:
-    """One file of results."""
+    """One result file."""
 
     path: Path
     content: Mapping[str, Any]
 
     @property
     def date(self) -> datetime:
-        """When it was measured; long ago in a file that does not tell, or not as a benchmark does."""
+        """Time of the measurement; the epoch if the file has no date, or one in another format."""
         try:
-            told = datetime.fromisoformat(str(self.content.get("date", "")))
+            recorded = datetime.fromisoformat(str(self.content.get("date", "")))
         except ValueError:
             return datetime.fromtimestamp(0, UTC)
-        return told if told.tzinfo else told.replace(tzinfo=UTC)
+        return recorded if recorded.tzinfo else recorded.replace(tzinfo=UTC)
 
     def settings(self, name: str) -> Any:
-        """Return one of its settings, or None."""
+        """Return one of the run's settings, or None."""
         return self.content.get("settings", {}).get(name)
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What the run was told to do otherwise than by default."""
+        """Settings of the run that differ from the defaults."""
         settings: Mapping[str, Any] = self.content.get("settings", {})
         return {
             name: value
@@ -63,14 +66,17 @@ class RecordedResult:
 
     @property
     def gpu(self) -> str | None:
-        """The id of the GPU that computed; None in files that do not tell."""
+        """Id of the GPU that did the work; None if the file does not record it."""
         ids: Sequence[str] = self.content.get("machine", {}).get("gpu_ids", ())
         index = int(str(self.settings("device")).partition(":")[2] or 0)
         return ids[index] if index < len(ids) else None
 
     def distance(self, other: RecordedResult) -> tuple[bool, bool, bool, timedelta]:
-        """Return how far apart two runs are: by GPU first, as two of a kind differ by percents, then by what else they had (GPUs that they
-        saw, cores that they might use), then in time."""
+        """Return how different the circumstances of two runs are, as a sort key.
+
+        The GPU comes first, because two GPUs of the same model differ by several percent. Next come the
+        visible GPUs, then the usable cores, then the time between the runs.
+        """
         mine, others = (recorded.content.get("machine", {}) for recorded in (self, other))
         gpus, cores = (
             mine.get("gpu_ids") != others.get("gpu_ids"),
@@ -80,15 +86,17 @@ class RecordedResult:
 
     @property
     def command(self) -> str:
-        """What was run, behind the variables of its environment that bear on figures."""
+        """Command line of the run, preceded by the environment variables that affect figures."""
         environment: Mapping[str, str] = self.content.get("environment", {})
         variables = [f"{name}={value}" for name, value in environment.items() if name not in NO_MATTER]
         return " ".join((*variables, *map(str, self.content.get("command", ()))))
 
     @property
     def occasion(self) -> str:
-        """When and on what it was measured, as far as the file tells: ``2026-11-21 15:00 UTC, GPU 29f2f6ee, 16 of 64 cores, commit
-        2ea2987``."""
+        """Time, machine and commit of the measurement, as far as they are recorded.
+
+        Example: ``2026-11-21 15:00 UTC, GPU 29f2f6ee, 16 of 64 cores, commit 2ea2987``.
+        """
         machine: Mapping[str, Any] = self.content.get("machine", {})
         ids: Sequence[str] = machine.get("gpu_ids", ())
         gpu = f"GPU {' and '.join(ids)}" if ids else "an H200" if machine.get("gpus") else "CPU"
@@ -102,13 +110,13 @@ class RecordedResult:
         if source.get("commit"):
             parts.append(
                 f"commit {source['commit'][:COMMIT_DIGITS]}"
-                + (" with changes" if source.get("modified") else "")
+                + (" with uncommitted changes" if source.get("modified") else "")
             )
         return ", ".join(parts)
 
     @property
     def under_mps(self) -> bool:
-        """Whether the processes shared the GPU through the multi-process service."""
+        """Whether the processes shared the GPU through MPS."""
         return bool(self.settings("mps"))
 
     def row(self, case: str) -> Mapping[str, Any] | None:
@@ -118,25 +126,25 @@ class RecordedResult:
 
 @dataclass(frozen=True, slots=True)
 class PeerFigures:
-    """One file of a peer's runs, by its own script."""
+    """One file with a peer's runs, as its own benchmark script wrote them."""
 
     path: Path
     lines: Sequence[Mapping[str, Any]]
 
     @property
     def command(self) -> str:
-        """What was run; empty in files that do not tell."""
+        """Command line of the run; empty if not recorded."""
         return str(self._about.get("command", ""))
 
     @property
     def occasion(self) -> str:
-        """When and on what, likewise."""
-        told = [str(self._about[name]) for name in ("date", "gpu", "beside") if name in self._about]
-        return "; ".join(told)
+        """Time and machine of the run; empty if not recorded."""
+        recorded = [str(self._about[name]) for name in ("date", "gpu", "beside") if name in self._about]
+        return "; ".join(recorded)
 
     @property
     def date(self) -> str:
-        """When, sortable; empty likewise."""
+        """Date of the run in a sortable form; empty if not recorded."""
         return str(self._about.get("date", ""))
 
     @property
@@ -145,21 +153,26 @@ class PeerFigures:
 
 
 class Results:
-    """All recorded results of a folder on one kind of device; of several that fit, the latest counts, or the one `near` another.
+    """All results recorded in a folder.
 
-    A folder within it that is named by a time holds what ran beside a peer in one call: comparisons with that peer look there first.
+    If several files fit a query, the latest one is returned, or the one closest to the argument `near`.
+
+    A subfolder named after a time contains results that were measured beside a peer in the same call.
+    Comparisons with that peer search this subfolder first.
 
     Raises:
-        ConfigurationError: A file is not JSON.
+        ConfigurationError: A file is not valid JSON.
     """
 
     def __init__(self, folder: Path) -> None:
         places = (folder, *sorted(path for path in folder.iterdir() if CALL.fullmatch(path.name)))
         found = (recorded for place in places for recorded in _recorded(place))
         self._files = sorted(found, key=lambda recorded: recorded.date, reverse=True)
-        told = [path for place in places for path in sorted(place.glob("vllm*.jsonl"), reverse=True)]
+        peer_files = [path for place in places for path in sorted(place.glob("vllm*.jsonl"), reverse=True)]
         self._peers = sorted(
-            (PeerFigures(path, read_lines(path)) for path in told), key=lambda peer: peer.date, reverse=True
+            (PeerFigures(path, read_lines(path)) for path in peer_files),
+            key=lambda peer: peer.date,
+            reverse=True,
         )
 
     def latency(
@@ -173,16 +186,18 @@ class Results:
         beside: PeerFigures | None = None,
         **settings: Any,
     ) -> tuple[RecordedResult, Mapping[str, Any]] | None:
-        """Return the latest file of `outrider bench latency` on a GPU that has the case, and its row; profiled runs are for idle shares.
+        """Return the latest `outrider bench latency` file on a GPU that has the case, and the case's row.
+
+        Profiled runs are used only for idle shares.
 
         Args:
-            case: Of the row.
-            needs: What the row must tell.
-            changes: What the run was told to compute otherwise, all of it.
-            mps: Whether it ran under the multi-process service.
-            near: Take the file that was measured closest to this one, see `RecordedResult.distance`.
-            beside: Take the file of the call in which this peer ran, if that has the case.
-            settings: Of the run; in process, on one GPU, unless they say otherwise.
+            case: Case of the row.
+            needs: Field that the row must have.
+            changes: All non-default settings that the run must have.
+            mps: Whether the run used MPS.
+            near: Return the file measured closest to this one instead (`RecordedResult.distance`).
+            beside: Prefer the file from the call in which this peer ran, if it has the case.
+            settings: Settings that the run must have. By default: in-process, on one GPU.
         """
         here = {"shape": SHAPE, "prompt": 512, "new_tokens": 384, "draft_device": None, "tp": None}
         wanted = {
@@ -204,7 +219,7 @@ class Results:
         )
 
     def profiled(self) -> RecordedResult | None:
-        """Return the latest file of `outrider bench latency --profile` on a GPU, of the shape that is promised for."""
+        """Return the latest `outrider bench latency --profile` file on a GPU, for the shape of the goals."""
         for recorded in self._files:
             if (
                 recorded.content.get("profiles")
@@ -215,7 +230,7 @@ class Results:
         return None
 
     def perplexity(self, case: str) -> tuple[RecordedResult, Mapping[str, Any]] | None:
-        """Return the same of `outrider bench perplexity` on GSM8K's text, on any device."""
+        """Return the latest `outrider bench perplexity` result on the GSM8K text, on any device."""
 
         def fits(recorded: RecordedResult) -> bool:
             return str(recorded.settings("text")).startswith("gsm8k")
@@ -223,11 +238,11 @@ class Results:
         return self._latest("perplexity", case, {}, "increase_percent", fits, device="")
 
     def kernels(self, case: str) -> tuple[RecordedResult, Mapping[str, Any]] | None:
-        """Return the same of `outrider bench kernels`."""
+        """Return the latest `outrider bench kernels` result on a GPU that has the case."""
         return self._latest("kernels", case, {"shape": (SHAPE,)}, "value")
 
     def starts(self) -> Sequence[RecordedResult]:
-        """Return the files of `outrider bench serve` that tell how long the start of a stack took, in the order of their dates."""
+        """Return the `outrider bench serve` files that record a stack's startup time, oldest first."""
         fits = (
             recorded
             for recorded in self._files
@@ -236,7 +251,7 @@ class Results:
         return list(fits)[::-1]
 
     def latest(self, benchmark: str, case: str | None = None) -> RecordedResult | None:
-        """Return the latest file of another benchmark on a GPU, or the latest that has a case."""
+        """Return the latest file of another benchmark on a GPU; with `case`, the latest that has it."""
         for recorded in self._files:
             on_a_gpu = str(recorded.settings("device")).startswith("cuda") or bool(
                 recorded.content.get("machine", {}).get("gpus")
@@ -250,15 +265,18 @@ class Results:
         return None
 
     def summary(self, name: str) -> tuple[RecordedResult, Mapping[str, Any]] | None:
-        """Return the greedy summary of the latest `outrider bench speculation` that was recorded in `name`."""
+        """Return the latest `outrider bench speculation` file called `name`, and its greedy summary."""
         for recorded in self._files:
             if recorded.path.name == name and recorded.content.get("summary"):
                 return recorded, recorded.content["summary"][0]
         return None
 
     def vllm(self, config: str, batch: int) -> tuple[PeerFigures, Mapping[str, Any]] | None:
-        """Return the latest file that has a configuration of vLLM's (``vllm*.jsonl``: a line of ours that tells
-        when and where, then those of its script), and its first run of it."""
+        """Return the latest vLLM file with a configuration and batch size, and its first run of them.
+
+        A vLLM file (``vllm*.jsonl``) starts with our line about the time and machine, followed by the lines
+        of vLLM's own script.
+        """
         wanted = {"case": "run", "config": config, "bs": batch}
         for peer in self._peers:
             for line in peer.lines:
@@ -298,14 +316,20 @@ def _recorded(folder: Path) -> list[RecordedResult]:
 
 
 def read_result(path: Path) -> Mapping[str, Any]:
+    """Return the content of a result file; empty if it is not a JSON object.
+
+    Raises:
+        ConfigurationError: The file is not valid JSON.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigurationError(f"{path} is not JSON: {error}.", field="--results") from None
+        raise ConfigurationError(f"{path} is not valid JSON: {error}.", field="--results") from None
     return content if isinstance(content, dict) else {}
 
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
+    """Return the JSON objects of a file, one per line; other lines are skipped."""
     return [
         json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")
     ]

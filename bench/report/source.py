@@ -1,4 +1,4 @@
-"""Which source a result was made from: its commit, and git's own ids of the folders that computed."""
+"""Identifies the source of a result: its commit, and git's object ids of the folders that were run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-"""What holds the folders of the package: of a checkout, of a copy, or of an installed package."""
+"""Folder that contains the package's folders, in a checkout, in a copy or in an installed package."""
 PARTS = ("kernels", "shared", "services")
 REVISION = "OUTRIDER_REVISION"
-"""The variable that names the commit where there is no checkout."""
+"""Environment variable that names the commit if there is no checkout."""
 NOT_SOURCE = ("__pycache__",)
 LINK, PROGRAM, FILE, FOLDER = b"120000", b"100755", b"100644", b"40000"
 GIT_S = 10.0
@@ -21,19 +21,23 @@ GIT_S = 10.0
 
 @cache
 def recorded_source(root: Path = ROOT) -> dict[str, Any]:
-    """Return what a result shall tell of the source in `root`, as this process first saw it.
+    """Return the description of the source in `root`, as this process first saw it.
 
     Returns:
-        commit: That is checked out, or that the variable names; None where neither tells.
-        modified: Whether files of the package differ from it; None without a checkout.
-        trees: Folder → id, which ``git rev-parse COMMIT:FOLDER`` tells of the same files: nobody needs to believe the variable.
+        A dictionary with these keys.
+
+        - commit: The commit that is checked out, or that the environment variable names. None if neither is
+          known.
+        - modified: Whether files of the package differ from the commit. None without a checkout.
+        - trees: Folder → id. ``git rev-parse COMMIT:FOLDER`` prints the same id for the same files, so the
+          environment variable can be verified.
     """
     commit, modified = _checked_out(root) or (os.environ.get(REVISION), None)
     return {"commit": commit, "modified": modified, "trees": {part: tree_id(root / part) for part in PARTS}}
 
 
 def tree_id(folder: Path) -> str:
-    """Return the id that git gives to the files of a folder; compiled modules and empty folders are none of them."""
+    """Return git's id for the files of a folder; compiled modules and empty folders are ignored."""
     return (_tree(folder) or _object(b"tree", b"")).hex()
 
 
@@ -64,7 +68,10 @@ def _object(kind: bytes, content: bytes) -> bytes:
 
 
 def _checked_out(root: Path) -> tuple[str, bool] | None:
-    """Return the commit whose checkout `root` is, and whether the package's files differ from it; None if it is no checkout's root."""
+    """Return the commit checked out in `root`, and whether the package's files differ from it.
+
+    Returns None if `root` is not the root of a checkout.
+    """
     found = _git(root, "rev-parse", "--show-prefix", "HEAD")
     if found is None or not found.startswith("\n"):  # a folder within some other repository has a prefix
         return None

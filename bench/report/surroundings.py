@@ -1,4 +1,7 @@
-"""What a benchmark's process was started with, and in what it runs: its environment, its age, the multi-process service of the GPU."""
+"""Describes a benchmark's process: its environment variables, age and compiled kernels; starts MPS for it.
+
+MPS is NVIDIA's multi-process service, through which processes share a GPU.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,17 @@ SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_PIPES = "/tmp/nvidia-mps"
 START_FIELD = 19
-"""Of /proc/self/stat behind the name in parentheses: when the process started, in ticks since the machine did."""
+"""Index in /proc/self/stat, counted after the parenthesised name, of the process's start time.
+
+The unit is clock ticks since boot.
+"""
 
 
 def recorded_environment() -> dict[str, str]:
-    """Return the variables of this process that bear on figures; of absolute paths only the names, as in `recorded_command`."""
+    """Return the environment variables of this process that affect figures.
+
+    Absolute paths are reduced to their names, as in `recorded_command`.
+    """
     matters = {
         name: value
         for name, value in os.environ.items()
@@ -53,16 +62,18 @@ def recorded_environment() -> dict[str, str]:
 
 
 def under_mps() -> bool:
-    """Whether processes share the GPU through the multi-process service: its daemon's pipes are where CUDA looks for them."""
+    """Return whether processes share the GPU through MPS: its daemon's pipe is where CUDA looks for it."""
     return (Path(os.environ.get(PIPES, DEFAULT_PIPES)) / "control").exists()
 
 
 @contextmanager
 def multi_process_service(wanted: bool) -> Iterator[Surroundings]:
-    """Run the service for this process and its children, as `outrider up --mps` does; CUDA must not have been asked for before.
+    """Run MPS for this process and its children, as `outrider up --mps` does, if `wanted`.
+
+    CUDA must not be initialised before: a process joins MPS when it creates its context.
 
     Raises:
-        ConfigurationError: It is wanted, and there is none here.
+        ConfigurationError: MPS is wanted, but this machine does not have it.
     """
     if not wanted:
         yield Surroundings()
@@ -81,13 +92,13 @@ def multi_process_service(wanted: bool) -> Iterator[Surroundings]:
 
 
 def process_age_s() -> float:
-    """Return the seconds since this process was started, imports included."""
+    """Return the seconds since this process started, including its imports."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[START_FIELD]) / os.sysconf("SC_CLK_TCK")
 
 
 def compiled_kernels() -> int:
-    """Return how many kernels lie compiled in Triton's cache on the disk."""
+    """Return the number of compiled kernels in Triton's cache on disk."""
     home = Path(os.environ.get("TRITON_HOME", Path.home()))
     return sum(
         1 for _ in Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton" / "cache")).glob("*/*.cubin")

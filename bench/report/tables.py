@@ -1,6 +1,7 @@
-"""The tables of docs/performance.md, docs/numerics.md and README.md: what was promised, what options cost, and what recorded results say.
+"""Makes the tables of docs/performance.md, docs/numerics.md and README.md from recorded results.
 
-Never typed by hand, so that they cannot drift.
+They show the goals, the costs of options and the measurements. No table is edited by hand, so none can
+differ from the results.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ ROUND_KINDS = (
     ("plain decode", "plain", "plain"),
     ("EAGLE-3, chain of 3", "chain 3", "chain3"),
     ("EAGLE-3, chain of 5", "chain 5", "chain5"),
-    ("EAGLE-3, tree 5/8/32 (vLLM has none)", "tree 5/8/32", ""),
+    ("EAGLE-3, tree 5/8/32 (no vLLM equivalent)", "tree 5/8/32", ""),
 )
-"""What a round is called, by us and in the files of vLLM's."""
+"""Kinds of rounds: the label shown, the name in our results, and the configuration in vLLM's files."""
 GENERIC_SHAPE = "granite-3.1-2b"
 COMPILED_CASES = tuple(f"round plain, batch {batch}" for batch in (1, 16))
 COST_CASES = tuple(f"round {kind}, batch {batch}" for kind in ("plain", "tree 5/8/32") for batch in (1, 16))
@@ -33,14 +34,14 @@ COST_CASES = tuple(f"round {kind}, batch {batch}" for kind in ("plain", "tree 5/
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table, and the two lines that it stands between in a document."""
+    """A generated table, and the two marker lines that enclose it in a document."""
 
     begin: str
     end: str
     lines: Callable[[Results], Iterator[str]]
 
     def written_into(self, text: str, results: Results) -> str:
-        """Return the text with the table made anew, if the text has a place for it."""
+        """Return the text with the table regenerated; unchanged if the text lacks the markers."""
         if self.begin not in text or self.end not in text:
             return text
         before, rest = text.split(self.begin, 1)
@@ -49,13 +50,14 @@ class Table:
 
 
 def run_table(results: Path, document: Path | None, check: bool) -> int:
-    """Print the tables, or write those that a document has a place for; see `outrider bench table`.
+    """Print the tables, or write them to the document that has markers for them (`outrider bench table`).
 
     Raises:
-        ConfigurationError: There is no folder of results, the document has no place for any table, or a result cannot be read.
+        ConfigurationError: The folder of results is missing, the document has no markers for any table, or a
+            result cannot be read.
     """
     if not results.is_dir():
-        raise ConfigurationError(f"--results {results}: there is no such folder.", field="--results")
+        raise ConfigurationError(f"--results {results}: this folder does not exist.", field="--results")
     recorded = Results(results)
     if document is None:
         print(*("\n".join(table.lines(recorded)) for table in TABLES), sep="\n\n")
@@ -64,7 +66,7 @@ def run_table(results: Path, document: Path | None, check: bool) -> int:
     if not any(table.begin in text and table.end in text for table in TABLES):
         begin, end = TABLES[0].begin, TABLES[0].end
         raise ConfigurationError(
-            f"{document} has no place for the table: it needs the lines\n{begin}\n{end}", field="--document"
+            f"{document} has no markers for a table. Add the lines\n{begin}\n{end}", field="--document"
         )
     new = text
     for table in TABLES:
@@ -72,7 +74,8 @@ def run_table(results: Path, document: Path | None, check: bool) -> int:
     if check:
         if new != text:
             print(
-                f"{document} differs from the recorded results; run `outrider bench table --document {document}`.",
+                f"{document} differs from the recorded results. "
+                f"Run `outrider bench table --document {document}`.",
                 file=sys.stderr,
             )
         return int(new != text)
@@ -81,8 +84,8 @@ def run_table(results: Path, document: Path | None, check: bool) -> int:
 
 
 def goal_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of the table of goals, then the command of every file that it names."""
-    yield "| | goal | ours | floor | × floor | peer | result |"
+    """Yield the goals table, then the command of every file that it names."""
+    yield "| measurement | goal | ours | floor | × floor | peer | result file |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     sources: set[Path] = set()
     peers: dict[Path, PeerFigures] = {}
@@ -115,12 +118,12 @@ def goal_lines(results: Results) -> Iterator[str]:
 
 
 def cost_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of what `--deterministic` costs."""
+    """Yield the table that shows the cost of `--deterministic`."""
     return _changed_lines(results, "deterministic", {"deterministic": "true"}, COST_CASES, SHAPE)
 
 
 def compile_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of what `--enable-torch-compile` changes, of a model that transformers' modules compute."""
+    """Yield the table of the gain of `--enable-torch-compile`, for a model of transformers' modules."""
     return _changed_lines(
         results, "compiled", {"enable_torch_compile": "true"}, COMPILED_CASES, GENERIC_SHAPE
     )
@@ -129,8 +132,8 @@ def compile_lines(results: Results) -> Iterator[str]:
 def _changed_lines(
     results: Results, changed: str, changes: Mapping[str, str], cases: Sequence[str], shape: str
 ) -> Iterator[str]:
-    """Yield the lines of rounds with a setting, each beside the same without, of the run that is likest."""
-    yield f"| round | usual | {changed} | × |"
+    """Yield a table of rounds with a changed setting, each beside the nearest run without it."""
+    yield f"| round | default | {changed} | ratio |"
     yield "| --- | --- | --- | --- |"
     sources: set[Path] = set()
     for case in cases:
@@ -146,22 +149,21 @@ def _changed_lines(
 
 
 def time_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of where the GPU's time goes in a round, and the command of the file that lists every kernel."""
+    """Yield the table of GPU time in a round, and the command of the file that lists every kernel."""
     recorded = results.profiled()
     if recorded is None:
-        yield f"Where a round's time goes is {NOT_MEASURED}."
+        yield f"The GPU time of a round is {NOT_MEASURED}."
         return
     yield from profile_lines(recorded)
     yield from command_lines({recorded.path})
 
 
 def round_lines(results: Results) -> Iterator[str]:
-    """Yield the lines of rounds beside vLLM's, and the files that they are from; for the README, one folder above the documents."""
-    yield (
-        "| milliseconds a round, ours / vLLM | "
-        + " | ".join(f"batch {batch}" for batch in ROUND_BATCHES)
-        + " |"
-    )
+    """Yield the table of rounds beside vLLM's, and links to its files.
+
+    The links are relative to the README, which is one folder above the documents.
+    """
+    yield ("| ms per round, ours / vLLM | " + " | ".join(f"batch {batch}" for batch in ROUND_BATCHES) + " |")
     yield "| --- |" + " --- |" * len(ROUND_BATCHES)
     sources: dict[Path, None] = {}
     for what, kind, config in ROUND_KINDS:
@@ -175,7 +177,7 @@ def round_lines(results: Results) -> Iterator[str]:
                 sources[found[0].path] = None
         yield f"| {what} | {' | '.join(cells)} |"
     yield ""
-    yield "From " + ", ".join(f"[{within(path)}](bench/results/{within(path)})" for path in sources) + "."
+    yield "Sources: " + ", ".join(f"[{within(path)}](bench/results/{within(path)})" for path in sources) + "."
 
 
 TABLES = (

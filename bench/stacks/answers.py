@@ -1,4 +1,4 @@
-"""When the tokens of a batch arrive, and what its sequences got."""
+"""Records when the tokens of a batch arrive, and each sequence's outcome."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.services.target.request import Event, FailedEvent, FinishedEvent, TokensEvent
+from outrider.services.target.request import Event, EventSink, FailedEvent, FinishedEvent, TokensEvent
 from outrider.shared.base.errors import OutriderError
 
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """What one sequence of a batch got.
+    """Outcome of one sequence of a batch.
 
     Attributes:
-        arrivals: Seconds after the batch was handed over, one per step that brought tokens.
-        tokens: Of the answer.
-        rounds: Verified after the prefill.
-        draft_rounds: Of these, with draft nodes.
-        accept_length: Tokens per round with draft nodes, the bonus token counted.
-        fallback: Why rounds went without, if any did.
+        arrivals: Seconds from submitting the batch, one entry for each step that delivered tokens.
+        tokens: Number of tokens in the answer.
+        rounds: Rounds verified after the prefill.
+        draft_rounds: Rounds that had draft nodes.
+        accept_length: Tokens per round with draft nodes, including the bonus token.
+        fallback: Why some rounds had no draft nodes; empty if all had.
     """
 
     arrivals: Sequence[float]
@@ -32,8 +32,8 @@ class TimedAnswer:
     fallback: str
 
 
-class AnswerSink:
-    """Notes when tokens arrive. Called on the engine's thread."""
+class AnswerSink(EventSink):
+    """Records when tokens arrive. Called on the engine's thread."""
 
     def __init__(self, requests: int) -> None:
         self.requests = requests
@@ -47,7 +47,6 @@ class AnswerSink:
         self._finished: dict[str, FinishedEvent] = {}
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """See `EventSink.deliver`."""
         now = time.perf_counter()
         with self.stepped:
             for event in events:
@@ -66,16 +65,16 @@ class AnswerSink:
 
     @property
     def fewest_steps(self) -> int:
-        """Steps that brought tokens to the sequence that got the fewest."""
+        """Smallest number of token deliveries over all sequences; 0 until each sequence had one."""
         return min(map(len, self._arrivals.values())) if len(self._arrivals) == self.requests else 0
 
     @property
     def some_ended(self) -> bool:
-        """Whether a sequence is complete, or failed."""
+        """True if a sequence has finished or failed."""
         return self._open < self.requests
 
     def answer(self, request_id: str) -> TimedAnswer:
-        """Return what a finished request got."""
+        """Return the outcome of a finished request."""
         finished = self._finished[request_id]
         report = finished.speculation
         drafted = sum(report.accepted_histogram) if report.draft_tokens else 0

@@ -1,4 +1,4 @@
-"""The draft alone, on random weights: one round of drafting as the engine enqueues it, to be timed by itself."""
+"""A draft alone, on random weights: one round of drafting as the engine enqueues it, timed separately."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ SPARE_TOKENS = 512
 def drafting_round(
     decoder: Decoder, shape: NamedShape, tree: DraftShape, batch: int, context: int
 ) -> Iterator[Callable[[], DraftBatch]]:
-    """Follow `batch` sequences of `context` random tokens, and yield what enqueues a round for them: extend, growth and trees.
+    """Open `batch` sequences of `context` random tokens, and yield a function that enqueues a round for them.
 
-    The round reads one fresh row a sequence and may be repeated: it writes the same places each time.
+    A round consists of extend, tree growth and the trees. It reads one new row for each sequence. It may be
+    repeated, because it writes to the same places each time.
 
     Raises:
-        UnavailableError: The draft keeps no rounds on this device.
+        UnavailableError: The draft does not support device-resident rounds here.
     """
+    # 1. Write a random head and load it beside the target.
     draw = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="outrider-head-", dir=memory_folder()) as folder:
         head = write_random_head(Path(folder), shape, decoder.device, decoder.dtype)
@@ -46,6 +48,7 @@ def drafting_round(
         }
         drafter = drafter_beside(decoder, DraftSettings.load(settings))
     try:
+        # 2. Open the sequences and commit their prompts.
         state = RoundState.idle(
             batch, tree.depth + 1, decoder.config.hidden_size, decoder.dtype, decoder.device
         )
@@ -60,14 +63,16 @@ def drafting_round(
             drafter.open([SequenceOpen(fence, tokens, seed=session, temperature=0.0)])
             drafter.features(session, 0, features[:-1])
             rows.append(_commit(drafter, fence, tokens[-1], features[-1:], tree))
-        drafter.propose(ProposalRequest(0, rows, None))  # the prompts go into the draft's cache
+        # This proposal puts the prompts into the draft's cache.
+        drafter.propose(ProposalRequest(0, rows, None))
         for session, row in zip(sessions, rows, strict=True):
             fresh = torch.randn(1, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
             _commit(drafter, row.fence, session, fresh, tree)
+        # 3. Move the sequences into device-resident rounds.
         state.committed_lens.fill_(context + 2)
         rounds = drafter.enter(list(sessions), tree, state) if drafter.device_resident else None
         if rounds is None or not rounds.reserve([context + 2] * batch):
-            raise UnavailableError("The draft keeps no rounds on this device.")
+            raise UnavailableError("The draft does not support device-resident rounds on this device.")
         yield lambda: rounds.draft(state)
         rounds.leave()
     finally:
@@ -77,7 +82,7 @@ def drafting_round(
 def _commit(
     drafter: InprocDrafter, before: Fence, token: int, features: torch.Tensor, tree: DraftShape
 ) -> ProposalRow:
-    """Tell the drafter one more token, and return what asks for a tree behind it."""
+    """Commit one more token to the drafter, and return the row that requests a tree after it."""
     fence = Fence(
         before.session_id,
         before.epoch,

@@ -1,7 +1,7 @@
-"""An engine in this process, as `outrider serve target` builds it, over random weights: the model, its draft, and batches through both.
+"""An in-process engine over random weights, built as by `outrider serve target`: model, draft and batches.
 
-What the services are made of is known here and where single parts of them are set up (`draft_stack`, `remote_draft`, the inputs of
-kernels); the other modules measure what these offer.
+Only this module and those that set up single parts (`draft_stack`, `remote_draft`, the kernels' inputs)
+depend on how the services are built. The other modules only measure what these provide.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ DRAFT_START_S = 120.0
 ANSWER_S = 120.0
 NO_DRAFT = "none"
 PREFILL_TOKENS = 16384
-"""Most prompt tokens of a step, the `max_num_batched_tokens` of the peers' runs that figures are compared with."""
+"""Maximum prompt tokens of a step, equal to `max_num_batched_tokens` in the peers' runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What to build.
+    """The engine to build.
 
     Attributes:
-        shape: Of target and head.
-        device, dtype: Of the target, as the service takes them.
-        draft_device: Of the draft, where it runs apart.
-        transport: How it is reached.
-        max_batch: Sequences at once.
-        max_len: Longest prompt and answer.
-        trees: Shapes that rounds will have.
-        tp: Ranks that share the target.
-        around: What a draft in a process of its own lives in.
-        settings: Further settings of the target by name, as text; they win.
+        shape: Shape of the target and the head.
+        device, dtype: Device and dtype of the target, in the service's notation.
+        draft_device: Device of a draft in its own process.
+        transport: How the target reaches the draft.
+        max_batch: Maximum number of concurrent sequences.
+        max_len: Maximum length of a prompt and its answer together.
+        trees: Tree shapes of the rounds.
+        tp: Number of tensor-parallel ranks of the target.
+        around: Surroundings of a draft in its own process.
+        settings: Further settings of the target, as name → text. They override all others.
     """
 
     shape: NamedShape
@@ -79,21 +79,21 @@ class EngineOptions:
 
     @property
     def drafts(self) -> bool:
-        """Whether there is a draft at all."""
+        """True if there is a draft."""
         return bool(self.trees)
 
     @property
     def draft_is_apart(self) -> bool:
-        """Whether the draft has a process of its own."""
+        """True if the draft has its own process."""
         return self.drafts and self.transport is not DraftTransport.INPROC
 
 
 Taken = tuple[float, list[TimedAnswer]]
-"""The seconds of a batch, and its answers."""
+"""Seconds that a batch took, and its answers."""
 
 
 class BenchEngine:
-    """A running engine. Make it by `running_engine`."""
+    """A running engine. Created by `running_engine`."""
 
     def __init__(self, target: Target, decoder: Decoder, synthetic: SyntheticAcceptance) -> None:
         self.decoder = decoder
@@ -104,33 +104,34 @@ class BenchEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs; with several GPUs, the first of them."""
+        """Device of the target; the first one if there are several."""
         return self.decoder.device
 
     @property
     def graphs(self) -> int:
-        """CUDA graphs that the target holds by now, its steps and rounds."""
+        """Number of CUDA graphs that the target has captured so far, for steps and rounds."""
         return self._target.recorded_graphs
 
     def set_accept_length(self, accept_length: float) -> str:
-        """Let rounds accept so many tokens on average from now on; returns the label of what is measured with it."""
+        """Set the mean accept length of all following rounds. Returns a label of the synthetic acceptance."""
         self.synthetic.set_rates(rates_of_mean(accept_length))
         return self.synthetic.describe()
 
     def run_batch(
         self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None
     ) -> Taken:
-        """Generate for all prompts at once; see `start_batch` and `RunningBatch.wait`."""
+        """Generate for all prompts together and wait; see `start_batch` and `RunningBatch.wait`."""
         return self.start_batch(prompts, new_tokens, tree).wait()
 
     def start_batch(
         self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None
     ) -> RunningBatch:
-        """Hand over prompts to be answered at once, greedily, with exactly `new_tokens` each.
+        """Submit prompts as one batch, to be answered greedily with exactly `new_tokens` tokens each.
 
         Args:
-            new_tokens: Of every answer, or of each.
-            tree: Shape of every round, or None for plain decoding.
+            prompts: Token ids of each prompt.
+            new_tokens: Length of all answers, or a length for each.
+            tree: Tree shape of every round; None for plain decoding.
         """
         sink = AnswerSink(len(prompts))
         engine = self._target.engine
@@ -138,7 +139,7 @@ class BenchEngine:
         shape = tree or DraftShape(1, 1, 1)
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         self._batches += 1
-        wake, engine.wake = engine.wake, lambda: None  # the first step shall see the whole batch
+        wake, engine.wake = engine.wake, lambda: None  # let the first step see the whole batch
         try:
             for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
                 request = GenerationRequest(
@@ -160,13 +161,16 @@ class BenchEngine:
 
 
 class RunningBatch:
-    """A batch that is being answered. Make it by `BenchEngine.start_batch`."""
+    """A batch that is being answered. Created by `BenchEngine.start_batch`."""
 
     def __init__(self, sink: AnswerSink) -> None:
         self._sink = sink
 
     def wait(self) -> Taken:
-        """Wait for the last token; returns the seconds from handing over the batch until then, and every sequence's answer.
+        """Wait for the last token.
+
+        Returns:
+            The seconds from submitting the batch to its last token, and the answer of each sequence.
 
         Raises:
             OutriderError: A request failed.
@@ -177,7 +181,9 @@ class RunningBatch:
         return sink.ended - sink.started, [sink.answer(str(index)) for index in range(sink.requests)]
 
     def wait_for_steps(self, steps: int) -> None:
-        """Wait until every sequence got tokens in so many steps more, the one of its prefill included, or the first one ended.
+        """Wait until every sequence has received tokens in `steps` more steps, or the first one has ended.
+
+        The step of the prefill counts.
 
         Raises:
             OutriderError: A request failed.
@@ -199,11 +205,11 @@ class RunningBatch:
 
 @contextmanager
 def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
-    """Make the model, start its draft and its engine, and stop all on leaving.
+    """Create the model, start its draft and its engine, and stop everything on exit.
 
     Raises:
-        ConfigurationError: A setting is wrong, or the GPU's memory does not hold it.
-        UnavailableError: The draft did not come up.
+        ConfigurationError: A setting is wrong, or the model does not fit into the GPU's memory.
+        UnavailableError: The draft did not start.
     """
     log: deque[str] = deque(maxlen=30)
     with ExitStack() as cleanup:
@@ -227,41 +233,41 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
         state = target.drafter.state()
         if options.drafts and state is not DrafterState.ON:
             raise UnavailableError(
-                f"The draft is {state.value} after {DRAFT_START_S:.0f} s. It said:\n" + "\n".join(log)
+                f"The draft is {state.value} after {DRAFT_START_S:.0f} s. Its last output:\n" + "\n".join(log)
             )
         yield BenchEngine(target, decoder, synthetic)
 
 
 def check_accept_length(accept_length: float) -> None:
-    """Refuse an accept length that no synthetic acceptance has.
+    """Check that synthetic acceptance can have this mean accept length.
 
     Raises:
-        ConfigurationError: It is out of range.
+        ConfigurationError: The length is out of range.
     """
     rates_of_mean(accept_length)
 
 
 def check_draft_device(device: str) -> None:
-    """Refuse a device that a draft in a process of its own cannot have, before that process is started.
+    """Check that a draft in its own process can use this device, before that process is started.
 
     Raises:
-        ConfigurationError: There is no such device.
+        ConfigurationError: This machine has no such device.
     """
     gpus = torch.cuda.device_count()
     if DEVICE.fullmatch(device) is None or (
         device.startswith("cuda") and int(device.partition(":")[2] or 0) >= gpus
     ):
         raise ConfigurationError(
-            f"--draft-device {device}: expected auto, cpu, or cuda:N of a GPU of this machine, which has {gpus}.",
+            f"--draft-device {device}: expected auto, cpu, or cuda:N for one of this machine's {gpus} GPUs.",
             field="--draft-device",
         )
 
 
 def placement(options: EngineOptions) -> tuple[torch.device, torch.dtype]:
-    """Return where the target computes, and in which type.
+    """Return the target's device and dtype.
 
     Raises:
-        ConfigurationError: A setting is wrong, or there is no such device.
+        ConfigurationError: A setting is wrong, or this machine has no such device.
     """
     settings = _settings(options, NO_DRAFT)
     settings.check()
@@ -325,7 +331,7 @@ def _start_draft(
     dtype: torch.dtype,
     log: deque[str],
 ) -> str:
-    """Start `outrider serve draft` and return the address that the target takes."""
+    """Start `outrider serve draft` and return its address."""
     draft = RemoteDraft(
         head=head,
         transport=options.transport,
@@ -339,15 +345,15 @@ def _start_draft(
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """Return ``name=value`` pairs as a dictionary.
+    """Parse ``name=value`` pairs into a dictionary.
 
     Raises:
-        ConfigurationError: One has no ``=``.
+        ConfigurationError: A pair has no ``=``.
     """
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
         raise ConfigurationError(
-            f"--set {wrong[0]}: expected NAME=VALUE, a setting of `outrider serve target`.", field="--set"
+            f"--set {wrong[0]}: expected NAME=VALUE for a setting of `outrider serve target`.", field="--set"
         )
     return {
         name.strip().replace("-", "_"): value for name, _, value in (pair.partition("=") for pair in pairs)

@@ -1,4 +1,4 @@
-"""A random EAGLE-3 head as a folder, read by the same code as any head: in process, or by a draft service."""
+"""Writes a random EAGLE-3 head to a folder, from which it is loaded like any other head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.shared.nn.dummy import SPREAD, RandomTensors
 
 LAYER = "midlayer."
 LOGIT_SPREAD = 6.0
-"""Standard deviation of the logits: as sure of its first guesses as a trained head, so that trees grow as deep."""
+"""Standard deviation of the logits. It is as large as a trained head's, so that trees grow as deep."""
 
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -21,7 +21,11 @@ MEMORY_NEEDED = 4 << 30
 
 
 def memory_folder() -> Path | None:
-    """Return a folder in memory with room for a head, or None where there is none (containers get 64 MiB): Python's default then."""
+    """Return a folder in memory with room for a head.
+
+    Returns None, i.e. Python's default folder, if there is not enough memory there. Containers often get
+    64 MiB.
+    """
     return (
         MEMORY_FOLDER
         if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free >= MEMORY_NEEDED
@@ -33,13 +37,13 @@ def memory_folder() -> Path | None:
 def write_random_head(
     folder: Path, shape: NamedShape, device: torch.device | str, dtype: torch.dtype
 ) -> Path:
-    """Write config.json and model.safetensors of a head for `shape`; the embedding is the target's.
+    """Write config.json and model.safetensors of a head for `shape`. It uses the target's embedding.
 
     Args:
-        folder: Exists; better in memory (/dev/shm) than on a disk.
-        shape: The target's and the head's sizes.
-        device: Where the numbers are drawn.
-        dtype: Of the file's tensors.
+        folder: An existing folder, preferably in memory (/dev/shm).
+        shape: Sizes of the target and the head.
+        device: Device on which the numbers are drawn.
+        dtype: Dtype of the tensors in the file.
     """
     from safetensors.torch import save_file
 

@@ -1,4 +1,7 @@
-"""The target of a named shape with random weights, made where it runs: by this repository's layers, or by `transformers`' modules."""
+"""Makes the target of a named shape with random weights, on the device where it runs.
+
+It uses this repository's layers, or the modules of `transformers` for generic models.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def random_target(shape: NamedShape, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Return the target of a shape, as `load_decoder` would of its checkpoint.
+    """Return the target of a shape, as `load_decoder` would return it from a checkpoint.
 
     Raises:
-        CheckpointError: `transformers` shall compute it, and is not installed or refuses it.
+        CheckpointError: The shape needs `transformers`, which is not installed or rejects it.
     """
     config = shape.model_config()
     return (
@@ -34,7 +37,7 @@ def random_target(shape: NamedShape, device: torch.device, dtype: torch.dtype) -
 def _generic(
     shape: NamedShape, config: GenericConfig, device: torch.device, dtype: torch.dtype
 ) -> GenericDecoder:
-    # Only here: `transformers` comes with these, which no other shape needs.
+    # Imported here, because these modules import `transformers`, which no other shape needs.
     find_class = importlib.import_module("outrider.shared.nn.generic.config").find_class
     paged = importlib.import_module("outrider.shared.nn.generic.attention").PAGED
     decoder_class: type[GenericDecoder] = importlib.import_module(

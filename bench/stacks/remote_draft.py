@@ -1,4 +1,4 @@
-"""A draft in a process of its own, as `outrider serve draft` starts it, beside an engine that is measured."""
+"""Starts a draft in its own process with `outrider serve draft`, beside an engine that is measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DRAIN_S = 10.0
 
 
 class DraftTransport(Enum):
-    """How the target reaches the draft."""
+    """Transport between the target and the draft."""
 
     INPROC = "inproc"
     IPC = "ipc"
@@ -26,13 +26,13 @@ class DraftTransport(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraft:
-    """What to start.
+    """The draft to start.
 
     Attributes:
-        head: Folder.
-        transport: How it is reached; not in process.
-        device, dtype: As the service takes them.
-        kv_tokens, max_sessions: What its cache holds.
+        head: Folder of the head.
+        transport: Transport to use; not ``INPROC``.
+        device, dtype: Device and dtype, in the service's notation.
+        kv_tokens, max_sessions: Capacity of the draft's KV cache.
     """
 
     head: Path
@@ -43,7 +43,13 @@ class RemoteDraft:
     max_sessions: int
 
     def start(self, cleanup: ExitStack, around: Surroundings, log: deque[str]) -> str:
-        """Start the process, which `cleanup` stops and which writes its lines to `log`; returns the address that the target takes."""
+        """Start the process and return its address for the target.
+
+        Args:
+            cleanup: Stops the process.
+            around: Surroundings of the process.
+            log: Receives the lines that the process prints.
+        """
         runtime = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
         port = free_port()
         listen, address = {

@@ -1,4 +1,7 @@
-"""Models by name, as configurations without weights: the published shapes, their public EAGLE-3 heads' shapes, and a tiny pair for CI."""
+"""Named model shapes: configurations without weights, each with the shape of an EAGLE-3 head.
+
+They are published models with their public heads, and tiny pairs for CI.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ DRAFT_VOCAB = 32_000
 
 @dataclass(frozen=True, slots=True)
 class NamedShape:
-    """A target and an EAGLE-3 head for it, as the dictionaries that their config.json files would be."""
+    """A target and an EAGLE-3 head for it, as the contents of their config.json files."""
 
     name: str
     target: Mapping[str, Any]
@@ -32,7 +35,7 @@ class NamedShape:
         """Return the target's configuration.
 
         Raises:
-            CheckpointError: `transformers` shall compute the target, and is not installed.
+            CheckpointError: The target needs `transformers`, which is not installed.
         """
         source = f"--shape {self.name}"
         return read_generic(ConfigReader(self.target, source), ()) or ModelConfig.parse(
@@ -44,10 +47,12 @@ def named_shape(name: str) -> NamedShape:
     """Return a shape by its name.
 
     Raises:
-        ConfigurationError: There is none; lists them.
+        ConfigurationError: There is no such shape. The message lists all names.
     """
     if name not in SHAPES:
-        raise ConfigurationError(f"--shape {name}: not known; known: {', '.join(SHAPES)}.", field="--shape")
+        raise ConfigurationError(
+            f"--shape {name}: unknown shape. Known shapes: {', '.join(SHAPES)}.", field="--shape"
+        )
     return SHAPES[name]
 
 
@@ -95,7 +100,7 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, **more: Any)
 def _granite(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
 ) -> dict[str, Any]:
-    """A model that `transformers`' modules compute."""
+    """Return a configuration that the modules of `transformers` compute."""
     scales = {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.22,

@@ -1,4 +1,7 @@
-"""The embedded pair and a random toy pair, the real draft engine in the target's process: same tokens as without, and as transformers."""
+"""The embedded pair and random toy pairs, with the real draft engine in the target's process.
+
+Checks that speculation emits the same tokens as plain decoding and as transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`--deterministic`: a token's logits have the same bits with speculation and without, alone and among others, in every chunking."""
+"""`--deterministic`: a token's logits have the same bits in every circumstance.
+
+The circumstances are: with and without speculation, alone and in a batch, and with any chunking of prompts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from outrider.shared.nn.deterministic import BatchInvariant, deterministic
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import FeatureSpec
 
-VOCAB = 61  # odd sizes: the ends of rows are where a vector unit rounds otherwise
+VOCAB = 61  # an odd size, because vector units round differently at the ends of rows
 NEW_TOKENS = 24
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -110,7 +113,7 @@ def test_sampling_chooses_the_same_tokens(target_dir: Path, sampling: SamplingPa
 
 @pytest.mark.parametrize("graphs", GRAPHS)
 def test_padded_batches_and_rounds_on_the_device_change_no_bit(target_dir: Path, graphs: bool) -> None:
-    """Idle rows and columns of a bucket are computed beside the real ones."""
+    """Padding rows and columns of a bucket are computed together with the real ones."""
     decoder = load(target_dir, DEVICE, torch.float32)
     tokens, logits = plain(decoder, NEW_TOKENS)
     for overlap in (None, OverlapPlan((1, 2, 4), 6)):
@@ -134,7 +137,7 @@ def test_padded_batches_and_rounds_on_the_device_change_no_bit(target_dir: Path,
 def test_drafted_rounds_on_the_device_choose_the_same_tokens(
     target_dir: Path, dtype: torch.dtype, shape: tuple[int, int, int], graphs: bool
 ) -> None:
-    """No near-tie is excused, in 16 bits either."""
+    """No near-tie is excused here, even in 16 bits."""
     decoder = load(target_dir, DEVICE, dtype)
     for sampling in (None, SamplingParams(temperature=1.0, seed=3)):
         tokens, _ = plain(decoder, NEW_TOKENS, sampling)
@@ -156,7 +159,10 @@ GENERIC = sorted(generic_models.CASES)[:2]
 
 @pytest.mark.parametrize("case", [*FAMILIES, *GENERIC])
 def test_every_family_keeps_its_bits(tmp_path: Path, case: str) -> None:
-    """Experts, latents, windows, sinks, transformers' modules: one pass over a prompt, and the same tokens in several."""
+    """Covers experts, latent attention, windows, sinks and transformers' modules.
+
+    One pass over a prompt must choose the same tokens as several passes.
+    """
     models = generic_models if case in GENERIC else family_models
     decoder = load(models.save(case, tmp_path), "cpu", torch.float32)
     ids = [token % decoder.config.vocab_size for token in PROMPT]
@@ -178,10 +184,10 @@ def test_features_are_captured_row_by_row(target_dir: Path) -> None:
 
 
 def invariant(path: Path, case: str) -> tuple[Decoder, Decoder]:
-    """Return an ordinary decoder and the one that a GPU runs, here on its kernels' references."""
+    """Return an ordinary decoder, and the one that a GPU uses, run here on the reference kernels."""
     with mock.patch(
         "outrider.shared.nn.layers.linear.can_pack", return_value=False
-    ):  # as on a GPU, where kernels read the weights' rows
+    ):  # as on a GPU, whose kernels read the weights unpacked, row by row
         decoder = load_decoder(family_models.save(case, path), "cpu", torch.float32)
     return decoder, BatchInvariant(decoder)
 

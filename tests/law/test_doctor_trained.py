@@ -1,4 +1,7 @@
-"""The doctor on heads that were really trained: no alarm, their accept length, and the same after conversion."""
+"""The doctor on trained heads: it raises no alarm, and reports the same accept length after conversion.
+
+Also checks that it names wrong auxiliary layers.
+"""
 
 from __future__ import annotations
 

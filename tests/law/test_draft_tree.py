@@ -1,7 +1,8 @@
-"""The trees of the service equal an independent EAGLE-2 / EAGLE-3 implementation, node by node and score by score.
+"""Draft trees equal those of an independent EAGLE-2 / EAGLE-3 implementation, in every node and score.
 
-Accept length and losslessness do not notice a wrong drafter (a stranger's K/V, a shifted position, unfused offsets), so trees are
-compared. A tree is skipped over only where two scores are so close that fp32 may order them either way; the tests count those.
+Accept length and losslessness do not reveal all mistakes of a drafter (another sequence's K/V, a shifted
+position, offsets that were not fused). These tests therefore compare the trees themselves. They skip a tree
+only if two scores are so close that fp32 may order them either way, and they count the skipped trees.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def make_engine(pair: tuple[Path, Path], **settings: object) -> DraftEngine:
 
 
 def sequence(seed: int, length: int) -> tuple[list[int], torch.Tensor]:
-    """Return random tokens and the features of all but the last."""
+    """Return random tokens, and features for all but the last token."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB, (length,), generator=generator).tolist(), torch.randn(
         length - 1, HIDDEN, generator=generator
@@ -77,7 +78,10 @@ def follow(
     shape: DraftShape,
     temperature: float = 0.0,
 ) -> None:
-    """Open with all but the last token, send features in two parts, commit the last token and ask for a tree."""
+    """Open a session with all but the last token, send its features in two parts, commit the last token.
+
+    Returns the tree that the engine proposes then.
+    """
     prompt = tokens[:-1]
     opening = SequenceOpen(
         fence_of(session_id, prompt), prompt, seed=session_id * 7919 + (1 << 63), temperature=temperature
@@ -92,7 +96,7 @@ def follow(
 
 
 def paths_of(trees: DraftBatch, row: int) -> dict[tuple[int, ...], float]:
-    """Return path → cumulative own log-prob of one tree, and check its form on the way."""
+    """Return path → cumulative own log-prob of one tree. Asserts that the tree is well-formed."""
     tokens, parents, logprobs = (
         trees.tokens[row].tolist(),
         trees.parents[row].tolist(),
@@ -114,7 +118,10 @@ def paths_of(trees: DraftBatch, row: int) -> dict[tuple[int, ...], float]:
 
 
 def assert_same_tree(trees: DraftBatch, row: int, expected: PlainTree) -> None:
-    """Assert that tokens, parents and order of all nodes are equal, scores nearly, and what verification would accept, node by node."""
+    """Assert that two trees are equal: tokens, parents and order exactly, scores up to rounding.
+
+    Also asserts that verification accepts the same nodes in both.
+    """
     count = int(trees.num_nodes[row])
     assert trees.tokens[row, :count].tolist() == expected.tokens
     assert trees.parents[row, :count].tolist() == expected.parents
@@ -178,7 +185,7 @@ def test_trees_equal_an_independent_implementation(
 def test_equal_scores_are_ordered_by_index(
     pair: tuple[Path, Path], tmp_path: Path, steps: int, topk: int, nodes: int
 ) -> None:
-    """A head without an opinion: all scores of a level are one number."""
+    """A head that gives all tokens of a level the same score."""
     folder = tmp_path / "head"
     folder.mkdir()
     weights = load_file(str(pair[1] / "model.safetensors"))
@@ -223,7 +230,10 @@ def test_shapes_may_differ_within_a_batch(pair: tuple[Path, Path]) -> None:
 def test_every_row_sees_its_own_path_whatever_its_neighbours_are(
     pair: tuple[Path, Path], plain: PlainEagle3
 ) -> None:
-    """topk 5, depth 6, batch 3: cumulative log-probs of every kept node against a sequential pass over its own path."""
+    """Use topk 5, depth 6 and batch 3, and compare the cumulative log-prob of every kept node.
+
+    The reference is a sequential pass over the node's own path.
+    """
     engine = make_engine(pair)
     cases = [sequence(300 + session, 6 + session) for session in range(3)]
     for session, (tokens, features) in enumerate(cases):
@@ -251,7 +261,7 @@ def test_every_row_sees_its_own_path_whatever_its_neighbours_are(
 def test_accepted_rows_are_extended_with_true_features_and_scratch_rows_leave_no_trace(
     pair: tuple[Path, Path],
 ) -> None:
-    """Tree after several rounds of partly accepted drafts == tree of a session that never drafted before."""
+    """After rounds of partly accepted drafts, the tree equals that of a session that never drafted."""
     tokens, features = sequence(5, 40)
     shape = DraftShape(5, 4, 16)
     engine = make_engine(pair)

@@ -1,4 +1,7 @@
-"""MTP layers of a trained toy through the real engine: the output of plain decoding, and the accept length of a plain reference drafter."""
+"""MTP layers of a trained toy model, run by the real engine: output and accept length.
+
+The output equals plain decoding, and the accept length equals that of a plain reference drafter.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    """A target of two layers with two MTP layers, trained together."""
+    """A target of two layers with two MTP layers, all trained together."""
     return train(layers=2, mtp_layers=2, steps=130)
 
 
@@ -68,7 +71,7 @@ def run(
     sampling: SamplingParams | None = None,
     **options: int,
 ) -> Harness:
-    """Decode every prompt at once and check each against plain decoding."""
+    """Decode all prompts in one batch, and check each answer against plain decoding."""
     harness = make_harness(target, drafter_for(target, folder), prefill_chunk=16, **options)
     for index, prompt in enumerate(PROMPTS):
         harness.submit(prompt, COUNT, request_id=str(index), shape=shape, sampling=sampling)
@@ -106,7 +109,7 @@ def test_the_target_is_the_model_that_was_trained(model: Model, target: Decoder)
 def test_chains_are_accepted_as_those_of_a_plain_reference(
     model: Model, target: Decoder, folder: Path, depth: int
 ) -> None:
-    """Depth 1 is the first layer alone, 2 the chain, 4 repeats the last layer on its own states."""
+    """Depth 1 uses the first layer only, depth 2 both. Depth 4 repeats the last layer on its own states."""
     expected = reference(model, depth)
     found = tokens_per_round(run(target, folder, (depth, 1, depth + 1)))
     print(f"depth {depth}: {found:.3f} tokens a round, the reference {expected:.3f}")
@@ -131,7 +134,7 @@ def test_seeded_output_is_that_of_plain_decoding(
 
 def test_retracted_sequences_draft_as_before(target: Decoder, folder: Path, model: Model) -> None:
     harness = run(target, folder, (2, 1, 3), num_pages=14, page_size=8)
-    assert harness.scheduler.num_retractions > 0, "the pool was meant to be too small"
+    assert harness.scheduler.num_retractions > 0, "the pool must be too small for this test"
     assert tokens_per_round(harness) > 0.9 * reference(model, 2)
 
 
@@ -147,7 +150,7 @@ def test_one_layer_serves_all_levels(tmp_path: Path) -> None:
 def test_what_a_drafter_gets_wrong_shows_in_its_accept_length(
     target: Decoder, folder: Path, tmp_path: Path
 ) -> None:
-    """The halves of the projection swapped; each layer in the place of the other."""
+    """Covers swapped halves of the projection, and swapped layers."""
     right = tokens_per_round(run(target, folder, (2, 1, 3)))
     weights = load_file(str(folder / "model.safetensors"))
     first, second = "model.mtp_layers.0.", "model.mtp_layers.1."
@@ -176,7 +179,10 @@ def test_a_chain_run_by_the_first_layer_alone_shows_in_its_accept_length(
 
 
 def largest_error(model: Model, folder: Path, length: int) -> float:
-    """Return how far the log-probs of a drafted chain of 5 are from the reference's; infinity where the tokens differ."""
+    """Return the largest difference between the log-probs of a drafted chain of 5 and the reference.
+
+    Returns infinity if the tokens differ.
+    """
     settings = DraftSettings.load(
         {"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4}
     )
@@ -185,7 +191,7 @@ def largest_error(model: Model, folder: Path, length: int) -> float:
     features = model.hidden(torch.tensor([tokens]))[0].detach()
     peer, fence = PeerId(1), Fence(1, 1, length, extend_prefix_hash(FNV_OFFSET, tokens))
     engine.open(peer, SequenceOpen(fence, tokens, 0, 0.0))
-    for row in range(length - 1):  # one by one: each layer's rows arrive in as many parts as there are
+    for row in range(length - 1):  # one by one, so that each layer's rows arrive in the most parts
         engine.add_features(peer, 1, 1, row, features[row : row + 1])
         engine.step()
     engine.commit(peer, Commit(fence, length, (), None), Ask(1, DraftShape(5, 1, 6), 0.0))
@@ -198,7 +204,7 @@ def largest_error(model: Model, folder: Path, length: int) -> float:
 
 
 def sharp_model(layers: int) -> Model:
-    """Random layers that look at positions: an error of one position, or a row that is not seen, shows."""
+    """Random layers with attention to positions, so that a position error or a missing row shows."""
     torch.manual_seed(layers)
     model = Model(1, layers)
     for name, parameter in model.named_parameters():
@@ -223,7 +229,7 @@ def test_log_probs_of_a_chain_are_the_references(
 
 
 class Session:
-    """One sequence followed by an engine of its own, with the features that the target would send."""
+    """One sequence with its own engine, and the features that the target would send."""
 
     def __init__(self, model: Model, folder: Path) -> None:
         settings = DraftSettings.load(
@@ -234,7 +240,15 @@ class Session:
         self._peer, self._epoch = PeerId(1), 0
 
     def open(self, tokens: list[int], parts: int) -> int:
-        """Open (again), send all features but those held, some at a time, and return from which row on."""
+        """Open the session, or open it again, and send all features that the engine does not have.
+
+        Args:
+            tokens: Tokens of the sequence.
+            parts: Features to send before each step of the engine.
+
+        Returns:
+            The row of the first feature sent.
+        """
         self._epoch += 1
         fence = Fence(1, self._epoch, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
         held = self._engine.open(self._peer, SequenceOpen(fence, tokens, 0, 0.0)).have_len
@@ -247,7 +261,7 @@ class Session:
         return held
 
     def tree(self, tokens: list[int], shape: DraftShape) -> DraftBatch:
-        """Ask for a tree behind all tokens."""
+        """Request a tree after all tokens."""
         fence = Fence(1, self._epoch, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
         self._engine.commit(self._peer, Commit(fence, len(tokens), (), None), Ask(1, shape, 0.0))
         (proposal,) = self._engine.step().proposals
@@ -255,7 +269,7 @@ class Session:
 
 
 def largest_tree_error(model: Model, tokens: list[int], trees: DraftBatch) -> float:
-    """Return how far the log-prob of any node is from what the reference says of its path."""
+    """Return the largest difference between a node's log-prob and the reference's for its path."""
     assert trees.logprobs is not None
     paths: list[list[int]] = [[]]
     worst = 0.0
@@ -284,12 +298,12 @@ def test_every_node_of_a_tree_sees_its_whole_path_in_every_layer(tmp_path: Path,
 def test_a_reopened_session_keeps_the_rows_of_the_common_prefix(
     tmp_path: Path, layers: int, parts: int
 ) -> None:
-    """Cut back, then gone on with otherwise: rows of the second text only, in every layer."""
+    """After a session is cut back and continues differently, all layers have rows of the second text only."""
     model = sharp_model(layers)
     session = Session(model, save(model, tmp_path))
     text, other = sample_text(2, 24, torch.Generator().manual_seed(1)).tolist()
     session.open(text, parts=5)
-    session.tree(text, DraftShape(4, 2, 9))  # scratch rows that must leave no trace
+    session.tree(text, DraftShape(4, 2, 9))  # its scratch rows must leave no trace
     for shared, length in ((17, 20), (20, 20), (3, 24), (24, 24)):
         tokens = [*text[:shared], *other[shared:length]]
         held = session.open(tokens, parts)

@@ -1,4 +1,8 @@
-"""The MTP layers of a DeepSeek-V3 checkpoint: log-probs equal transformers' layers behind the published joint, and the output law holds."""
+"""MTP layers of a DeepSeek-V3 checkpoint: log-probs and output.
+
+Log-probs equal those of transformers' layers after the published joint projection, and the output equals
+plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ def prefix_of(layer: int) -> str:
 
 
 def add_layers(path: Path, count: int) -> Path:
-    """Give a random DeepSeek-V3 MTP layers: they repeat its last layers behind joints of their own."""
+    """Add MTP layers to a random DeepSeek-V3. They repeat its last layers, after their own joints."""
     tensors = load_file(str(path / "model.safetensors"))
     generator = torch.Generator().manual_seed(3)
     added: dict[str, torch.Tensor] = {}
@@ -63,7 +67,7 @@ def add_layers(path: Path, count: int) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Number of MTP layers → checkpoint."""
+    """Number of MTP layers → checkpoint folder."""
     return {
         count: add_layers(
             family_models.save("deepseek-v3", tmp_path_factory.mktemp(f"deepseek{count}")), count
@@ -78,7 +82,10 @@ def folder(folders: dict[int, Path]) -> Path:
 
 
 def reference_logprobs(folder: Path, layers: int, tokens: list[int], path: list[int]) -> list[float]:
-    """Return the log-prob of each token of `path` after the committed `tokens`, by whole passes over the whole text."""
+    """Return the log-prob of each token of `path` after the committed `tokens`.
+
+    Every log-prob is computed by a pass over the whole text.
+    """
     model = family_models.reference("deepseek-v3")
     weights = load_file(str(folder / "model.safetensors"))
 
@@ -106,9 +113,10 @@ def reference_logprobs(folder: Path, layers: int, tokens: list[int], path: list[
     with torch.no_grad():
         inputs = states = model.model(torch.tensor([tokens])).last_hidden_state[
             0, :-1
-        ]  # after the final norm
+        ]  # states after the final norm
         for level, token in enumerate(path):
-            # The next layer takes the states of the one before; the last one, once more, its own last state one position further.
+            # The next layer reads the states of the layer before it. Once the layers are used up, the last
+            # one reads its own last state, one position further.
             inputs = states if level < layers else torch.cat([inputs, states[-1:]])
             first = 1 + min(level, layers - 1)
             states = run(min(level, layers - 1), [*tokens, *path][first : first + inputs.shape[0]], inputs)
@@ -124,7 +132,7 @@ def make_engine(folder: Path) -> DraftEngine:
 
 
 def drafted(folder: Path, tokens: list[int], features: torch.Tensor, shape: DraftShape) -> DraftBatch:
-    """Return the tree of an engine of its own, behind all tokens."""
+    """Return the tree that a new engine drafts after all tokens."""
     engine = make_engine(folder)
     fence = Fence(1, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
     engine.open(PEER, SequenceOpen(fence, tokens, 0, 0.0))
@@ -163,7 +171,7 @@ def test_log_probs_are_those_of_the_published_computation(
 def test_fp8_layers_draft_as_the_matrices_that_they_stand_for(
     folders: dict[int, Path], tmp_path: Path
 ) -> None:
-    """As DeepSeek-V3 is released: the MTP layer in blocks of e4m3, its joint and norms wide."""
+    """The MTP layer is quantized as in the DeepSeek-V3 release: e4m3 blocks, except for joint and norms."""
     meant = family_models.store_fp8(
         tmp_path / "fp8", folders[2], (16, 24), keep=("eh_proj", "embed_tokens", "shared_head")
     )
@@ -189,7 +197,7 @@ def test_fp8_layers_draft_as_the_matrices_that_they_stand_for(
 
 
 def test_copies_of_the_targets_tensors_are_ignored_in_fp8_too(folder: Path, tmp_path: Path) -> None:
-    """Quantisers that go by shape take the copies of embedding and head along, scales and all."""
+    """Quantizers that select tensors by shape also convert the copies of embedding and head, with scales."""
     family_models.store_fp8(
         tmp_path / "fp8", folder, (16, 24), keep=("eh_proj", "model.embed_tokens", "lm_head")
     )
@@ -205,7 +213,7 @@ def test_copies_of_the_targets_tensors_are_ignored_in_fp8_too(folder: Path, tmp_
 
 @pytest.fixture(scope="module")
 def trained() -> toy_deepseek.Model:
-    """A model of two layers with two MTP layers, trained together."""
+    """A model of two layers with two MTP layers, all trained together."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = toy_deepseek.Model(mtp_layers=2)
@@ -216,7 +224,7 @@ def trained() -> toy_deepseek.Model:
 def trained_tokens_per_round(
     folder: Path, shape: tuple[int, int, int], prompts: list[list[int]], expected: list[list[int]]
 ) -> float:
-    """Decode all prompts at once, check each, and return the tokens of a round."""
+    """Decode all prompts in one batch, check each answer, and return the tokens per round."""
     target = load_toy(folder)
     settings = DraftSettings.load(
         {"target_weights": folder, "kv_tokens": 4096, "page_size": 4, "speculative_algorithm": "MTP"}
@@ -246,7 +254,7 @@ def test_trained_layers_are_accepted_as_those_of_a_plain_reference(
         assert abs(found - reference) <= 0.02 * reference
         assert found >= (2.0 if depth > 1 else 1.6)
     assert trained_tokens_per_round(folder, (4, 3, 12), prompts, expected) >= reference
-    # The halves of a joint swapped show in the accept length.
+    # Swapped halves of a joint projection show in the accept length.
     tensors = load_file(str(folder / "model.safetensors"))
     joint = f"model.layers.{trained.layers}.eh_proj.weight"
     tensors[joint] = tensors[joint].roll(toy_deepseek.HIDDEN, dims=1)

@@ -1,4 +1,4 @@
-"""N-gram drafting through the real engine: the output of plain decoding, in fewer rounds where the text repeats itself."""
+"""N-gram drafting by the real engine: output equals plain decoding; repetitive text needs fewer rounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def random_target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture(scope="module")
 def repetitive_target(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """Continues token v with `successor`(v) nearly always: a permutation, so that its text runs in a circle."""
+    """A model that nearly always continues token v with `successor`(v).
+
+    `successor` is a permutation, so the text runs in a cycle.
+    """
     return load_toy(
         make_toy_target(tmp_path_factory.mktemp("planted"), vocab_size=VOCAB, planted=6.0, num_layers=4)
     )
@@ -72,7 +75,7 @@ def test_output_is_that_of_plain_decoding(
 def test_text_that_repeats_itself_takes_less_than_half_the_rounds(
     repetitive_target: Decoder, shape: tuple[int, int, int]
 ) -> None:
-    prompt = circle(3, 70)  # the circle has 64 tokens or a divisor of them
+    prompt = circle(3, 70)  # the cycle's length is 64 or a divisor of 64
     plain = generate_plain(repetitive_target, NoDrafter(), prompt, 60)
     harness = make_harness(repetitive_target, drafter_for(repetitive_target))
     harness.submit(prompt, 60, request_id="a", shape=shape)
@@ -103,16 +106,17 @@ def test_retracted_and_reopened_sequences_forget_nothing(repetitive_target: Deco
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, 60, request_id=str(index), shape=(3, 2, 8))
     harness.run()
-    assert harness.scheduler.num_retractions > 0, "the pool was meant to be too small"
+    assert harness.scheduler.num_retractions > 0, "the pool must be too small for this test"
     for index, prompt in enumerate(prompts):
         plain = generate_plain(repetitive_target, NoDrafter(), prompt, 60)
         assert_same_tokens(repetitive_target, prompt, plain, harness.sink.tokens[str(index)])
 
 
 def reference_chain(text: list[int], depth: int) -> list[int]:
-    """Return the chain that n-grams expect after `text`, by looking at every earlier position: the heaviest continuation at each step.
+    """Return the chain that n-grams predict after `text`, by a search of all earlier positions.
 
-    A position weighs twice as much for each token of context that it shares (12 at most) and up to twice as much the later it is.
+    Each step takes the continuation with the largest weight. A position's weight doubles for each token of
+    shared context (12 at most), and grows up to twofold with its index.
     """
     last = len(text) - 1
     weighed = []
@@ -138,7 +142,7 @@ def reference_chain(text: list[int], depth: int) -> list[int]:
 
 @pytest.mark.parametrize("depth", [2, 5])
 def test_chains_are_accepted_as_those_of_a_plain_reference(repetitive_target: Decoder, depth: int) -> None:
-    """Texts that repeat themselves, with mistakes in them: the accept length is the reference's."""
+    """For repetitive texts with errors, the accept length equals the reference's."""
     rng = random.Random(depth)
     prompts = [
         [token if rng.random() < 0.9 else rng.randrange(VOCAB) for token in circle(start, 90)]

@@ -1,4 +1,4 @@
-"""A draft model of its own through the real engine: the output of plain decoding, and as many tokens a round as the drafts deserve."""
+"""Standalone draft models in the real engine: output equals plain decoding; accept lengths are right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 VOCAB = 64
 SHAPES = [(1, 1, 2), (5, 1, 6), (5, 4, 16)]
 UNPRUNED = [(1, 1, 2), (5, 1, 6), (3, 4, 37)]
-"""Trees that keep every candidate: a pruned one may lose the right path to higher scores of shallow siblings."""
+"""Trees that keep every candidate. Pruning may drop the right path in favour of shallow siblings' scores."""
 LENGTH = 24
 
 
@@ -39,7 +39,7 @@ def target(target_dir: Path) -> Decoder:
 
 @pytest.fixture(scope="module")
 def small_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A smaller model of the same rule and another shape: two layers, its own head size, its own weights."""
+    """A smaller model trained on the same rule: two layers, another head size, its own weights."""
     sizes = {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 64}
     return make_toy_target(tmp_path_factory.mktemp("small"), vocab_size=VOCAB, planted=2.5, seed=9, **sizes)
 
@@ -57,7 +57,7 @@ def run(
     sampling: SamplingParams,
     shape: tuple[int, int, int],
 ) -> Harness:
-    """Decode every prompt and check it against plain decoding."""
+    """Decode every prompt, and check each answer against plain decoding."""
     harness = make_harness(target, drafter_for(target, draft), prefill_chunk=32)
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, LENGTH, request_id=str(index), sampling=sampling, shape=shape)
@@ -91,22 +91,22 @@ def test_output_is_that_of_plain_decoding_with_a_smaller_draft(
 def test_a_draft_equal_to_the_target_is_accepted_in_full(
     target: Decoder, target_dir: Path, shape: tuple[int, int, int], temperature: float
 ) -> None:
-    """Every row must see its own path at the right position, and the noise must be the target's, for this to hold."""
+    """Holds only if each row attends to its own path at the right position and the noise is the target's."""
     harness = run(target, target_dir, PROMPTS, SamplingParams(temperature=temperature, seed=5), shape)
     for finished in harness.sink.finished.values():
         histogram = finished.speculation.accepted_histogram
         full = sum(histogram[shape[0] :])
-        assert full >= sum(histogram) - 1, "only the last round may be cut short"
+        assert full >= sum(histogram) - 1, "only the last round may be shorter"
 
 
 def test_it_follows_what_it_proposed_nothing_for(target: Decoder, target_dir: Path) -> None:
-    """Retraction and reopening: rows of the common prefix are kept, everything else is computed again."""
+    """After retraction and reopening, rows of the common prefix are kept; all others are computed again."""
     harness = make_harness(target, drafter_for(target, target_dir), num_pages=20, page_size=8)
     prompts = [[(start + index) % VOCAB for index in range(20)] for start in range(4)]
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, 60, request_id=str(index), shape=(3, 2, 8))
     harness.run()
-    assert harness.scheduler.num_retractions > 0, "the pool was meant to be too small"
+    assert harness.scheduler.num_retractions > 0, "the pool must be too small for this test"
     for index, prompt in enumerate(prompts):
         assert_same_tokens(
             target, prompt, generate_plain(target, NoDrafter(), prompt, 60), harness.sink.tokens[str(index)]
@@ -115,7 +115,7 @@ def test_it_follows_what_it_proposed_nothing_for(target: Decoder, target_dir: Pa
 
 
 def copy_of(folder: Path, to: Path, tokens: dict[str, int], **config: object) -> Path:
-    """Copy a model, with a tokenizer of these tokens and changed keys of its configuration."""
+    """Copy a model with changed configuration keys and a tokenizer of these tokens."""
     shutil.copytree(folder, to)
     (to / "tokenizer.json").write_text(
         json.dumps({"model": {"vocab": tokens}, "added_tokens": [{"id": 9, "content": "<s>"}]})
@@ -158,7 +158,10 @@ def test_another_vocabulary_is_refused_unless_the_tokenizer_is_the_same(
 def test_a_token_map_restricts_what_is_drafted_and_not_what_is_said(
     target: Decoder, target_dir: Path, tmp_path: Path
 ) -> None:
-    """FR-Spec: half of the vocabulary, so the draft misses about half of the tokens of a model that is the target itself."""
+    """FR-Spec with half of the vocabulary.
+
+    The draft is the target itself, so it misses only the tokens that are not in the map: about half of them.
+    """
     kept = list(range(0, VOCAB, 2))
     (tmp_path / "map.json").write_text(json.dumps(kept))
     drafter = drafter_for(target, target_dir, speculative_token_map=tmp_path / "map.json")

@@ -1,4 +1,7 @@
-"""Rounds that stay on the device emit what rounds by way of the host emit: plain, chain and tree, in batches that change as they run."""
+"""Device-resident rounds emit the same tokens as rounds through the host: plain, chain and tree.
+
+The batches change while they run: requests join, end, are cancelled or retracted.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def test_drafted_alone(
     harness.run()
     assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["a"], sampling)
     stats = harness.engine.stats().speculation
-    assert drafter.reservations >= stats.rounds > 0, "every round stayed on the device"
+    assert drafter.reservations >= stats.rounds > 0, "every round must stay on the device"
     assert stats.accepted_tokens > 0
     assert sum((k + 1) * count for k, count in enumerate(stats.histogram)) == 60 - 1 + stats.tokens_cut
 
@@ -181,7 +184,7 @@ def test_batches_that_change(decoder: Decoder, seed: int, captures: bool, graphs
             assert_same_tokens(decoder, prompt, plain[index], found, samplings[index])
         assert finished.completion_tokens == len(found)
     assert drafter.reservations > 0
-    assert not drafter.sequences, "every sequence was closed on the draft"
+    assert not drafter.sequences, "every sequence must be closed on the draft"
 
 
 def test_retraction(decoder: Decoder) -> None:
@@ -196,7 +199,7 @@ def test_retraction(decoder: Decoder) -> None:
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, 60, request_id=str(index), sampling=sampling, shape=(3, 2, 7))
     harness.run()
-    assert harness.scheduler.num_retractions > 0, "the pool was meant to be too small"
+    assert harness.scheduler.num_retractions > 0, "the pool must be too small for this test"
     assert drafter.reservations > 0
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)], sampling)
@@ -315,7 +318,7 @@ def test_the_plain_loop_tells_the_drafter_what_was_decoded(decoder: Decoder) -> 
     harness.submit(PROMPT, 90, request_id="a", mode=SpeculationMode.AUTO, shape=(5, 1, 6))
     harness.run()
     assert harness.sink.tokens["a"] == plain
-    assert drafter.reservations > 0, "the controller tried drafts"
+    assert drafter.reservations > 0, "the controller must have tried drafts"
 
 
 @pytest.mark.parametrize("shape", SHAPES)

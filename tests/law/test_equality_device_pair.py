@@ -1,4 +1,7 @@
-"""Real drafts of every kind in the target's process, rounds kept on the device: output equals output without, in batches that change."""
+"""Real drafts of every kind in the target's process, with device-resident rounds and changing batches.
+
+Checks that the output equals plain decoding, and that the drafts stay as good.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,12 @@ OVERLAP = OverlapPlan((1, 2, 4), 6)
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, and what makes its drafter."""
+    """A target, and a function that creates its drafter."""
 
     decoder: Decoder
     settings: DraftSettings
     often: bool
-    """Whether its drafts are accepted often."""
+    """True if the drafts are accepted often."""
 
 
 def eagle3(folder: Path) -> tuple[Path, Path]:
@@ -127,7 +130,7 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
         with mock.patch.object(drafter, "enter", wraps=drafter.enter) as entered:
             harness.run()
         assert entered.call_count == (0 if overlap is None else 1), (
-            "they enter together and go on in ever smaller batches"
+            "the sequences enter together and continue in ever smaller batches"
         )
         for index, prompt in enumerate(prompts):
             assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
@@ -157,7 +160,7 @@ def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
         for index, prompt in enumerate(prompts):
             harness.submit(prompt, 20, request_id=str(index), shape=(5, 4, 16))
         harness.run()
-    assert list(behind.values()) == [1, 1], "one row of each waits for the token"
+    assert list(behind.values()) == [1, 1], "one row of each sequence waits for the token"
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
         assert harness.sink.finished[str(index)].speculation.fallback_reason == ""
@@ -165,7 +168,7 @@ def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
 
 def test_who_gets_one_token_is_not_drafted_for(decoder: Decoder, drafter: InprocDrafter) -> None:
     harness = make_harness(decoder, drafter, overlap=OVERLAP)
-    with mock.patch.object(drafter._engine.strategy, "extend", side_effect=AssertionError("work for nobody")):
+    with mock.patch.object(drafter._engine.strategy, "extend", side_effect=AssertionError("needless work")):
         harness.submit([7, 3, 5, 1] * 5, 1, request_id="a")
         harness.run()
     assert len(harness.sink.tokens["a"]) == 1
@@ -188,7 +191,7 @@ def test_a_draft_that_fails_on_a_prompt_costs_only_drafts(decoder: Decoder, draf
         harness.submit(prompt, 30, request_id="a", shape=(5, 4, 16))
         harness.run()
     assert_same_tokens(decoder, prompt, plain, harness.sink.tokens["a"])
-    assert len(calls) > 1, "the sequence was opened anew"
+    assert len(calls) > 1, "the sequence must be opened again"
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

@@ -1,4 +1,4 @@
-"""A real EAGLE-3 head over real gRPC, random and planted: output with it equals output without, greedy and sampled."""
+"""A real EAGLE-3 head behind real gRPC, random and planted: all output equals plain decoding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pair:
 
 
 def wait_until_on(drafter: RemoteDrafter) -> None:
-    """Wait for a draft that may compile its kernels first."""
+    """Wait until the draft is ready; it may have to compile its kernels first."""
     pause = threading.Event()
     until = time.monotonic() + 120.0
     while drafter.state() is not DrafterState.ON:
@@ -51,7 +51,10 @@ def wait_until_on(drafter: RemoteDrafter) -> None:
 
 
 def all_drafted(decoder: Decoder, drafter: RemoteDrafter) -> bool:
-    """Say whether trees of every shape came in time: on a GPU, shapes beyond those of the warm-up are compiled when first asked for."""
+    """Return whether trees of every shape came in time.
+
+    A GPU compiles kernels for shapes beyond those of the warm-up when they are first requested.
+    """
     harness = make_harness(decoder, drafter)
     for index, shape in enumerate(SHAPES):
         harness.submit([1], 8, request_id=str(index), shape=shape, trace=True)
@@ -69,7 +72,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         folder / "head", target, planted=request.param, draft_vocab_size=VOCAB if request.param else 32
     )
     listen = f"unix:{folder}/d.sock"
-    weights = target if request.param else None  # without them, the head borrows the embedding over gRPC
+    weights = target if request.param else None  # without weights, the head gets the embedding over gRPC
     where = {"listen": listen, "device": str(DEVICE), "dtype": "float32", "threads": 1, "kv_tokens": 16384}
     service = DraftService(DraftSettings.load({"draft": head, "target_weights": weights, **where}))
     service.start()
@@ -98,7 +101,7 @@ def test_output_is_that_of_plain_decoding(pair: Pair, temperature: float, length
     for index, (_depth, topk, max_nodes) in enumerate(SHAPES):
         assert_same_tokens(pair.decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)
         rounds = harness.sink.rounds[str(index)]
-        assert any(len(one.nodes) == max_nodes for one in rounds), "trees of the full size were verified"
+        assert any(len(one.nodes) == max_nodes for one in rounds), "full-size trees must be verified"
         if topk == 1:
             assert all(
                 [node.parent for node in one.nodes] == list(range(-1, len(one.nodes) - 1)) for one in rounds

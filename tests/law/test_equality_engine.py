@@ -1,4 +1,7 @@
-"""Output with speculation equals output without, token for token: every drafter, every shape, batches that change as they run."""
+"""Output with speculation equals plain decoding, token for token, for every drafter and tree shape.
+
+The batches change while they run. Also compares greedy output with transformers.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,10 @@ def test_greedy_output_is_that_of_transformers(target_dir: Path, decoder: Decode
 
 
 def hostile_plan(seed: int) -> Callable[[list[int], ProposalRow], list[Node]]:
-    """Trees as useless as the protocol allows: none, equal siblings, one long chain of the root's token, or noise."""
+    """Propose trees as useless as the protocol allows.
+
+    They are empty, have equal siblings, are one long chain of the root's token, or are random.
+    """
     rng = random.Random(seed)
     noise = random_plan(VOCAB, seed)
 
@@ -182,7 +188,7 @@ def test_batches_that_change_do_not_change_anybodys_output(
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)], samplings[index])
     assert drafter.nodes_proposed > 0
-    assert not drafter.sequences, "every sequence was closed on the draft"
+    assert not drafter.sequences, "every sequence must be closed on the draft"
 
 
 def test_retraction_changes_nothing(decoder: Decoder) -> None:
@@ -197,7 +203,7 @@ def test_retraction_changes_nothing(decoder: Decoder) -> None:
     for index, prompt in enumerate(prompts):
         harness.submit(prompt, 60, request_id=str(index), sampling=sampling, shape=(3, 2, 8))
     harness.run()
-    assert harness.scheduler.num_retractions > 0, "the pool was meant to be too small"
+    assert harness.scheduler.num_retractions > 0, "the pool must be too small for this test"
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)], sampling)
         finished = harness.sink.finished[str(index)]
@@ -224,7 +230,7 @@ def test_stop_tokens_cut_inside_the_accepted_run(decoder: Decoder) -> None:
             assert harness.sink.tokens["a"] == expected
             assert (finished.reason, finished.matched_token) == (FinishReason.STOP, stop)
             assert finished.completion_tokens == len(expected)
-            assert harness.sink.tokens["b"] == plain, "ignore_eos ignores it"
+            assert harness.sink.tokens["b"] == plain, "ignore_eos must ignore the stop token"
 
 
 def test_captured_features_do_not_depend_on_how_tokens_were_found(decoder: Decoder) -> None:

@@ -1,4 +1,7 @@
-"""Rounds that stay on the device with a draft in another process: output equals output without one, whatever it does or hands over."""
+"""Device-resident rounds with a draft in another process: output equals plain decoding.
+
+This holds even if the draft sends wrong bytes, dies, or stops.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ torch.set_num_threads(1)
 VOCAB = 64
 OVERLAP = OverlapPlan((1, 2, 4), 6)
 FAULT_S = 3.0 if ON_GPU else 1.0
-"""On a GPU a draft compiles a kernel now and then that a size meets first."""
+"""On a GPU, a draft occasionally compiles a kernel for a size that it meets for the first time."""
 PROMPT = [1, 2, 3, 4]
 BOUND_S = 20.0
-"""A run that is held up by more than some fault deadlines hangs."""
+"""A run that is delayed by more than a few fault deadlines is considered hung."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,7 @@ def draft(
 
 
 def follow(draft: DraftProcess, decoder: Decoder) -> RemoteDrafter:
-    """Return a drafter that is connected."""
+    """Return a connected drafter."""
     drafter = RemoteDrafter(
         draft.address,
         TargetIdentity.of(decoder),
@@ -91,7 +94,15 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
 
 
 def run(harness: Harness, at: dict[int, Callable[[], object]] | None = None) -> int:
-    """Run to the end; `at` is done after so many steps on the device. Returns how many steps found their rounds there."""
+    """Run to the end.
+
+    Args:
+        harness: The engine to run.
+        at: Number of steps with rounds on the device → action to do then.
+
+    Returns:
+        The number of steps that found their rounds on the device.
+    """
     steps = 0
     while harness.engine.has_work():
         harness.step()
@@ -213,7 +224,7 @@ def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
             if not harness.sink.finished["b"].speculation.accepted_tokens:
                 again = 0
             assert harness.sink.tokens["b"] == plain[:100]
-        assert again > 0, "rounds come back to the device"
+        assert again > 0, "rounds must return to the device"
     finally:
         drafter.shutdown()
         for process in [draft, *revived]:
@@ -252,7 +263,7 @@ def test_a_target_that_leaves_in_rounds_leaves_nothing_behind(decoder: Decoder, 
     while not harness.engine.on_device:
         harness.step()
     harness.step()
-    first.shutdown()  # in the midst of rounds
+    first.shutdown()  # while its rounds are running
     second = follow(draft, decoder)
     try:
         harness = make_harness(decoder, second, overlap=OVERLAP)
@@ -264,7 +275,7 @@ def test_a_target_that_leaves_in_rounds_leaves_nothing_behind(decoder: Decoder, 
 
 
 def test_two_targets_share_a_draft_by_way_of_the_host(decoder: Decoder, draft: DraftProcess) -> None:
-    """A stream that awaits one target would keep the other waiting."""
+    """Rounds on the device would make the draft's stream wait for one target, and thereby delay the other."""
     drafters = [follow(draft, decoder) for _ in range(2)]
     try:
         harnesses = [make_harness(decoder, drafter, overlap=OVERLAP) for drafter in drafters]

@@ -1,4 +1,7 @@
-"""Output with speculation equals output without, and transformers', for every target family, in batches and beyond the window."""
+"""Greedy output of every target family equals plain decoding and transformers, with and without speculation.
+
+Covers batches, and texts longer than the attention window.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def prompts() -> list[list[int]]:
 
 
 def answer(case: str, prompt: list[int]) -> list[int]:
-    """Return what transformers generates, without a cache so that nothing of it can be wrong."""
+    """Return transformers' greedy answer, generated without a KV cache to rule out cache errors."""
     tokens = list(prompt)
     for _ in range(NEW_TOKENS):
         with torch.no_grad():
@@ -48,7 +51,7 @@ def answer(case: str, prompt: list[int]) -> list[int]:
 
 
 def ngram_plan(tokens: list[int], row: ProposalRow) -> list[Node]:
-    """Propose what followed the last token before, as one chain."""
+    """Propose as one chain the tokens that followed the last token at its previous occurrence."""
     earlier = [index for index, token in enumerate(tokens[:-1]) if token == tokens[-1]]
     chain = tokens[earlier[-1] + 1 :][: row.shape.max_nodes - 1] if earlier else []
     return [(token, parent) for parent, token in enumerate(chain)]

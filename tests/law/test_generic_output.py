@@ -1,4 +1,4 @@
-"""Output with speculation equals output without, and transformers', for the families that transformers computes."""
+"""Greedy output of families that transformers computes equals transformers, with and without speculation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(case: str, prompt: list[int]) -> list[int]:
-    """Return what transformers generates, without a cache so that nothing of it can be wrong."""
+    """Return transformers' greedy answer, generated without a KV cache to rule out cache errors."""
     tokens = list(prompt)
     for _ in range(NEW_TOKENS):
         tokens.append(int(reference_logits(case, tokens)[-1].argmax()))

@@ -1,4 +1,4 @@
-"""Heads of both kinds behind real gRPC: trees, and so rounds, are those of the same head beside the target."""
+"""Heads of both kinds behind real gRPC draft the same trees, and thus rounds, as in the target's process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rounds_with(decoder: Decoder, drafter: Drafter) -> list[list[tuple[list[int], list[int]]]]:
-    """Return per request and round the drafted tokens and what was emitted."""
+    """Return, for each request and round, the drafted tokens and the emitted tokens."""
     harness = make_harness(decoder, drafter)
     for index, prompt in enumerate(PROMPTS):
         harness.submit(prompt, 16, request_id=str(index), shape=(3, 2, 8), trace=True)

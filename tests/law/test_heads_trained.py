@@ -1,5 +1,8 @@
-"""Heads that were really trained draft through the whole engine as well as in a plain implementation: a head that is loaded or run a
-little wrong still accepts something and loses nothing, so the accept length itself is pinned."""
+"""Trained heads in the whole engine reach the accept length of a plain implementation.
+
+A head that is loaded or run slightly wrong still drafts some accepted tokens, and the output stays correct.
+Therefore these tests pin the accept length itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of every kind of head equal the independent EAGLE-2 tree over the plain head: tokens, parents, scores."""
+"""Trees of every head equal an independent EAGLE-2 tree over the plain head: tokens, parents, scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ TOKEN_MAP = [*range(0, VOCAB, 2), 1, 3]
 
 
 def calm(tensors: Tensors) -> Tensors:
-    """Shrink what layers add: without a final norm, random states would grow until fp32 cannot tell scores apart."""
+    """Scale down the layers' outputs.
+
+    Without a final norm, random states would grow until fp32 could not distinguish scores.
+    """
     return {
         name: 0.3 * tensor if "o_proj" in name or "down_proj" in name else tensor
         for name, tensor in tensors.items()

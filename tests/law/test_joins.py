@@ -1,4 +1,7 @@
-"""Requests that come while others are on the device, and that go: what they are told, who computes it, and that nothing is lost."""
+"""Requests that join and leave while others decode on the device: order of work, batch sizes, and output.
+
+Each answer must equal plain decoding, and no request may be lost.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 class Crowd:
-    """Requests of random prompts, and what plain decoding answers to each."""
+    """Requests with random prompts, and their plain-decoding answers."""
 
     def __init__(self, decoder: Decoder, count: int, seed: int, shortest: int = 10) -> None:
         rng = random.Random(seed)
@@ -88,7 +91,7 @@ def test_a_request_that_joins_takes_nobody_the_hosts_way(
     crowd = Crowd(decoder, 6, seed=1)
     harness = make_harness(decoder, crowd.drafter(features), overlap=OVERLAP, max_running=8, prefill_chunk=8)
     with mock.patch.object(
-        harness.runner, "verify", side_effect=AssertionError("a round by way of the host")
+        harness.runner, "verify", side_effect=AssertionError("a round ran through the host")
     ):
         for index in range(6):
             crowd.submit(harness, index, mode=mode)
@@ -102,7 +105,7 @@ def test_without_a_draft_too(decoder: Decoder) -> None:
     crowd = Crowd(decoder, 5, seed=2)
     harness = make_harness(decoder, NoDrafter(), overlap=OVERLAP, max_running=8, prefill_chunk=8)
     with mock.patch.object(
-        harness.runner, "verify", side_effect=AssertionError("a round by way of the host")
+        harness.runner, "verify", side_effect=AssertionError("a round ran through the host")
     ):
         for index in range(5):
             crowd.submit(harness, index)
@@ -178,7 +181,7 @@ def test_requests_that_come_and_go_in_a_small_pool(decoder: Decoder, seed: int) 
             harness.sink.tokens[str(index)],
             crowd.samplings[index],
         )
-    assert not drafter.sequences, "the drafter forgot everybody"
+    assert not drafter.sequences, "the drafter must have closed every sequence"
 
 
 def test_who_is_prefilled_first_waits_for_the_rest_of_a_burst(decoder: Decoder) -> None:
@@ -202,7 +205,7 @@ def test_who_is_prefilled_first_waits_for_the_rest_of_a_burst(decoder: Decoder) 
         side_effect=lambda decodes, enter=loop.enter: sizes.append(len(decodes)) or enter(decodes),
     ):
         harness.step()
-        assert sizes == [], "two of them have their first token, and wait"
+        assert sizes == [], "two requests have their first token and wait"
         assert set(harness.sink.tokens) == {"0", "1"}
         harness.step()
         assert sizes == [4]
@@ -223,18 +226,18 @@ def test_nobody_waits_for_more_than_one_step_of_prompts(decoder: Decoder) -> Non
     harness = make_harness(decoder, crowd.drafter(), overlap=OVERLAP, max_running=8, prefill_chunk=20)
     crowd.submit(harness, 0)
     told = []
-    for index in range(1, 5):  # one more comes in every step
+    for index in range(1, 5):  # one more request arrives in every step
         crowd.submit(harness, index)
         harness.step()
         told.append(len(harness.sink.tokens["0"]))
     assert told[0] == 1
-    assert told[2] > 1, "the first decodes though prompts keep coming"
+    assert told[2] > 1, "the first request decodes although prompts keep arriving"
     harness.run()
     crowd.check(harness)
 
 
 def shrinking(decoder: Decoder, seed: int) -> Crowd:
-    """Eight requests that end one after the other."""
+    """Eight requests that end one after another."""
     crowd = Crowd(decoder, 8, seed, shortest=59)
     order = list(range(8))
     random.Random(seed).shuffle(order)
@@ -262,17 +265,19 @@ def test_those_who_go_on_move_to_a_smaller_batch_at_once(
         return move(rows, bs)
 
     with (
-        mock.patch.object(harness.runner, "verify", side_effect=AssertionError("a round by way of the host")),
+        mock.patch.object(
+            harness.runner, "verify", side_effect=AssertionError("a round ran through the host")
+        ),
         mock.patch.object(rounds, "enter", wraps=rounds.enter) as entered,
         mock.patch.object(rounds, "move", side_effect=noted),
     ):
         for index in range(8):
             crowd.submit(harness, index, **({"shape": shape} if shape else {"mode": SpeculationMode.OFF}))
         harness.run()
-    assert entered.call_count == 1, "nobody left the device"
-    assert moved == [(4, 1), (2, 1), (1, 1)], "each bucket in turn, behind the round on its way"
+    assert entered.call_count == 1, "no sequence left the device"
+    assert moved == [(4, 1), (2, 1), (1, 1)], "each bucket in turn, behind the round in flight"
     crowd.check(harness)
-    assert not drafter.sequences, "the drafter forgot everybody"
+    assert not drafter.sequences, "the drafter must have closed every sequence"
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -307,7 +312,7 @@ def test_many_who_give_up_at_once(decoder: Decoder, steps: int) -> None:
             harness.sink.tokens[str(index)],
             crowd.samplings[index],
         )
-    assert not drafter.sequences, "the drafter forgot everybody"
+    assert not drafter.sequences, "the drafter must have closed every sequence"
 
 
 def test_those_who_decode_go_on_between_the_chunks_of_a_long_prompt(decoder: Decoder) -> None:
@@ -325,6 +330,6 @@ def test_those_who_decode_go_on_between_the_chunks_of_a_long_prompt(decoder: Dec
     while "1" not in harness.sink.tokens:
         harness.step()
         told.append(len(harness.sink.tokens["0"]))
-    assert told[-1] - told[0] >= 60 // 6 - 2, "a round for every chunk"
+    assert told[-1] - told[0] >= 60 // 6 - 2, "there must be a round for every chunk"
     harness.run()
     crowd.check(harness)

@@ -1,4 +1,7 @@
-"""Mistakes that speculative decoding hides, planted one by one: output stays the same, the accept length of a trained head does not."""
+"""Mistakes that speculative decoding hides: each keeps the output correct but lowers the accept length.
+
+The tests plant them one by one in a trained head, and check that the accept length drops.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("mutations")
 SHAPE = (4, 2, 8)
 COUNT = 18
 LOSS = 0.95
-"""A mistake must cost at least a twentieth."""
+"""A mistake must cost at least 5 % of the accept length."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 def changed(
     folder: Path, tmp_path: Path, tensors: Callable[[Tensors], Tensors] = lambda given: given, **config: Any
 ) -> Path:
-    """Return a copy of a head with other tensors or another configuration."""
+    """Return a copy of a head with changed tensors or a changed configuration."""
     copy = tmp_path / "changed"
     shutil.copytree(folder, copy)
     file = copy / "model.safetensors"
@@ -88,7 +91,7 @@ def test_a_swapped_order_of_embedding_and_feature_is_noticed(
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_levels_one_position_off_are_noticed(by: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On motifs, which nothing but positions can continue."""
+    """Uses motifs, which can be continued only by their positions."""
     motifs = [start for start in prompts(18) if start[0] == 2]
     right = accept_length(trained_heads.eagle3(), motifs)
     level_passes, passes = HeadGrowth.level_passes, HeadRounds.passes
@@ -96,7 +99,7 @@ def test_levels_one_position_off_are_noticed(by: int, monkeypatch: pytest.Monkey
     def shifted(
         self: HeadRounds, positions: torch.Tensor, widths: Sequence[int], *more: Any
     ) -> list[RoundPass]:
-        """Rounds in one go: the rows of the extend come first, at their own positions."""
+        """Shift the levels' positions. The rows of the extend come first and keep their own."""
         return passes(self, torch.cat([positions[: widths[0]], positions[widths[0] :] + by]), widths, *more)
 
     monkeypatch.setattr(

@@ -1,7 +1,8 @@
-"""Which noise the engine adds where: its sampled output against the formula written out from the specification, on `transformers` logits.
+"""Positions of the sampling noise: sampled output equals the specified formula on `transformers` logits.
 
-Token p of a sequence (prompt included, from 0) is argmax of the processed logits over T plus Gumbel(seed, p, token, choice). Nothing of
-the kernels is used here, so that a shift of all positions, with and without speculation alike, is seen.
+Token p of a sequence (counted from 0, including the prompt) is the argmax of the processed logits over T plus
+Gumbel(seed, p, token, choice). This file uses none of the kernels. It therefore also notices a shift of all
+positions, which speculation and plain decoding would share.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def gumbel(seed: int, position: int, token: int, choice: int) -> float:
 
 
 def kept_tokens(scores: list[float], sampling: SamplingParams) -> list[int]:
-    """Apply top-k, then top-p and min-p to what top-k left, renormalised; the best token always stays."""
+    """Apply top-k, then top-p and min-p to the renormalised rest. The best token always stays."""
     ranked = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     ranked = ranked[: sampling.top_k] if sampling.top_k else ranked
     weights = [math.exp(scores[token] - scores[ranked[0]]) for token in ranked]
@@ -63,7 +64,7 @@ def kept_tokens(scores: list[float], sampling: SamplingParams) -> list[int]:
 
 
 def sample(model: LlamaForCausalLM, sampling: SamplingParams) -> tuple[list[int], float]:
-    """Return the tokens after `PROMPT` by the formula, and the smallest gap by which one of them won."""
+    """Return the tokens after `PROMPT` by the formula, and the smallest margin by which one of them won."""
     tokens, narrowest = list(PROMPT), math.inf
     for position in range(len(PROMPT), len(PROMPT) + NEW_TOKENS):
         with torch.inference_mode():
@@ -105,7 +106,7 @@ def test_sampled_output_is_the_specified_formulas(
     options = {"temperature": 1.0, "seed": 0xFEDCBA9876543210, **filters}
     sampling = SamplingParams(choice_index=choice_index, **options)  # type: ignore[arg-type]
     expected, narrowest = sample(model, sampling)
-    assert narrowest > NEAR_TIE, "a near-tie: equality is not promised, take another seed"
+    assert narrowest > NEAR_TIE, "a near-tie does not guarantee equality; choose another seed"
 
     plain = make_harness(decoder, NoDrafter())
     plain.submit(PROMPT, NEW_TOKENS, request_id="off", sampling=sampling, mode=SpeculationMode.OFF)

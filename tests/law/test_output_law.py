@@ -1,8 +1,9 @@
-"""The law itself: over many seeds the emitted tokens follow the target's distribution exactly, with speculation and without.
+"""The output law: over many seeds, emitted tokens follow the target's distribution, also with speculation.
 
-Vocabulary 5, depth 3: the first three tokens after a fixed prompt have 125 outcomes whose probabilities are products of the target's
-conditionals. 2·10⁵ seeds go through the rule that the engine uses (`choose_tokens`, `verify_tree`), all seeds at once; the engine
-itself runs a smaller number against the same rule, token for token.
+With a vocabulary of 5 and depth 3, the first three tokens after a fixed prompt have 125 outcomes. Their
+probabilities are products of the target's conditional probabilities. All 2·10⁵ seeds run in one batch through
+the engine's own functions (`choose_tokens`, `verify_tree`). The engine itself runs fewer seeds, and its
+tokens must equal those of the same functions.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module")
 def conditionals() -> dict[tuple[int, ...], torch.Tensor]:
-    """Logits after every history of up to two tokens: a made-up language of five words."""
+    """Logits after every history of up to two tokens, for a made-up language of five words."""
     generator = torch.Generator().manual_seed(7)
     histories = [()] + [(a,) for a in range(VOCAB)] + [(a, b) for a in range(VOCAB) for b in range(VOCAB)]
     return {history: 0.5 * torch.randn(VOCAB, generator=generator).to(DEVICE) for history in histories}
 
 
 def exact_law(conditionals: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
-    """Return the 125 probabilities."""
+    """Return the probabilities of the 125 outcomes."""
     law = torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.float64)
     for a in range(VOCAB):
         for b in range(VOCAB):
@@ -54,7 +55,7 @@ def exact_law(conditionals: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor
 def chi_square_p(counts: torch.Tensor, law: torch.Tensor) -> float:
     """Return the p-value of the counts under the law (124 degrees of freedom)."""
     expected = law * counts.sum()
-    assert expected.min() > 5, "every outcome is expected often enough for the test"
+    assert expected.min() > 5, "the test needs every outcome often enough"
     statistic = ((counts - expected) ** 2 / expected).sum()
     half_degrees = torch.tensor((len(law) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(half_degrees, statistic / 2))
@@ -75,7 +76,7 @@ def sampling_rows(seeds: torch.Tensor) -> SamplingTensors:
 
 
 def logits_after(conditionals: dict[tuple[int, ...], torch.Tensor], histories: torch.Tensor) -> torch.Tensor:
-    """Return ``[rows, 5]`` logits for histories ``[rows, n]``."""
+    """Return ``[rows, 5]``, the logits after histories ``[rows, n]``."""
     length = histories.shape[1]
     table = torch.stack([conditionals[history] for history in product(range(VOCAB), repeat=length)])
     weights = torch.tensor([VOCAB ** (length - 1 - i) for i in range(length)], device=DEVICE)
@@ -83,7 +84,7 @@ def logits_after(conditionals: dict[tuple[int, ...], torch.Tensor], histories: t
 
 
 def plain_tokens(conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch.Tensor) -> torch.Tensor:
-    """Return ``[seeds, 3]`` tokens, one by one."""
+    """Return ``[seeds, 3]``, tokens sampled one by one."""
     tokens = torch.zeros(len(seeds), 0, dtype=torch.int64, device=DEVICE)
     sampling = sampling_rows(seeds)
     for depth in range(DEPTH):
@@ -99,7 +100,13 @@ def plain_tokens(conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch
 def speculative_tokens(
     conditionals: dict[tuple[int, ...], torch.Tensor], seeds: torch.Tensor, drafts: torch.Tensor
 ) -> torch.Tensor:
-    """Return ``[seeds, 3]`` tokens, found in rounds that verify trees with drafts ``[seeds, 2, 2]`` (level, sibling)."""
+    """Return ``[seeds, 3]``, tokens from rounds that verify trees.
+
+    Args:
+        conditionals: Logits after every history.
+        seeds: Seeds of the rows.
+        drafts: ``[seeds, 2, 2]`` (level, sibling), the drafted tokens.
+    """
     count = len(seeds)
     tokens = torch.zeros(count, DEPTH, dtype=torch.int64, device=DEVICE)
     done = torch.zeros(count, dtype=torch.int64, device=DEVICE)
@@ -121,7 +128,10 @@ def _round(
     prefix: torch.Tensor,
     drafts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Verify the tree root → two siblings → two children of the second: nodes 0, (1, 2), (3, 4)."""
+    """Verify the tree root → two siblings → two children of the second sibling.
+
+    The nodes are 0, (1, 2) and (3, 4).
+    """
     count, base = prefix.shape
     tokens = torch.cat((torch.zeros(count, 1, dtype=torch.int64, device=DEVICE), drafts.flatten(1)), dim=1)
     parents = torch.tensor([[-1, 0, 0, 2, 2]], device=DEVICE).expand(count, -1)
@@ -131,7 +141,7 @@ def _round(
         if history.shape[1] > DEPTH - 1:
             chosen.append(
                 torch.zeros(count, dtype=torch.int64, device=DEVICE)
-            )  # past the third token nobody looks
+            )  # choices after the third token are not used
         else:
             positions = torch.full((count,), PROMPT_LEN + base + len(path), device=DEVICE)
             chosen.append(choose_tokens(logits_after(conditionals, history), sampling_rows(seeds), positions))
@@ -188,7 +198,10 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 5)])
 def test_the_engines_output_follows_the_models_law(decoder: Decoder, shape: tuple[int, int, int]) -> None:
-    """2,000 seeds through the whole engine: first tokens and pairs against the model's own probabilities."""
+    """Run 2,000 seeds through the whole engine.
+
+    First tokens and pairs of tokens must follow the model's own probabilities.
+    """
     prompt = [1, 2, 3]
     count = 2000
     drafter = FakeDrafter(oracle_plan([], VOCAB, 0.0, seed=1))

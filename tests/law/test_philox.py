@@ -1,4 +1,4 @@
-"""The noise that target and draft must agree on: published Philox vectors, and the layout of the noise in plain Python."""
+"""The noise that target and draft must agree on: published Philox vectors, and its layout in plain Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PUBLISHED = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
-# (seed, position, choice, token id), the 32-bit word and the noise: what any other implementation of the noise is checked against.
+# (seed, position, choice, token id), the 32-bit word and the noise. Other implementations of the noise can be
+# checked against these values.
 PINNED = [
     ((0, 0, 0, 0), 0x6627E8D5, 0.084820),
     ((1234, 17, 0, 5), 0x7514D8CB, 0.245507),
@@ -35,7 +36,7 @@ PINNED = [
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the four words of Philox4x32-10, in Python integers."""
+    """Return the four words of Philox4x32-10, computed with Python integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -46,13 +47,13 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def gumbel(seed: int, position: int, choice: int, token: int) -> float:
-    """Return the noise of one token in floats; `seed` unsigned."""
+    """Return the noise of one token, computed with Python floats; `seed` is unsigned."""
     word = philox((position, token // 4, choice, 0), (seed & 0xFFFFFFFF, seed >> 32))[token % 4]
     return -math.log(-math.log(((word >> 9) + 0.5) * 2.0**-23))
 
 
 def columns_of(cases: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (seed, position, choice) per row as the kernel takes them; seeds unsigned."""
+    """Return (seed, position, choice) per row in the kernels' types; the given seeds are unsigned."""
     seeds, positions, choices = zip(*cases, strict=True)
     signed = [seed - (1 << 64) if seed >> 63 else seed for seed in seeds]
     return (
@@ -98,7 +99,7 @@ def test_a_draft_vocabulary_gets_the_noise_of_its_target_ids() -> None:
     assert torch.equal(gumbel_noise(*columns, ids), everything[:, ids])
     assert torch.equal(
         everything[0], everything[2]
-    )  # same seed, position and choice: siblings share their noise
+    )  # siblings share their noise: same seed, position and choice
     assert not torch.equal(everything[0], everything[1])
 
 

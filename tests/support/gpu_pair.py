@@ -1,4 +1,4 @@
-"""The embedded pair with the head in the target's process, for tests on a GPU."""
+"""The embedded pair with its head in the target's process, for tests on a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ TARGET, HEAD = DEMO / "target", DEMO / "eagle3"
 
 
 def make_pair_drafter(decoder: Decoder, kv_tokens: int = 16384) -> InprocDrafter:
-    """Make the head of the embedded pair beside its target, in the target's dtype."""
+    """Create the drafter of the embedded pair, in the target's process and dtype."""
     values = {"draft": HEAD, "target_weights": TARGET, "device": decoder.device.type, "kv_tokens": kv_tokens}
     return drafter_beside(decoder, DraftSettings.load(values))

@@ -1,6 +1,7 @@
-"""A pytest plugin (``-p gpu_suite_report``) that writes a JSON line as a test starts and as it ends: what is cut off leaves what it knew.
+"""A pytest plugin that writes a JSON line at the start and the end of each test, for `gpu_suite.py`.
 
-`gpu_suite.py` reads them. Where `GPU_SUITE_ONLY` names a file, only the tests that it lists are run.
+Load it with ``-p support.gpu_suite_report``. The lines survive if the run is cut off. If `GPU_SUITE_ONLY`
+names a file, only the tests listed in it are run.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 
 PRINTED = ("soak", "mps", "serving")
-"""Tests whose output is kept."""
+"""Words in the names of tests whose output is kept."""
 
-# Of several processes, the one that started the others hears of all tests.
+# With pytest-xdist, only the controller process writes: it receives the reports of all workers.
 _log = "" if os.environ.get("PYTEST_XDIST_WORKER") else os.environ.get("GPU_SUITE_LOG", "")
 _seconds: dict[str, float] = {}
 
@@ -27,7 +28,7 @@ def _write(**row: Any) -> None:
 
 
 def name_of(node_id: str) -> str:
-    """Return a test's name without the group that pytest-xdist puts behind it."""
+    """Return a test's name without the group that pytest-xdist appends."""
     name, _, group = node_id.rpartition("@")
     return name if name and "]" not in group else node_id
 
@@ -48,12 +49,12 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     test = name_of(report.nodeid)
     _seconds[test] = _seconds.get(test, 0.0) + report.duration
-    told = {"test": test, "outcome": report.outcome, "seconds": round(_seconds[test], 2)}
+    result = {"test": test, "outcome": report.outcome, "seconds": round(_seconds[test], 2)}
     if report.failed:
-        _write(event="end", **told, when=report.when, error=report.longreprtext[-6000:])
+        _write(event="end", **result, when=report.when, error=report.longreprtext[-6000:])
     elif report.when == "call" or report.skipped:
         ties = [value for name, value in report.user_properties if name == "near-tie"]
         printed = report.capstdout[-1500:] if any(word in test for word in PRINTED) else ""
-        _write(event="end", **told, near_ties=ties, printed=printed)
+        _write(event="end", **result, near_ties=ties, printed=printed)
     elif report.when == "teardown":
-        _write(event="down", **told)
+        _write(event="down", **result)

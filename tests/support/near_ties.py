@@ -1,4 +1,7 @@
-"""Texts of 16-bit models, whose logits differ in their last bits with the number of rows in a pass: equal up to a near-tie."""
+"""Compares texts of 16-bit models, which must be equal up to a near-tie.
+
+In 16 bits, the last bits of logits depend on the number of rows in a pass.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,17 @@ def differences(
     name: str,
     tolerance: float = NEAR_TIE,
 ) -> list[str]:
-    """Compare two greedy texts up to their first difference, where both tokens must be nearly tied with the best.
+    """Compare two greedy texts, whose first difference must be between tokens nearly tied with the best.
 
     Args:
-        judge: The target in fp32, so that its logits are free of the roundings that are judged.
+        judge: The target in fp32, whose logits do not have the rounding errors in question.
+        prompt: Token ids of the prompt.
+        expected, found: Token ids of the two answers.
+        name: Name of the comparison, for messages.
+        tolerance: Largest gap of a near-tie, relative to the best logit.
 
     Returns:
-        A line that tells tokens, logits and their gap, or nothing for equal texts.
+        A line with the tokens, their logits and the gap; no line if the texts are equal.
     """
     assert judge.dtype == torch.float32
     at = first_difference(expected, found)
@@ -42,6 +49,9 @@ def differences(
         f"{token}: {logit:.4f}"
         for token, logit in zip(best.indices.tolist(), best.values.tolist(), strict=True)
     )
-    line = f"{name}: token {at} is {expected[at]} or {found[at]}; best logits in fp32 {ranked}; gap {gap:.4f}, allowed {limit:.4f}"
+    line = (
+        f"{name}: token {at} is {expected[at]} or {found[at]}; best logits in fp32 {ranked}; "
+        f"gap {gap:.4f}, allowed {limit:.4f}"
+    )
     assert gap <= limit, f"not nearly tied: {line}"
     return [line]

@@ -1,4 +1,4 @@
-"""Files of results as `outrider bench` writes them, and the line of a table that is made of them."""
+"""Writes result files like those of `outrider bench`, and reads lines of the goals table made from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def record(
     date: str = "2026-01-01",
     gpus: Sequence[str] = (),
 ) -> None:
-    """Write one file of results."""
+    """Write one result file."""
     content = {
         "benchmark": benchmark,
         "command": ["outrider", "bench", benchmark],

@@ -1,4 +1,7 @@
-"""Rehearses kernels for a GPU that is not there, in a process of its own; prints what became of it as JSON. Run by `test_compile_ahead`."""
+"""Rehearses kernels for an absent GPU, so that they are compiled ahead of time.
+
+`test_compile_ahead` runs it in its own process. Prints the outcome of each case as JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from outrider.kernels.ahead.pool import CompilerPool
 
 
 class AbsentGpu:
-    """What Triton asks a driver before it launches."""
+    """The methods that Triton calls on a driver before a launch."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -44,7 +47,10 @@ def norm_rows() -> torch.Tensor:
 
 
 def launches_elsewhere(pool: CompilerPool) -> bool:
-    """Whether another thread's kernel is launched during a rehearsal: it fails here, where there is no GPU."""
+    """Return whether another thread really launches its kernel during a rehearsal.
+
+    A real launch fails here, because there is no GPU.
+    """
     with ahead._rehearsal(pool), ThreadPoolExecutor(1) as thread:
         return thread.submit(norm_rows).exception() is not None
 
@@ -52,7 +58,7 @@ def launches_elsewhere(pool: CompilerPool) -> bool:
 def main() -> None:
     driver.set_active(AbsentGpu())  # type: ignore[no-untyped-call]
     found: dict[str, Any] = {}
-    late, compiler_pool.MOST_PROCESSES = CompilerPool(), 0  # nobody begins it in time
+    late, compiler_pool.MOST_PROCESSES = CompilerPool(), 0  # no process compiles it in time
     rehearse(late, 1)
     late.wait(0, limit_s=0.0)
     found["forgotten"] = [late.submitted, late.state_of(norm_rows).name]
@@ -60,7 +66,7 @@ def main() -> None:
     found["asked for again"] = late.submitted
     compiler_pool.MOST_PROCESSES = 1
     compiler_pool.COMPILE_S, usual_s = 0.01, compiler_pool.COMPILE_S
-    late.submit("nothing", "no job")  # a process for what waits
+    late.submit("nothing", "no job")  # starts a process for the waiting jobs
     late.wait(0)
     found["given up"] = late.state_of(norm_rows).name
     compiler_pool.COMPILE_S = usual_s
@@ -75,7 +81,7 @@ def main() -> None:
     again = CompilerPool()
     found["output_again"] = (
         rehearse(again, 2).abs().max().item()
-    )  # compiled, and still not launched, which this driver could not
+    )  # already compiled, and still not launched, because this driver cannot launch
     found["missing"] = again.submitted
     found["launched elsewhere"] = launches_elsewhere(again)
     broken = CompilerPool()

@@ -1,4 +1,4 @@
-"""The arithmetic and the input of `outrider bench`."""
+"""`outrider bench speculation`: paired ratios, differing texts, near-ties and prompt files."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider.bench.load.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.measure.near_tie import NEAR_TIE, Judge
 from outrider.bench.measure.speculation import (
-    HELDOUT_PROMPTS,
     TEMPERATURES,
     Kind,
     Run,
     Runs,
     first_differences,
-    load_prompts,
     summarise,
 )
 from outrider.bench.report.machine import describe_machine
@@ -28,7 +27,7 @@ from outrider.shared.base.errors import ConfigurationError
 
 
 def runs_of(speeds: dict[Kind, list[float]]) -> Runs:
-    """Runs of 100 tokens at the given speeds, alike at both temperatures."""
+    """Return runs of 100 tokens at the given speeds, the same at both temperatures."""
     return {
         (index, temperature, kind): Run(
             index, temperature, kind, 100, 100 / speed, 0.01, 3.0 + index, 30, [index]
@@ -40,7 +39,7 @@ def runs_of(speeds: dict[Kind, list[float]]) -> Runs:
 
 
 def test_ratios_are_paired_by_prompt() -> None:
-    # The machine is half as fast for the second and third prompt: medians of speeds would mislead, pairs do not.
+    # The machine is half as fast for the second and third prompts, which distorts medians but not ratios.
     runs = runs_of(
         {
             Kind.ON: [200, 100, 130],
@@ -52,7 +51,7 @@ def test_ratios_are_paired_by_prompt() -> None:
     row = summarise(runs, 3)[0]
     assert row["temperature"] == 0.0
     assert row["on_over_off"] == {"median": 2.0, "p25": 2.0, "p75": 2.3, "floor": 4.0, "ratio": 2.0}, (
-        "at most the accept length"
+        "the ratio cannot exceed the accept length"
     )
     assert row["auto_over_off"]["median"] == 1.0
     assert row["off_over_no_draft"]["median"] == 1.0
@@ -89,7 +88,7 @@ def test_where_greedy_answers_part_the_logits_are_told() -> None:
     assert on["near_tie"] == (on["gap"] <= on["allowed"])
     assert auto["gap"] > on["gap"]
     assert not auto["near_tie"]
-    assert sampled == {"prompt": 0, "temperature": 1.0, "kind": "on"}, "noise decides there too"
+    assert sampled == {"prompt": 0, "temperature": 1.0, "kind": "on"}, "sampled texts are not judged"
 
 
 def test_two_unit_roundoffs_of_bf16_are_a_near_tie_and_more_is_none() -> None:
@@ -114,7 +113,7 @@ def test_prompts_are_messages_or_text(tmp_path: Path) -> None:
     ]
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
     assert load_prompts(path, 2) == [[{"role": "user", "content": "hi"}], records[1]["messages"]]
-    with pytest.raises(ConfigurationError, match="holds 2 prompts, fewer than --num-prompts 3"):
+    with pytest.raises(ConfigurationError, match="contains 2 prompts, fewer than --num-prompts 3"):
         load_prompts(path, 3)
     path.write_text('{"question": "?"}\n')
     with pytest.raises(ConfigurationError, match=r"prompts.jsonl:1 has neither"):

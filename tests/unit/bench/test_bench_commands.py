@@ -1,4 +1,4 @@
-"""`outrider bench`: every command runs on a CPU in a size for a test, and wrong flags are refused by name."""
+"""`outrider bench` commands: each runs on a CPU in small sizes, and errors about flags name the flag."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from outrider.shared.base.errors import ConfigurationError
 RUNNER = CliRunner()
 CPU_APART = ("--shape", "tiny", "--device", "cpu", "--rounds", "chain3", "--transport", "unix")
 CALLED = re.compile(r"[\w.]+(?: and [\w.]+)*")
-"""What a case's name begins with: a function or two, behind its package if two have one of that name."""
+"""Start of a case's name: one function or two, each preceded by its package if the name is ambiguous."""
 NOT_LAUNCHED = {
-    "box_shape": "a size, for whoever makes the memory",
-    "can_exchange": "a question, answered by the host",
-    "can_pass": "likewise",
-    "choose_tile": "likewise",
-    "inbox_shape": "a size, for whoever makes the memory",
-    "num_candidates": "likewise",
-    "row_paths": "plain torch, once for all layers of a pass",
+    "box_shape": "returns a size for the caller's allocation",
+    "can_exchange": "answers a question on the host",
+    "can_pass": "answers a question on the host",
+    "choose_tile": "chooses on the host",
+    "inbox_shape": "returns a size for the caller's allocation",
+    "num_candidates": "returns a size",
+    "row_paths": "plain torch, called once for all layers of a pass",
 }
-"""Public functions of kernels' packages that launch no kernel of theirs, with the reason."""
+"""Public functions of the kernels' packages that launch no kernel, with the reason."""
 LATENCY = ("--shape", "tiny", "--device", "cpu", "--prompt", "16", "--new-tokens", "12", "--repeats", "1")
 
 
@@ -73,7 +73,7 @@ def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> 
     assert written["settings"]["transport"] == transport
     assert written["settings"]["weights"] == "random"
     assert written["start"]["seconds"] > written["start"]["engine_s"] > 0
-    assert written["start"]["kernels_compiled"] == written["graphs"] == 0, "none on a CPU"
+    assert written["start"]["kernels_compiled"] == written["graphs"] == 0, "a CPU has neither"
     rows = rows_of(tmp_path / "l.json")
     assert [row for row in rows if row.startswith("round")] == [
         f"round {kind}, batch {batch}" for kind in ("plain", "chain 3", "tree 3/2/6") for batch in (1, 2)
@@ -82,7 +82,7 @@ def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> 
     assert rows["round plain, batch 2"]["rounds"] == 11
     chain = rows["round chain 3, batch 1"]
     assert chain["acceptance"] == "synthetic, per-position rates 1, 1"
-    assert chain["accept_length"] == pytest.approx(11 / 4), "three tokens a round, the last round cut"
+    assert chain["accept_length"] == pytest.approx(11 / 4), "three tokens a round, fewer in the last round"
     assert chain["rounds"] == 4
     assert all(row["ratio"] > 0 and row["floor"] > 0 for row in rows.values())
     assert rows["prefill 24"]["tflops"] > 0
@@ -93,22 +93,23 @@ def test_latency_measures_rounds_and_prefill(tmp_path: Path, transport: str) -> 
 def test_the_multi_process_service_lasts_as_long_as_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = tmp_path / "told"
+    calls = tmp_path / "calls"
     program = tmp_path / PROGRAM
     program.write_text(
-        f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" $@ $(cat) >> {told}\ntouch "$CUDA_MPS_PIPE_DIRECTORY/control"\n'
+        f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" $@ $(cat) >> {calls}\n'
+        'touch "$CUDA_MPS_PIPE_DIRECTORY/control"\n'
     )
     program.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(
         latency, "check_mps_device", lambda _device: None
-    )  # a CPU stands for the GPU that is shared
+    )  # the CPU takes the place of a shared GPU
     flags = ("--rounds", "chain3", "--batch", "1", "--prefill", "none", "--transport", "unix", "--mps")
     run("latency", *LATENCY, *flags, "--output", str(tmp_path / "l.json"))
     written = json.loads((tmp_path / "l.json").read_text())
     assert written["settings"]["mps"] is True
     assert written["environment"]["CUDA_MPS_PIPE_DIRECTORY"] == "pipe"
-    assert [line.split()[1:] for line in told.read_text().splitlines()] == [["-d"], ["quit"]]
+    assert [line.split()[1:] for line in calls.read_text().splitlines()] == [["-d"], ["quit"]]
     assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
 
 
@@ -171,7 +172,7 @@ def test_kernels_run_against_their_floors(tmp_path: Path) -> None:
     assert all(row["ratio"] > 0 for row in rows.values())
     assert "tree_attention prefill" in output
     launch = json.loads((tmp_path / "kernels-cpu.json").read_text())["settings"]["launch_us"]
-    assert all(row["floor"] >= 0.99 * launch for row in rows.values()), "nothing takes less than a launch"
+    assert all(row["floor"] >= 0.99 * launch for row in rows.values()), "a launch is the smallest floor"
 
     called = {name for case in rows for name in CALLED.match(case)[0].split(" and ")}  # type: ignore[index]
     functions = Counter(name for package in kernel_packages() for name in public_functions(package))
@@ -187,7 +188,10 @@ def public_functions(package: str) -> list[str]:
 
 
 def kernel_packages() -> list[str]:
-    """Packages of kernels that a round launches: all with a Triton version but those of code that others inline."""
+    """Return the packages with a Triton version, except those whose names start with `_`.
+
+    The excepted packages contain code that other kernels inline.
+    """
     root = Path(outrider.kernels.__path__[0])
     return sorted(
         file.parent.name for file in root.glob("*/triton.py") if not file.parent.name.startswith("_")
@@ -198,7 +202,7 @@ def test_kernels_can_be_picked(tmp_path: Path) -> None:
     run("kernels", "--shape", "tiny", "--device", "cpu", "--only", "cache, tra*", "--output", str(tmp_path))
     kinds = {case.split("_")[0] for case in rows_of(tmp_path / "kernels-cpu.json")}
     assert kinds == {"kv", "tree", "admit", "pack", "post", "fetch", "send"}
-    with pytest.raises(ConfigurationError, match="kinds: linear, product"):
+    with pytest.raises(ConfigurationError, match="Kinds: linear, product"):
         run("kernels", "--shape", "tiny", "--device", "cpu", "--only", "nothing")
 
 
@@ -207,13 +211,11 @@ def test_roofline_measures_the_machine(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "roofline-cpu.json")
     assert rows["device read"]["unit"] == "GB/s"
     assert all(row["value"] > 0 for row in rows.values())
-    assert all(row["floor"] > 0 and row["ratio"] for row in rows.values()), (
-        "every ceiling stands beside a floor"
-    )
+    assert all(row["floor"] > 0 and row["ratio"] for row in rows.values()), "every ceiling needs a floor"
 
 
 def test_the_table_is_printed() -> None:
-    assert "| plain decode, batch 1, a step | ≤ 4.1 ms |" in run("table")
+    assert "| plain decode step, batch 1 | ≤ 4.1 ms |" in run("table")
 
 
 @pytest.mark.parametrize(
@@ -298,5 +300,5 @@ def test_a_setting_of_the_target_can_be_given(tmp_path: Path) -> None:
 
 def test_bench_alone_is_the_speculation_benchmark() -> None:
     for command in ((), ("speculation",)):
-        with pytest.raises(ConfigurationError, match="nothing to compare without a draft"):
+        with pytest.raises(ConfigurationError, match="nothing to compare"):
             run(*command, "--draft", "none")

@@ -1,4 +1,4 @@
-"""The arithmetic behind every figure: floors, ratios, percentiles, idle shares and loads."""
+"""The arithmetic of benchmark figures: floors, ratios, percentiles, idle shares and load summaries."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_narrow_numbers_are_read_as_such() -> None:
     wide, narrow = (
         forward_pass(config, 1, 1, 1000, 2, sizes) for sizes in (None, Narrow(products=1, cache=1))
     )
-    assert narrow.nbytes == wide.nbytes / 2, "the output head too"
+    assert narrow.nbytes == wide.nbytes / 2, "including the output head"
     assert narrow.flops == wide.flops
 
 
@@ -59,7 +59,7 @@ def test_a_round_is_its_steps_and_its_verification() -> None:
     assert sum(part.nbytes for part in parts) - sum(part.nbytes for part in halved) == pytest.approx(
         15.01e9 / 2, rel=1e-3
     )
-    assert parts[1].flops == 8 * parts[0].flops, "the extend has a row a sequence, a beam topk"
+    assert parts[1].flops == 8 * parts[0].flops, "the extend has one row per sequence, a beam has topk"
 
 
 def test_a_prefill_is_bound_by_arithmetic() -> None:
@@ -89,7 +89,7 @@ def test_a_result_says_what_ran_where(tmp_path: Path, monkeypatch: pytest.Monkey
     assert path == tmp_path / "thing-cpu.json"
     written = json.loads(path.read_text())
     assert written["command"] == ["outrider", "bench", "thing", "--output", "out.json"], (
-        "no path of the machine"
+        "paths are reduced to names"
     )
     assert written["environment"].items() >= {
         ("CUDA_VISIBLE_DEVICES", "2,0"),
@@ -128,7 +128,7 @@ def test_work_is_timed_per_copy() -> None:
 
 
 def test_idle_time_is_what_no_kernel_covers() -> None:
-    # Rounds of 100 µs: two kernels 1 µs apart, then 20 µs of nothing. One overlaps its successor.
+    # Rounds of 100 µs: two kernels 1 µs apart, then 20 µs idle. One kernel overlaps the next.
     rounds = [
         (start, [(0, 40_000, "a"), (41_000, 80_000, "b"), (60_000, 70_000, "c")])
         for start in range(0, 4_000_000, 100_000)
@@ -180,7 +180,7 @@ def test_arrivals_are_a_poisson_process_that_repeats_itself() -> None:
     gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
     mean = sum(gaps) / len(gaps)
     spread = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
-    assert spread == pytest.approx(mean, rel=0.1), "exponential gaps spread as much as they last"
+    assert spread == pytest.approx(mean, rel=0.1), "an exponential distribution's deviation equals its mean"
     assert len(Load(0.001, 1.0).arrivals()) == 1
 
 
@@ -201,8 +201,8 @@ def test_a_load_is_summed_up() -> None:
     assert summary.tokens_per_request == 5
     load = Load(2.0, 3.0)
     rows = serve_rows(summary, summary, load)
-    assert all(row.ratio is not None for row in rows), "every figure stands beside its floor"
-    assert rows[-2].floor == pytest.approx(5 * len(load.arrivals()) / 3.0), "requests of five tokens each"
+    assert all(row.ratio is not None for row in rows), "every figure needs a floor"
+    assert rows[-2].floor == pytest.approx(5 * len(load.arrivals()) / 3.0), "a mean of five tokens a request"
     assert (rows[-1].value, rows[-1].floor) == (summary.accept_length, summary.accept_length)
     assert summarise_load([answered, slow, failed], None, None, lasted_s=4.0).request_rate == pytest.approx(
         2 / 4.0

@@ -1,4 +1,4 @@
-"""What a result tells of the source that it was made from: git's ids without git, and the commit of a checkout or of a variable."""
+"""The source recorded in a result: git's ids, computed without git, and the commit."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_a_checkout_names_its_commit_and_whether_files_differ(
     (checkout / "bench" / "results" / "new.json").write_text("{}")
     commit = git(checkout, "rev-parse", "HEAD")
     recorded_source.cache_clear()
-    told = recorded_source(checkout)
-    assert (told["commit"], told["modified"]) == (commit, False), "results are no source"
-    assert told["trees"] == {part: git(checkout, "rev-parse", f"HEAD:{part}") for part in PARTS}
+    recorded = recorded_source(checkout)
+    assert (recorded["commit"], recorded["modified"]) == (commit, False), "results are not part of the source"
+    assert recorded["trees"] == {part: git(checkout, "rev-parse", f"HEAD:{part}") for part in PARTS}
     (checkout / "bench" / "new.py").write_text("")
-    assert recorded_source(checkout) is told, "what the process first saw"
+    assert recorded_source(checkout) is recorded, "the source is recorded once per process"
     recorded_source.cache_clear()
     assert recorded_source(checkout)["modified"] is True
     monkeypatch.setenv("PATH", os.devnull)
@@ -68,7 +68,7 @@ def test_a_checkout_names_its_commit_and_whether_files_differ(
         "commit": "another",
         "modified": None,
         "trees": {},
-    }, "without git it is a copy"
+    }, "without git, a checkout is treated as a copy"
 
 
 def test_a_copy_names_the_commit_that_it_is_told(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_a_copy_names_the_commit_that_it_is_told(checkout: Path, monkeypatch: py
         (copy / part).mkdir(parents=True)
     recorded_source.cache_clear()
     monkeypatch.delenv(REVISION, raising=False)
-    assert recorded_source(copy)["commit"] is None, "it lies in a checkout and is none"
+    assert recorded_source(copy)["commit"] is None, "a folder inside a checkout is not a checkout"
     monkeypatch.setenv(REVISION, "abc")
     recorded_source.cache_clear()
     assert recorded_source(copy)["commit"] == "abc"

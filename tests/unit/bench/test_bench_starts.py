@@ -1,4 +1,4 @@
-"""How long starts take, and models that `transformers` computes: what `outrider bench` tells of them."""
+"""`outrider bench` with models computed by `transformers`, and its record of startup times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command of the whole GPU suite: no test is left out, and what fails, hangs or never begins is told."""
+"""`gpu_suite.py`: every test file is in one job; failed, hung or unstarted tests are reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import gpu_suite
 import pytest
-from gpu_suite import FLASHINFER, LANES, RANKS, TESTS, Job, Suite, plan, record
+from gpu_suite import Suite, record
+from support.gpu_suite_plan import FLASHINFER, LANES, RANKS, TESTS, Job, plan
 from support.gpu_suite_report import name_of
 
 SOME = """
@@ -45,7 +46,7 @@ def test_every_file_is_in_one_job(gpus: int) -> None:
         f"{folder}/{path.name}" for folder in ("law", "gpu") for path in (TESTS / folder).glob("test_*.py")
     }
     assert counts.pop(RANKS, 0) == {1: 0, 2: 1, 3: 1, 4: 2}[gpus]
-    assert counts.pop(FLASHINFER) == 2, "with the library and without"
+    assert counts.pop(FLASHINFER) == 2, "once with the library and once without"
     assert set(counts) == there - {RANKS, FLASHINFER}
     assert set(counts.values()) == {1}
     assert all(0 <= lane < LANES for job in jobs for lane in job.lanes)
@@ -88,7 +89,7 @@ def test_what_hangs_is_cut_off_and_what_waits_for_its_gpu_is_told(
         Suite, "deadline", property(lambda self: 0.0 if begun.exists() else float("inf")), raising=False
     )
     suite.run(jobs)
-    assert {row["job"]: row["ended"].split(",")[0] for row in suite.told} == {
+    assert {row["job"]: row["ended"].split(",")[0] for row in suite.job_outcomes} == {
         "hangs": "cut off",
         "behind": "not begun",
         "further behind": "not begun",

@@ -1,4 +1,4 @@
-"""Tests of the trainer at toy sizes: corpus, tokenizer, loss masks, training-time test, export, reference."""
+"""The trainer at toy sizes: corpus, tokenizer, loss masks, training-time test, export, reference drafter."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ TREES = [TreeShape(5, 4, 16), TreeShape(4, 1, 5), TreeShape(3, 3, 8)]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a toy pair with the real commands and return its folder."""
+    """Train a toy pair with the real commands."""
     out = tmp_path_factory.mktemp("pair")
     questions = out / "gsm8k.jsonl"
     questions.write_text(
@@ -153,14 +153,17 @@ def test_head_is_written_in_the_published_layout(pair: Path) -> None:
 
 
 def test_training_time_test_equals_step_by_step_drafting() -> None:
-    """Row t of unrolled step i equals a drafter's result after i chained tokens past a prefix of t+1."""
+    """Row t of unrolled step i equals a drafter's own result.
+
+    The drafter has then drafted a chain of i tokens after the prefix of length t+1.
+    """
     torch.manual_seed(0)
     shape = LlamaShape(64, 32, 8, 4, 2, 8, 48)
     head = Eagle3Head(shape, torch.arange(40))
     features, embeddings = torch.randn(1, 9, 96), torch.randn(1, 11, 32)
     steps = head.unroll(features, embeddings, 3)
     for t in (0, 3, 8):
-        # Append the chain's rows after rows 0..t, and run an ordinary causal pass over all of them.
+        # The reference appends chain rows to rows 0..t and runs an ordinary causal pass over all of them.
         logits = _sequential(head, features[:, : t + 1], embeddings[:, : t + 3], 3)
         for i in range(3):
             torch.testing.assert_close(steps[i][0, t], logits[i], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,123 @@
+"""Flags shared by `outrider bench` commands, and the helpers that resolve their values.
+
+The helpers resolve devices, dtypes, draft folders and lists of numbers.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.services.stack.options import DEMO_DRAFT, Transport
+from outrider.shared.base.errors import ConfigurationError
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON lines with a `prompt` or `messages` field.", show_default="the embedded held-out prompts"
+    ),
+]
+NumPrompts = Annotated[int, typer.Option(help="Number of prompts to use.")]
+AnswerTokens = Annotated[int, typer.Option(help="Tokens per answer.")]
+TargetDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--target",
+        help="Model folder in Hugging Face layout.",
+        show_default="the embedded demo model",
+        metavar="DIR",
+    ),
+]
+DraftDir = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        "--speculative-draft-model-path",
+        help="Folder of the draft model.",
+        show_default="the embedded head; none with another --target",
+        metavar="DIR|none",
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")]
+StackTransport = Annotated[
+    Transport,
+    typer.Option(
+        help="Transport of the stack that this command starts: auto (the choice of `outrider up`), grpc, "
+        "ipc, inproc."
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON file, or the folder to write it to.",
+        show_default="bench/results/<benchmark>-<device>.json",
+    ),
+]
+Shape = Annotated[
+    str,
+    typer.Option(
+        help="Named model shape, with random weights: llama3.1-8b, llama3.2-1b, qwen3-8b, granite-3.1-2b "
+        "(computed by transformers' modules), tiny …"
+    ),
+]
+
+
+def placement(device: str, dtype: str) -> tuple[Any, Any]:
+    """Return the torch device and dtype selected by `--device` and `--dtype`.
+
+    Raises:
+        ConfigurationError: A value is unknown, or this machine has no such device.
+    """
+    import torch
+
+    try:
+        where = (
+            torch.device(device)
+            if device != "auto"
+            else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        )
+    except RuntimeError:
+        raise ConfigurationError(
+            f"--device {device}: expected auto, cpu, cuda or cuda:N.", field="--device"
+        ) from None
+    if where.type not in ("cpu", "cuda") or (where.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigurationError(
+            f"--device {device}: torch finds no such device on this machine. Use --device cpu.",
+            field="--device",
+        )
+    if dtype == "auto":
+        return where, torch.bfloat16 if where.type == "cuda" else torch.float32
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigurationError(
+            f"--dtype {dtype}: expected auto, float32, bfloat16 or float16.", field="--dtype"
+        )
+    return where, getattr(torch, dtype)
+
+
+def numbers(text: str, flag: str) -> list[int]:
+    """Parse a comma-separated list of positive numbers.
+
+    Raises:
+        ConfigurationError: An entry is not a number above 0.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigurationError(f"{flag} {text}: expected numbers above 0, separated by commas.", field=flag)
+    return [int(part) for part in parts]
+
+
+def draft_folder(target: Path | None, draft: str | None) -> Path | None:
+    """Return the draft's folder. The embedded head is the default for the embedded target only."""
+    if draft is None:
+        return DEMO_DRAFT if target is None else None
+    return None if draft == "none" else Path(draft)
+
+
+def leave_on_terminate() -> None:
+    """Turn SIGTERM into an ordinary exit, so that child processes are stopped on the way out."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,0 +1,104 @@
+"""The jobs of the GPU suite: which test files run together, on which lanes, and with how many workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+LANES = 4
+"""Number of lanes. A lane is a share of the cores with a GPU, and runs one job at a time."""
+MOST_WORKERS = 14
+"""Maximum number of pytest-xdist workers of a job."""
+
+ROUNDS_ELSEWHERE = "law/test_equality_rounds_remote.py"
+FIRST_LAWS = tuple(f"law/test_{name}.py" for name in (
+    "heads_trained", "equality_draft", "drafter_mtp", "equality_device_pair", "drafter_standalone",
+    "equality_device_loop", "heads_tree", "heads_remote", "drafter_ngram", "noise_position", "philox",
+))  # fmt: skip
+"""About half of the laws by run time. Those that train a model come first."""
+OTHER_LAWS_FIRST = (
+    "doctor_trained",
+    "mutations",
+    "drafter_mtp_deepseek",
+    "family_output",
+    "joins",
+    "demo_pair",
+    "equality_engine",
+)
+FIRST_KERNELS = (
+    "families_cuda", "tile_trial_cuda", "device_loop_cuda", "compile_cuda", "drafters", "layer_kernels_cuda",
+    "draft_graph_cuda", "deterministic_cuda", "kernels",
+)  # fmt: skip
+"""Long tests, to be started first."""
+SOAK, TEXTS, MPS, RANKS, FLASHINFER = (
+    f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "tp", "flashinfer")
+)
+SERVED, SERVED_BF16 = "gpu/test_serving.py", "gpu/test_serving_bf16.py"
+QUIET = tuple(
+    f"gpu/test_{name}_cuda.py"
+    for name in ("ipc", "ipc_rounds", "bench", "exchange", "launch_counts", "relay")
+)
+"""Tests that wait for other processes or measure. They use two GPUs if there are two."""
+APART = (SOAK, TEXTS, MPS, RANKS, SERVED, SERVED_BF16, *QUIET)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of pytest.
+
+    Attributes:
+        name: Name of the job, for logs and the report.
+        lanes: Lanes whose cores and GPUs the job uses. It starts when earlier jobs have left all of them.
+        workers: Number of pytest-xdist processes; 1 runs without pytest-xdist.
+        arguments: Test files, relative to `tests`, and options.
+        law: True for tests that run on the device in `OUTRIDER_TEST_DEVICE`.
+        library: True if the job needs FlashInfer.
+    """
+
+    name: str
+    lanes: tuple[int, ...]
+    workers: int
+    arguments: tuple[str, ...]
+    law: bool = False
+    library: bool = False
+
+    @property
+    def files(self) -> list[str]:
+        return [argument for argument in self.arguments if argument.endswith(".py")]
+
+
+def rest(folder: str, first: tuple[str, ...], without: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the test files of a folder that are not in `without`, starting with those named in `first`."""
+    order = {f"{folder}/test_{name}.py": place for place, name in enumerate(first)}
+    found = [f"{folder}/{path.name}" for path in sorted((TESTS / folder).glob("test_*.py"))]
+    return tuple(
+        sorted((path for path in found if path not in without), key=lambda path: order.get(path, len(order)))
+    )
+
+
+def plan(gpus: int, cores: int) -> list[Job]:
+    """Return all jobs in the order in which lanes start them; `cores` is the number of cores of one lane."""
+    many, few, pair = (
+        max(1, min(MOST_WORKERS, cores - 1)),
+        max(1, min(7, cores // 2)),
+        max(1, min(8, cores - 2)),
+    )
+    other_laws = rest("law", OTHER_LAWS_FIRST, (*FIRST_LAWS, ROUNDS_ELSEWHERE))
+    kernels = ("-m", "gpu and not flashinfer", *rest("gpu", FIRST_KERNELS, APART))
+    jobs = [
+        Job("soak", (0,), 1, (SOAK,)),
+        Job("laws", (1,), many, FIRST_LAWS, law=True),
+        Job("other laws", (2,), many, other_laws, law=True),
+        Job("kernels", (3,), many, kernels),
+        Job("rounds elsewhere", (0,), few, (ROUNDS_ELSEWHERE,), law=True),
+        Job("flashinfer", (1,), min(4, few), ("-m", "flashinfer", FLASHINFER), library=True),
+        Job("served", (2,), 1, (SERVED, SERVED_BF16, MPS)),
+        Job("texts", (3,), min(4, few), (TEXTS,)),
+        Job("quiet", (2, 3), pair, QUIET),
+    ]
+    if gpus > 1:
+        jobs.append(Job("two ranks", (0, 1), pair, ("-m", "multi_gpu", "-k", "not [4-", RANKS)))
+    if gpus > 3:
+        jobs.append(Job("four ranks", (0, 1, 2, 3), few, ("-m", "multi_gpu", "-k", "[4-", RANKS)))
+    return jobs
