@@ -29,8 +29,8 @@ from outrider.bench.load.open_loop import (
     run_load,
     summarise_load,
 )
-from outrider.bench.load.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.load.rest import RestLoad
+from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.report.record import Result, Row, finish
 from outrider.bench.report.surroundings import compiled_kernels
 from outrider.services.clients.rest import RestClient

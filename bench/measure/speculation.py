@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from outrider.bench.load.prompts import HELDOUT_PROMPTS, Messages, load_prompts
 from outrider.bench.measure.near_tie import Judge
+from outrider.bench.measure.prompts import HELDOUT_PROMPTS, Messages, load_prompts
 from outrider.bench.report.machine import describe_machine
 from outrider.bench.report.record import recorded_command, result_path
 from outrider.bench.report.source import recorded_source

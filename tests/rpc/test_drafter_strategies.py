@@ -89,7 +89,10 @@ def test_output_is_that_of_plain_decoding(
 
 @pytest.mark.parametrize(
     ("algorithm", "problem"),
-    [("STANDALONE", "vocab_size is 32, but the target's is 40"), ("MTP", "hidden_size 48, but this target's is 64")],
+    [
+        ("STANDALONE", "vocab_size is 32, but the target's is 40"),
+        ("MTP", "hidden_size 48, but this target's is 64"),
+    ],
 )
 def test_what_belongs_to_another_target_is_refused_at_the_handshake(
     folder: Path, tmp_path: Path, algorithm: str, problem: str

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.bench.load.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.measure.near_tie import NEAR_TIE, Judge
+from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.measure.speculation import (
     TEMPERATURES,
     Kind,
