@@ -18,7 +18,7 @@ from outrider.services.draft import app
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.rpc.ipc.cuda_blob_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.blob_mailbox import HostMailbox
-from outrider.shared.rpc.blob_staging import Staging
+from outrider.shared.rpc.blob_staging import BlobStaging
 
 values, spoils = json.loads(sys.argv[1]), sys.argv[2] == "spoil"
 rng = random.Random(7)
@@ -47,7 +47,7 @@ if spoils:
     blob.view(torch.int32).random_(-1, 12)
     spoilt(HostMailbox, "send")
     spoilt(StreamMailbox, "send")
-    spoilt(Staging, "fetch")
+    spoilt(BlobStaging, "fetch")
 # The threads that bring messages do on a CPU too what they do on a GPU.
 app.DraftProtocol = functools.partial(app.DraftProtocol, only_enqueues=True)
 app.run(DraftSettings.load(values))
