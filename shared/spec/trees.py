@@ -1,4 +1,4 @@
-"""Trees that are made on the host, as Python numbers, on their way to tensors."""
+"""Draft trees built on the host as Python numbers, and their conversion to a padded batch of tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WORD = (1 << MASK_WORD_BITS) - 1
 
 @dataclass(slots=True)
 class HostTree:
-    """One tree; node 0 is the root. Grow it with `add`, parents first.
+    """One tree; node 0 is the root. Grow it with `add`, parents before children.
 
     Attributes:
-        tokens, parents, depths, logprobs: Per node.
-        masks: Per node: a bit for every ancestor and for the node itself.
+        tokens, parents, depths, logprobs: One entry per node.
+        masks: One entry per node: a bit for the node itself and each of its ancestors.
     """
 
     tokens: list[int]
@@ -29,7 +29,7 @@ class HostTree:
 
     @classmethod
     def of_root(cls, root_token: int) -> HostTree:
-        """Return the tree of a root alone."""
+        """Return a tree of only a root."""
         return cls([root_token])
 
     def add(self, token: int, parent: int, logprob: float) -> int:
@@ -44,7 +44,7 @@ class HostTree:
 
 
 def pad_trees(trees: Sequence[HostTree], device: torch.device) -> DraftBatch:
-    """Return the trees as one batch, each padded to the largest."""
+    """Return the trees as one batch, each padded to the width of the largest."""
     width = max(len(tree.tokens) for tree in trees)
     words = mask_words(width)
     padding = [width - len(tree.tokens) for tree in trees]
