@@ -62,7 +62,6 @@ class StreamRelay:
 
     Threads:
 
-
     - `give` and `take` enqueue on torch's current stream; call them on the thread that launches rounds.
     - `settle` and `put` belong to the thread that carries messages.
     - `release` and `close` may be called from any thread.

@@ -316,7 +316,7 @@ def test_a_mailbox_beyond_the_limits_is_refused(service: DraftService, offer: dr
     frames = shaken(service)
     files = [os.memfd_create("x") for _ in range(2)]
     frames.send(FrameKind.MAILBOX, offer.SerializeToString(), files)
-    assert "beyond the limits" in told(frames).message
+    assert "outside the limits" in told(frames).message
     for file in files:
         os.close(file)
 

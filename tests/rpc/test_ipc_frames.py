@@ -158,7 +158,7 @@ def test_a_peer_that_never_reads_counts_as_gone(pair: Pair, monkeypatch: pytest.
         for _ in range(100):
             pair[0].send(FrameKind.SESSION, b"x" * 100_000)
 
-    with pytest.raises(EndOfStream, match="does not read"):
+    with pytest.raises(EndOfStream, match="too many bytes unread"):
         flood()
 
 
@@ -194,7 +194,7 @@ def test_descriptors_travel_beside_a_frame(pair: Pair) -> None:
     read, write = os.pipe()
     pair[0].send(FrameKind.MAILBOX, b"two", [read, write])
     assert pair[1].receive(5.0) == (FrameKind.MAILBOX, b"two")
-    with pytest.raises(ProtocolError, match="3 descriptors were announced, 2 came"):
+    with pytest.raises(ProtocolError, match="announced 3 descriptors but sent 2"):
         pair[1].take_files(3)
     there = pair[1].take_files(2)
     os.write(there[1], b"through")

@@ -58,7 +58,7 @@ def test_a_listener_of_another_user_is_not_talked_to(tmp_path: Path, monkeypatch
     listener = Listener(f"{tmp_path}/s")
     try:
         monkeypatch.setattr(sockets, "peer_uid", lambda connection: os.geteuid() + 1)
-        with pytest.raises(ProtocolError, match="run both as one user"):
+        with pytest.raises(ProtocolError, match="Run both as the same user"):
             connect(f"{tmp_path}/s", 1.0)
     finally:
         listener.close()
@@ -75,7 +75,7 @@ def test_the_file_of_a_dead_listener_is_replaced(tmp_path: Path) -> None:
 
 def test_a_living_listener_is_not_replaced(tmp_path: Path) -> None:
     listener = Listener(f"{tmp_path}/s")
-    with pytest.raises(ConfigurationError, match="another process does"):
+    with pytest.raises(ConfigurationError, match="another process already does"):
         Listener(f"{tmp_path}/s")
     connect(f"{tmp_path}/s", 1.0).close()
     listener.close()
@@ -83,7 +83,7 @@ def test_a_living_listener_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("mine")
-    with pytest.raises(ConfigurationError, match="is no socket"):
+    with pytest.raises(ConfigurationError, match="is not a socket"):
         Listener(f"{tmp_path}/s")
     assert (tmp_path / "s").read_text() == "mine"
 
@@ -94,7 +94,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(ConfigurationError, match="mkdir -m 700"):
         Listener(f"{folder}/s")
-    with pytest.raises(ConfigurationError, match="make the folder first"):
+    with pytest.raises(ConfigurationError, match="Create the folder first"):
         Listener(f"{tmp_path}/missing/s")
 
 

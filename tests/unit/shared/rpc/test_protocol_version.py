@@ -40,7 +40,7 @@ def test_another_version_names_both_and_who_is_to_be_updated(theirs: int, side: 
     with pytest.raises(ProtocolError) as error:
         check_version(theirs, Side(side))
     assert error.value.field == "protocol_version"
-    assert f"The {side} speaks version {theirs} " in error.value.message
+    assert f"The {side} uses version {theirs} " in error.value.message
     assert f"version {PROTOCOL_VERSION}: update the {older}" in error.value.message
 
 
