@@ -1,4 +1,4 @@
-"""Streams below grpcio's own: order, ends, what waits when a peer does not read, and when waits are awake."""
+"""Direct gRPC streams: message order, ends of streams, slow readers, and when waits poll or sleep."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_error_of_the_server_ends_the_stream_with_its_status_after_what_was_s
 
 
 def test_what_is_to_follow_a_message_follows_it_when_it_is_on_its_way(serve: Serve) -> None:
-    """On the thread that takes in messages, whether the message was queued behind others or not."""
+    """The callback runs on the thread that receives messages, whether or not the message had to queue."""
     threads: list[threading.Thread] = []
 
     def answer(to: ServerStream, message: bytes) -> None:
@@ -113,7 +113,7 @@ def test_a_cancel_ends_both_sides(serve: Serve) -> None:
 
 
 def test_a_server_that_is_gone_ends_the_stream() -> None:
-    """Its process is killed: nothing tells of the end but the socket."""
+    """The server's process is killed, so only the socket shows the end."""
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         channel = connect(f"127.0.0.1:{server.stdout.readline().strip()}")
@@ -138,7 +138,7 @@ def test_a_peer_that_does_not_read_is_hung_up_on(serve: Serve) -> None:
     echo = Echo(flood, max_unsent=50)
     stream = serve(echo)
     stream.send(b"go")
-    # Nobody is in `receive`, so the core takes no more than its window.
+    # No thread is in `receive`, so the core accepts no more than its flow-control window.
     assert flooded.wait(WAIT_S)
     assert echo.ended.get(timeout=WAIT_S) is None
 
@@ -151,7 +151,7 @@ polling.watch_sockets()
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream
 server = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
-vigil = polling.Vigil()
+vigil = polling.PollWindow()
 channel = connect("127.0.0.1:" + server.stdout.readline().strip())
 stream = ClientStream(channel, "/test.Echo/Stream", vigil)
 
@@ -199,7 +199,7 @@ def test_who_gives_way_lets_others_have_the_interpreter() -> None:
     go.acquire()
     thread = threading.Thread(target=other)
     thread.start()
-    sys.setswitchinterval(2 * WAIT_S)  # nobody takes it from who has it
+    sys.setswitchinterval(2 * WAIT_S)  # no thread loses the GIL involuntarily
     try:
         go.release()
         until = time.monotonic() + WAIT_S
@@ -221,7 +221,10 @@ def test_few_cores_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_comes_too_late_to_tell_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a script that imports it before it runs the command: its rounds over gRPC took 0.4 ms longer, and nothing told why."""
+    """For example in a script that imports gRPC before it runs the command.
+
+    Its rounds over gRPC took 0.4 ms longer, and nothing showed why.
+    """
     said: list[str] = []
     monkeypatch.setattr(polling.log, "warning", said.append)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -230,13 +233,13 @@ def test_who_comes_too_late_to_tell_the_library_says_so(monkeypatch: pytest.Monk
     assert not said
     monkeypatch.delenv(EXPERIMENTS)
     watch_sockets()
-    assert EXPERIMENTS not in os.environ, "it would not be heeded any more"
+    assert EXPERIMENTS not in os.environ, "it is too late for the setting to have an effect"
     assert len(said) == 1
     assert "imported before" in said[0]
 
 
 def test_the_library_exports_what_waits_are_told_by() -> None:
-    """Otherwise nothing would poll, and nobody would notice but by a clock."""
+    """Without this export no wait would poll, and only a clock would show it."""
     vigil = PollWindow(enabled=True)
     assert vigil._period is not None
     assert vigil._period.value == SLEEP_MS

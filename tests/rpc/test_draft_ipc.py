@@ -1,4 +1,4 @@
-"""The draft service on sockets of this host: rounds through mailboxes, several targets, some of which die or talk nonsense."""
+"""The draft service on unix sockets: rounds through mailboxes, and targets that die or misbehave."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def service(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[DraftService]:
     running.stop()
     running.engine.check()
     assert running.engine.strategy.pages().held == 0
-    assert list(tmp_path.iterdir()) == [], "the sockets' files are gone"
+    assert list(tmp_path.iterdir()) == [], "the socket files are removed"
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -106,7 +106,7 @@ def test_rounds_on_the_device_begin_when_the_rows_of_the_prompt_are_there(servic
     target = IpcTarget(service, rounds=True).start()
     target.open(7)
     target.enter(7, 1)
-    assert target.carrier.receive(0.2) is None, "neither begun nor refused"
+    assert target.carrier.receive(0.2) is None, "the rounds are neither started nor refused"
     target.feed(7, len(PROMPT) - 1)
     entered = target.expect("rounds_entered").rounds_entered
     assert (entered.rounds, entered.accepted) == (1, True)
@@ -123,7 +123,7 @@ def test_a_target_that_has_not_waited_for_its_rows_is_told_when_they_are_there(s
     entered = target.expect("rounds_entered").rounds_entered
     assert (entered.rounds, entered.accepted) == (1, True)
     assert len(target.round(7, 1, [*PROMPT, 8], len(PROMPT)).trees) == 1, (
-        "by way of the host: no rounds have begun"
+        "no rounds on the device have begun, so the reply comes through the host"
     )
     target.leave()
     wait_for(lambda: sessions(service) == 0)
@@ -170,7 +170,7 @@ def test_a_stranger_that_hangs_up_leaves_nothing(service: DraftService) -> None:
         links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
         return sum("outrider-mailbox" in os.readlink(link) for link in links if os.path.islink(link))
 
-    gc.collect()  # carriers of other tests
+    gc.collect()  # frees carriers of other tests
     before = mailboxes()
     for _ in range(5):
         connect(address(service).streams, 1.0).close()
@@ -200,13 +200,13 @@ def test_a_draft_that_hangs_up_before_the_mailboxes_are_offered_leaves_no_descri
         with pytest.raises(ConnectionLost):
             target.carrier.open_bulk(target.hello.target_id)
         assert target.carrier.rounds is None
-    gc.collect()  # mappings have descriptors of their own
+    gc.collect()  # frees mappings, which own descriptors
     assert descriptors() <= before
     target.leave()
 
 
 def test_targets_that_come_and_go_leave_nothing(service: DraftService) -> None:
-    """Without the garbage collector, which may not run for long."""
+    """Must not depend on the garbage collector, which may not run for a long time."""
 
     def visit() -> None:
         target = IpcTarget(service, rounds=True).start()
@@ -266,7 +266,7 @@ def shaken(service: DraftService) -> FrameSocket:
 
 
 def told(frames: FrameSocket) -> common_pb2.ErrorDetail:
-    """Return the draft's last words, after which it must have hung up."""
+    """Return the draft's last message, after which it must have hung up."""
     received = frames.receive(TIMEOUT_S)
     assert received is not None
     assert received[0] is FrameKind.ERROR

@@ -1,4 +1,4 @@
-"""The projector crosses the wire whole: the target's link rebuilds the head's own feature spec, the epsilon of its norms included."""
+"""The projector over the wire: the target rebuilds the head's exact feature spec, with the norms' epsilon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draft service over real gRPC on a unix socket: handshake, drafting, faults of the target, and nothing leaks."""
+"""The draft service over real gRPC on a unix socket: handshake, drafting, faulty targets, no leaks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def wait_for_idle(service: DraftService) -> draft_pb2.GetInfoReply:
-    """Return the state once every session is gone; what frees them runs after the stream has ended."""
+    """Return the state once every session is gone. Sessions are freed only after their stream has ended."""
     deadline = time.monotonic() + 10
     with ScriptedTarget(service.address, "observer") as observer:
         while (
@@ -246,7 +246,7 @@ def test_a_draft_without_target_weights_borrows_them_over_the_wire(
             )
             assert list(target.stub.PutTensor(chunks).still_missing) == []
             assert warm == [torch.device("cpu")], (
-                "kernels are compiled before the target goes on, not when it first asks"
+                "kernels are compiled before the target continues, not at its first request"
             )
             target.send(open_request(7, PROMPT))
             target.expect("open")

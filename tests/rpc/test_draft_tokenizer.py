@@ -1,4 +1,4 @@
-"""A draft whose folder has another tokenizer than the target's is refused at start: in process, beside the folder, and by Hello."""
+"""A draft with another tokenizer than the target's is refused at start-up, in process and over Hello."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_service_that_knows_the_targets_folder_refuses_before_it_listens(
 def service(
     request: pytest.FixtureRequest, bare: tuple[Path, Path], tmp_path: Path
 ) -> Iterator[DraftService]:
-    """A draft that knows its target by Hello only."""
+    """A draft that learns about its target only from Hello."""
     running = DraftService(
         settings(head(bare, tmp_path, request.param), listen=f"unix:{tmp_path}/draft.sock")
     )

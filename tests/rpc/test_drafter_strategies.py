@@ -1,4 +1,4 @@
-"""Every way of drafting beside the heads as a service of its own, behind the target's remote drafter over real gRPC."""
+"""Drafting strategies other than heads, each as a service behind the target's remote drafter over gRPC."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def target(folder: Path) -> Decoder:
 
 @contextmanager
 def serving(tmp_path: Path, **settings: object) -> Iterator[DraftService]:
-    """Run a draft service, and check that nothing leaked when it has stopped."""
+    """Run a draft service, and check after it has stopped that nothing leaked."""
     values = {"listen": f"unix:{tmp_path}/draft.sock", "device": "cpu", "kv_tokens": 4096, **settings}
     service = DraftService(DraftSettings.load(values))
     service.start()
@@ -84,7 +84,7 @@ def test_output_is_that_of_plain_decoding(
     reports = [finished.speculation for finished in harness.sink.finished.values()]
     assert sum(report.draft_tokens for report in reports) > 0
     if algorithm == "STANDALONE":
-        assert all(report.accept_length > 3 for report in reports), "the draft is the target itself"
+        assert all(report.accept_length > 3 for report in reports), "the draft model is the target itself"
 
 
 @pytest.mark.parametrize(

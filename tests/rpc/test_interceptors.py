@@ -1,4 +1,4 @@
-"""The error table on the wire: what a servicer raises is what its caller gets, on both stacks and for all kinds of calls."""
+"""Errors over gRPC: callers receive the servicer's error unchanged, in sync and asyncio, on all calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "outrider.target.v1.Target"
 
 
 class SyncTarget(target_pb2_grpc.TargetServicer):
-    """Raises what the test put there, from a unary call, before the first reply, and after one."""
+    """Raises the given error from a unary call, before a stream's first reply, and after it."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -97,7 +97,7 @@ def test_a_domain_error_crosses_a_synchronous_call_unchanged(error: OutriderErro
             stub = target_pb2_grpc.TargetStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
                 stub.GetInfo(target_pb2.GetInfoRequest(), timeout=10)
-            # UNAVAILABLE is retried by the channel; what arrives in the end is the same error.
+            # The channel retries UNAVAILABLE; the final error is the same.
             assert caught.value.code() is STATUS_OF_CODE[error.code]
             assert same(error_from_rpc(caught.value), error)
 
@@ -207,7 +207,7 @@ def test_an_unknown_status_of_a_newer_peer_counts_as_internal() -> None:
 
 
 def test_a_peer_without_our_details_is_mapped_by_its_status() -> None:
-    # Nobody listens there: the transport itself reports UNAVAILABLE.
+    # No server listens there, so the transport itself reports UNAVAILABLE.
     with connect("127.0.0.1:1") as channel, pytest.raises(grpc.RpcError) as caught:
         target_pb2_grpc.TargetStub(channel).GetInfo(target_pb2.GetInfoRequest(), timeout=5)
     assert error_from_rpc(caught.value).code is ErrorCode.UNAVAILABLE

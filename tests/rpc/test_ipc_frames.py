@@ -1,4 +1,4 @@
-"""Frames on a unix socket: whole whatever the socket does with them, bounded in size and time, and ended at once when the peer is."""
+"""Frames on a unix socket: they arrive whole, sizes and waits are bounded, and the end of a peer is seen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.fixture
 def raw() -> Iterator[tuple[socket.socket, FrameSocket]]:
-    """A peer that writes bytes of its own."""
+    """A raw socket that writes arbitrary bytes, and a `FrameSocket` at its other end."""
     peer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     end.setblocking(False)
     frames = FrameSocket(end)
@@ -86,7 +86,7 @@ def test_what_a_full_socket_does_not_take_is_sent_later_in_order(payloads: list[
     writer, reader = make_pair(buffer_bytes=4096)
     try:
         for payload in payloads:
-            writer.send(FrameKind.SESSION, payload)  # nobody reads: must not wait
+            writer.send(FrameKind.SESSION, payload)  # there is no reader, so this must not wait
         received = []
         while len(received) < len(payloads):
             frame = reader.receive()

@@ -1,4 +1,4 @@
-"""Mailboxes in shared memory: rows arrive as they were, slots are used again only when released, and a lying peer costs itself."""
+"""Mailboxes in shared memory: exact rows, slots reused only after release, misbehaving peers detected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Ends = tuple[SharedTensorWriter, SharedTensorReader, SharedMemory]
 
 
 def make_ends(slots: int = 3, rows: int = 4) -> Ends:
-    """Return both ends, mapped apart as two processes map them, and the reader's memory."""
+    """Return both ends, each with its own mapping as in two processes, and the reader's memory."""
     layout = SlotLayout(slots, rows * COLUMNS * 4)
     written, file = SharedMemory.create(layout)
     read = SharedMemory.attach(layout, file)
@@ -56,7 +56,10 @@ def rows(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch
 def test_rows_arrive_in_order_through_slots_or_inline(
     steps: list[int | None], slots: int, dtype: torch.dtype
 ) -> None:
-    """A number writes so many rows, None reads one message; more than `slots` unread ones travel inline."""
+    """A number writes that many rows; None reads one message.
+
+    More than `slots` unread messages travel inline.
+    """
     writer, reader, _ = make_ends(slots)
     waiting: deque[tuple[common_pb2.TensorData, torch.Tensor]] = deque()
     unread_slots = 0
@@ -112,7 +115,7 @@ def test_a_message_that_names_something_else_is_refused(fields: dict[str, int], 
     with pytest.raises(ProtocolError) as error:
         reader.read(changed(data, **fields), "rows", COLUMNS)
     assert error.value.field == named
-    assert torch.equal(reader.read(data, "rows", COLUMNS), rows(2)), "the true message still counts"
+    assert torch.equal(reader.read(data, "rows", COLUMNS), rows(2)), "the correct message is still accepted"
 
 
 def test_more_rows_than_a_slot_holds_are_refused() -> None:
@@ -178,11 +181,11 @@ def test_a_slot_that_is_written_while_it_is_read_is_not_believed(monkeypatch: py
 
 @pytest.mark.parametrize("nonsense", [3, 99_999, (1 << 64) - 1])
 def test_a_slot_that_could_never_be_free_again_is_an_error(nonsense: int) -> None:
-    """Rows that wait for a free slot would wait for ever, and the draft for them, over a connection that looks healthy."""
+    """Otherwise rows would wait forever for a free slot, on a connection that seems healthy."""
     writer, reader, memory = make_ends(slots=2)
     reader.read(writer.write([rows(2)]), "rows", COLUMNS)
     unread = [writer.write([rows(2)]) for _ in range(2)]
-    assert writer.offer(rows(2)) is None, "slots that are not read yet are no error"
+    assert writer.offer(rows(2)) is None, "slots that are still unread are no error"
     for slot in (0, 1):
         memory.set_counter(slot, RELEASED, nonsense)
     with pytest.raises(ProtocolError, match="the peer released generation"):
@@ -193,7 +196,7 @@ def test_a_slot_that_could_never_be_free_again_is_an_error(nonsense: int) -> Non
 
 
 class Event:
-    """Of a copy: done when the test says so."""
+    """The event of a copy; done when the test sets it."""
 
     done = False
 
@@ -208,7 +211,7 @@ class Event:
 def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
-    """By the reader's own steps, on the host: the copies are made at once, and said to be done later."""
+    """Uses the reader's own code on the host: copies run immediately but are reported as done later."""
     layout = SlotLayout(2, 64, slots_inside=False)
     ledger, file = SharedMemory.create(layout)
     os.close(file)
@@ -239,7 +242,9 @@ def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
         return common_pb2.TensorData(shape=(1, columns), dtype=common_pb2.DATA_TYPE_FLOAT32, cuda_ipc=where)
 
     assert torch.equal(reader.read(message(4), "rows", 4), slots[:4].view(1, 4))
-    assert ledger.counter(0, RELEASED) == wait, "what is not waited for is given back when it is done"
+    assert ledger.counter(0, RELEASED) == wait, (
+        "without waiting, the slot is released only when the copy is done"
+    )
     overtaken = True
     if wait:
         with pytest.raises(ProtocolError, match="was overwritten"):
@@ -250,7 +255,7 @@ def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
         with pytest.raises(ProtocolError, match="was overwritten"):
             reader.read(common_pb2.TensorData(), "rows", 4)
         assert ledger.counter(0, RELEASED) == 1
-    assert ledger.counter(1, RELEASED) == 0, "it is not given back"
+    assert ledger.counter(1, RELEASED) == 0, "the slot is not released"
 
 
 def test_the_ledger_goes_round() -> None:

@@ -1,4 +1,4 @@
-"""Who may connect, and what happens to socket files: other users are refused on both ends, a dead listener's file is replaced."""
+"""Unix sockets: both ends refuse other users, dead listeners are replaced, and addresses are checked."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_a_process_of_another_user_is_hung_up_on(tmp_path: Path, monkeypatch: py
         served = listener.accept()
         assert served is not None
         clients[0].settimeout(5.0)
-        assert clients[0].recv(1) == b"", "the first was hung up on"
+        assert clients[0].recv(1) == b"", "the first connection was closed"
         served.send(b"x")
-        assert clients[1].recv(1) == b"x", "the second was not"
+        assert clients[1].recv(1) == b"x", "the second was accepted"
         served.close()
     finally:
         for client in clients:
@@ -109,7 +109,10 @@ def test_closing_ends_accept(tmp_path: Path) -> None:
 
 
 class Full:
-    """A socket of a process without a descriptor left, and the event that `accept` waits on: set at the last of `tries`."""
+    """Simulates a process without free descriptors, and the event that `accept` waits on.
+
+    The event is set at the last of `tries`.
+    """
 
     def __init__(self, number: int, tries: int) -> None:
         self.number, self.tries, self.asked, self.waits = number, tries, 0, 0
@@ -140,11 +143,11 @@ def test_without_descriptors_accept_pauses_between_tries_and_can_be_closed(
         with monkeypatch.context() as patched:
             patched.setattr(listener, "_socket", full)
             patched.setattr(listener, "_closed", full)
-            assert listener.accept() is None, "closed while it paused"
+            assert listener.accept() is None, "closed during the pause"
         assert full.asked == full.waits == 5
         with connect(f"{tmp_path}/s", 1.0):
             served = listener.accept()
-            assert served is not None, "descriptors are there again"
+            assert served is not None, "descriptors are available again"
             served.close()
     finally:
         listener.close()

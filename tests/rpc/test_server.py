@@ -1,4 +1,4 @@
-"""What every gRPC server of ours offers beside its own methods: health, reflection, limits, clean stops, clear address errors."""
+"""Common features of all gRPC servers: health, reflection, message limits, clean stops, address errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_watchers_see_the_change_and_take_no_worker(server) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest(service=NAME), timeout=20) for _ in range(6)]
         assert [next(watch).status for watch in watches] == [NOT_SERVING] * 6
-        # The server has two workers and six watchers: a call still gets through.
+        # The server has two workers and six watchers. A call still gets through.
         assert (
             target_pb2_grpc.TargetStub(channel).GetInfo(target_pb2.GetInfoRequest(), timeout=10).model_id
             == "toy"
@@ -88,7 +88,7 @@ def test_watchers_see_the_change_and_take_no_worker(server) -> None:
 
 
 class Call:
-    """A call's context that keeps what is to be run when the call has ended."""
+    """A call's context that keeps the callbacks for the end of the call."""
 
     def __init__(self) -> None:
         self.ended: list = []
@@ -99,7 +99,10 @@ class Call:
 
 
 def test_a_watcher_that_leaves_while_another_is_told_blocks_nobody() -> None:
-    """gRPC completes sends and ends calls in one thread: if ending a call waited for a send, both would wait for ever."""
+    """gRPC completes sends and ends calls on one thread.
+
+    If ending a call waited for a send, both would deadlock.
+    """
     servicer, leaving = PatientHealth(), Call()
     told = []
 
@@ -147,7 +150,7 @@ def test_stop_lets_a_stream_finish_within_the_grace_and_refuses_new_calls() -> N
 
     def feed():
         yield requests[0]
-        # By now the first reply was read and the stop has begun.
+        # By now the first reply has been read and the stop has begun.
         while not stopping:
             started.wait()
         yield target_pb2.SessionRequest(generate=target_pb2.GenerateRequest(request_id="2"))
@@ -201,7 +204,7 @@ def test_a_unix_socket_is_for_its_user_only(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         server = sync_server(f"unix:{tmp_path}/s.sock", servicers(), [NAME])
-        assert os.umask(mask) == mask, "the process's own mask holds again"
+        assert os.umask(mask) == mask, "the process's own umask is restored"
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "s.sock").stat().st_mode) == 0o600

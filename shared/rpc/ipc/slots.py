@@ -192,7 +192,8 @@ class SlotReader:
         if generation != self._released[slot] + 1 or not self.holds(slot, generation):
             raise ProtocolError(
                 f"Slot {slot}: the message names generation {generation}, but "
-                f"{self._memory.counter(slot, WRITTEN)} was written last and {self._released[slot]} read last.",
+                f"{self._memory.counter(slot, WRITTEN)} was written last "
+                f"and {self._released[slot]} read last.",
                 field="generation",
             )
 

@@ -1,4 +1,4 @@
-"""The rules of `.importlinter` break when they are violated: a copy of the sources with every kind of violation planted at once."""
+"""The import rules of `.importlinter` detect every kind of violation, planted into a copy of the sources."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ PLANTED = [
 
 
 def lint(root: Path) -> tuple[int, str]:
-    """Run import-linter over the sources in `root`; return its exit code and what it printed, blanks made single."""
+    """Run import-linter on the sources in `root`.
+
+    Return its exit code and its output with runs of blanks collapsed.
+    """
     environment = {**os.environ, "PYTHONPATH": str(root / "farm"), "COLUMNS": "400"}
     command = [sys.executable, "-c", RUN, "--no-cache"]
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)

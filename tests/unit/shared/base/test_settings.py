@@ -1,4 +1,4 @@
-"""Flag > environment > file > default, and every mistake names the setting and where to change it."""
+"""Settings: flag > environment > file > default; every error names the setting and where to change it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_flags_win_over_environment_over_file_over_default(
     monkeypatch.setenv("OUTRIDER_TOY_PORT", "3")
     assert ToySettings.load(config_file=file).port == 3
     assert ToySettings.load({"port": 4}, config_file=file).port == 4
-    # A flag that was not given does not hide the rest.
+    # A flag that was not given does not override the other sources.
     assert ToySettings.load({"port": None}, config_file=file).port == 3
 
 

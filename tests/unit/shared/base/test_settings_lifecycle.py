@@ -1,4 +1,4 @@
-"""Stopping: signals become a flag, steps of a drain all run, logs are one line each."""
+"""Shutdown, logs and listen addresses: signals set a flag, all drain steps run, one line per event."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_signal_sets_the_flag_and_handlers_are_put_back(number: signal.Signals
         os.kill(os.getpid(), number)
         assert stop.wait(5)
         assert stop.received is number
-        # A second signal gives the default action back: the third one would end the process.
+        # The second signal restores the default action, so a third one would end the process.
         os.kill(os.getpid(), number)
         while signal.getsignal(number) is not signal.SIG_DFL:
             pass

@@ -1,4 +1,4 @@
-"""The engine thread: works while there is work, sleeps otherwise, survives a failing step, and always stops."""
+"""The engine thread: steps while there is work, else sleeps, survives a failing step, always stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without CUDA a graph cache runs what it is given, every time; with it, it keeps what was recorded at the start and so many others."""
+"""The graph cache: eager without CUDA; keeps start-up graphs and a bounded number of others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_without_cuda_functions_run_each_time() -> None:
         return numbers.clone()
 
     cache.capture("key", record)
-    assert numbers.tolist() == [0, 0], "there is nothing to record"
+    assert numbers.tolist() == [0, 0], "there are no warm-up runs, because nothing is recorded"
     assert cache.run("key", record).tolist() == [1, 1]
     assert cache.run("key", record).tolist() == [2, 2]
     assert cache.holds("key")
@@ -47,7 +47,7 @@ def test_only_so_many_graphs_are_kept_beside_those_of_the_start() -> None:
     assert graphs.observer.gone == []
     graphs.run("a", list)
     graphs.run("c", list)
-    assert graphs.keys == ("first", "second", "third", "a", "c"), "b was used longest ago"
+    assert graphs.keys == ("first", "second", "third", "a", "c"), "b was least recently used"
     assert graphs.observer.gone == [5]
     assert [graphs.replays(key) for key in "abc"] == [True, False, True]
     for number in range(1000):
@@ -77,7 +77,7 @@ def test_nothing_is_dropped_before_a_start_is_over() -> None:
 
 def test_what_is_met_late_runs_eagerly_until_a_recording_pays() -> None:
     graphs = BoundedGraphs(most_late=2)
-    assert graphs.due("early"), "before a start all is recorded"
+    assert graphs.due("early"), "until start-up is over, every key is recorded"
     with graphs.keeping():
         graphs.capture("start", list)
     assert graphs.due("start")
@@ -103,4 +103,4 @@ def test_what_is_dropped_is_recorded_again_when_it_comes_up() -> None:
         graphs.capture("a", list)
     assert graphs.captured == ["a", "b", "a"]
     graphs.drop(["a", "b"])
-    assert graphs.pool is None, "torch takes no graph into a pool that had its last one"
+    assert graphs.pool is None, "torch accepts no graph into a pool whose last graph is gone"

@@ -1,4 +1,4 @@
-"""What is given back when its owner is gone: on a thread of its own, so that nobody waits who drops a reference."""
+"""Deferred release of GPU memory: runs on its own thread, so dropping the last reference never blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 20.0
 
 
 class Owner:
-    """Something that is referred to."""
+    """An object whose last reference the tests drop."""
 
 
 class Mapped(PeerMemory):
@@ -41,7 +41,7 @@ class Mapped(PeerMemory):
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """What holds up a disposal until the test has seen that nobody waits for it."""
+    """An event that holds up a release until the test has seen that it does not block."""
     gate = threading.Event()
     yield gate
     gate.set()
@@ -57,10 +57,10 @@ def test_who_drops_the_last_reference_does_not_wait(gate: threading.Event) -> No
 
     owner = Owner()
     disposal.when_gone(owner, free)
-    assert not began.wait(0.05), "it is still referred to"
+    assert not began.wait(0.05), "there is still a reference"
     del owner
     assert began.wait(TIMEOUT_S)
-    assert not done.is_set(), "this thread went on meanwhile"
+    assert not done.is_set(), "this thread did not wait for the release"
     gate.set()
     assert done.wait(TIMEOUT_S)
 
@@ -97,7 +97,7 @@ def test_what_others_may_still_write_to_is_kept_for_a_while() -> None:
 
 
 class Waiting:
-    """A stream's wait."""
+    """An object whose stream waits."""
 
     def __init__(self) -> None:
         self.waiting = True
@@ -109,7 +109,7 @@ def test_nothing_is_called_while_a_stream_waits_but_not_for_ever(monkeypatch: py
     owner = Owner()
     disposal.when_gone(owner, done.set)
     del owner
-    assert not done.wait(0.1), "a launch would stand still"
+    assert not done.wait(0.1), "the release would block launches"
     stream.waiting = False
     assert done.wait(TIMEOUT_S)
     done.clear()
@@ -143,7 +143,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_mailbox(slots: PeerMemory) -> tuple[StreamMailbox, Doorbells]:
-    """Make one, and return it with its words."""
+    """Make a mailbox, and return it with its words."""
     layout = BlobLayout(inside=False)
     memory, file = SharedMemory.create(layout.memory)
     os.close(file)
@@ -159,7 +159,7 @@ def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(
     calls: list[str] = []
 
     def call(name: str, *_arguments: object) -> None:
-        assert gate.wait(TIMEOUT_S)  # as the driver would, for the device
+        assert gate.wait(TIMEOUT_S)  # blocks as the driver would until the device is done
         calls.append(name)
 
     monkeypatch.setattr(cuda_round_mailbox, "runtime_call", call)
@@ -171,7 +171,7 @@ def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(
     assert not slots.unmapped.is_set()
     gate.set()
     assert slots.unmapped.wait(TIMEOUT_S)
-    assert calls == ["cudaHostUnregister"], "no wait for the device, on which a graph may be recorded"
+    assert calls == ["cudaHostUnregister"], "must not wait for the device, where a graph may be recording"
 
 
 @pytest.mark.usefixtures("without_gpu")

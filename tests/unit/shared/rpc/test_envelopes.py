@@ -1,4 +1,4 @@
-"""Messages around a blob: byte for byte what protobuf writes, and nothing else is opened."""
+"""Envelopes around a blob: the bytes equal protobuf's, and no other message is opened."""
 
 from __future__ import annotations
 

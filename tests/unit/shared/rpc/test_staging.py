@@ -1,4 +1,4 @@
-"""Blobs between a device and messages."""
+"""Blob staging: copies of blobs between a device and messages."""
 
 from __future__ import annotations
 
