@@ -173,11 +173,11 @@ def test_a_path_that_is_not_absolute_is_refused(address: str) -> None:
 
 def test_a_path_too_long_for_a_socket_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"longer than 103 bytes.*use a shorter one, in a folder under /run"
+        ConfigurationError, match=r"longer than 103 bytes.*Use a shorter one, in a folder under /run"
     ) as caught:
         IpcAddress.parse("ipc:///" + "x" * 103, "listen")
     assert caught.value.field == "listen"
-    with pytest.raises(ConfigurationError, match=r"longer than 107 bytes.*use a shorter one"):
+    with pytest.raises(ConfigurationError, match=r"longer than 107 bytes.*Use a shorter one"):
         check_address("unix:/" + "x" * 107, "listen")
 
 
