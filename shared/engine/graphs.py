@@ -30,14 +30,14 @@ WARM_UP_RUNS = 2
 In them Triton compiles, cuBLAS allocates its workspaces, and address caches fill.
 """
 MOST_LATE = 96
-"""Most graphs recorded after start-up that are kept.
+"""Limit on the graphs recorded after start-up.
 
-More than are in use at a time, yet small next to a model's memory.
+More than are in use at a time, and their memory is small next to a model's.
 """
 RECORD_AFTER = 8
-"""Eager runs of a key that was not recorded at start-up before it is recorded.
+"""How often a key that is new after start-up runs eagerly before it is recorded.
 
-A recording costs some tens of rounds.
+A recording takes as long as some tens of rounds.
 """
 
 Result = TypeVar("Result")
@@ -52,23 +52,23 @@ class GraphObserver(Protocol):
     """
 
     def recording(self, graph: int) -> None:
-        """Work from now on is captured as graph number `graph`."""
+        """Called just before work is captured as graph number `graph`."""
         ...
 
     def recorded(self, graph: int) -> None:
-        """The capture is complete."""
+        """Called when the capture is complete."""
         ...
 
     def replaying(self, graph: int) -> None:
-        """The graph is about to be launched."""
+        """Called just before the graph is launched."""
         ...
 
     def dropped(self, graph: int) -> None:
-        """One graph is dropped."""
+        """Called when one graph is dropped."""
         ...
 
     def forgotten(self) -> None:
-        """All graphs are dropped."""
+        """Called when all graphs are dropped."""
         ...
 
 
@@ -152,18 +152,18 @@ class GraphCache:
         return self._memory_bytes
 
     def holds(self, key: Hashable) -> bool:
-        """Whether `run` with this key needs no recording. Always true if graphs are disabled."""
+        """Return whether `run` with this key needs no recording. Always true if graphs are disabled."""
         return not self.enabled or key in self._recorded or key in self._eager
 
     def replays(self, key: Hashable) -> bool:
-        """Whether `run` with this key would replay a graph."""
+        """Return whether `run` with this key would replay a graph."""
         return key in self._recorded
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Make graphs recorded in this block permanent, until dropped.
+        """Make the graphs recorded in this block permanent, unless they are dropped explicitly.
 
-        After the first such block, the others are bounded.
+        Once the first such block has ended, the number of all other graphs is bounded.
         """
         self._keeping = True
         try:

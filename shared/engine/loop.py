@@ -25,7 +25,7 @@ class Steppable(Protocol):
     """An engine that the thread drives. All methods are called on the engine thread."""
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do now."""
+        """Return whether `step` has anything to do now."""
         ...
 
     def step(self) -> None:

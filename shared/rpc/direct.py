@@ -60,12 +60,14 @@ class StreamEndedError(grpc.RpcError):
 
 
 class _Tag(Enum):
-    HEADERS = auto()
-    STATUS = auto()
-    SENT = auto()
-    RECEIVED = auto()
-    LOOK = auto()
-    PEEKED = auto()
+    """Kinds of events in the queue of a call."""
+
+    HEADERS = auto()  # the initial metadata came
+    STATUS = auto()  # the call has ended
+    SENT = auto()  # a message is on its way
+    RECEIVED = auto()  # a message came, or the end of the stream
+    LOOK = auto()  # posted to make the reading thread check whether it should stop
+    PEEKED = auto()  # posted by `look` behind the finished events, so that it does not wait for more
 
 
 class ClientStream:

@@ -50,7 +50,9 @@ def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
     """
     dtype = DTYPE_OF_WIRE.get(wire)
     if dtype is None:
-        raise ProtocolError(f"{name}: unknown data type {wire}; is the peer of another version?", field=name)
+        raise ProtocolError(
+            f"{name}: unknown data type {wire}; the peer may run another release.", field=name
+        )
     return dtype
 
 

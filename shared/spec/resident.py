@@ -155,7 +155,7 @@ class RoundState:
 
     @property
     def extent(self) -> PackedExtent:
-        """Computes how many bytes of `packed` are in use."""
+        """A `PackedExtent` for this state; it computes how many bytes of `packed` are in use."""
         row_bytes = self.features.shape[2] * self.features.element_size()
         return PackedExtent(
             struct.Struct(f"<{self.bs}i"), self.columns, _features_start(self.bs, self.columns), row_bytes
@@ -222,10 +222,10 @@ class ResidentBatch(Protocol):
     def retire(self, rows: Sequence[int]) -> None:
         """Make rows idle: their sequences ended, and `Drafter.close` of their sessions follows.
 
-        All rows keep their places. The retired rows' count is 0 from the next enqueued round on. A
-        round that is already enqueued may still write to their pages. The pages may nevertheless be freed
-        immediately, because stream order puts those writes before anything that the pages' next owner
-        enqueues.
+        All rows keep their places. The retired rows' count is 0 from the next enqueued round on.
+
+        A round that is already enqueued may still write to their pages. The pages may nevertheless be freed
+        immediately: stream order puts those writes before anything that the pages' next owner enqueues.
         """
         ...
 

@@ -1,5 +1,8 @@
 """Exchanges the blobs of rounds between two processes: interface, memory layout, and a version without GPUs.
 
+In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
+trees (`shared.spec.resident`).
+
 Each direction has two slots, used in turn, and a word that announces the last blob (`doorbells`). Two slots
 are enough: a side whose wait was released sends at most one more round, so it never overwrites a blob that
 the peer has not read yet.
@@ -92,9 +95,8 @@ class BlobMailbox(Protocol):
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """Receive the peer's blob of a round into `blob`, and set ``expected [1] int32`` to the number.
 
-        In stream order.
-
-        A blob that arrives after the limit is not received: `blob` then has another number in its header.
+        In stream order. A blob that arrives after the limit is not received: `blob` then has another number
+        in its header.
         """
         ...
 

@@ -81,7 +81,7 @@ class DeferredRelease:
             try:
                 free()
             except Exception as error:  # the device may be lost; later entries may belong to another one
-                log.warning("memory of a connection could not be given back", error=str(error))
+                log.warning("memory of a connection could not be freed", error=str(error))
             del free  # and the objects that it refers to
 
     def _somebody_waits(self) -> bool:

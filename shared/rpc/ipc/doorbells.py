@@ -1,7 +1,8 @@
 """Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that bounds waits.
 
-Each word has one writer and contains the number of a round. Numbers ascend. A wait for round n ends once the
-peer's word is at least n. The watchdog bounds every wait.
+In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
+trees (`shared.spec.resident`). Each word has one writer and contains the number of a round. Numbers ascend.
+A wait for round n ends once the peer's word is at least n. The watchdog bounds every wait.
 
     word            writer                               meaning
     STATE           the target, after writing it         the state of round n is in slot n % 2
