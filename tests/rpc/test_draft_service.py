@@ -93,7 +93,7 @@ def test_a_round_is_answered_with_a_valid_tree_under_the_same_fence(service: Dra
         assert all(token < VOCAB for token in tree.token_ids)
 
 
-def test_a_commit_that_overtakes_the_bulk_stream_is_answered_when_the_features_are_complete(
+def test_a_commit_ahead_of_its_bulk_features_is_answered_once_they_are_complete(
     service: DraftService,
 ) -> None:
     with opened(service) as target:
@@ -104,7 +104,7 @@ def test_a_commit_that_overtakes_the_bulk_stream_is_answered_when_the_features_a
         assert target.expect("frame").frame.round == 1
 
 
-def test_a_gap_asks_for_a_resync_of_that_one_sequence_and_reopening_heals_it(service: DraftService) -> None:
+def test_a_gap_requests_a_resync_of_one_sequence_and_reopening_repairs_it(service: DraftService) -> None:
     with opened(service) as target:
         target.send(open_request(8, PROMPT))
         target.expect("open")
@@ -185,7 +185,7 @@ def test_a_new_stream_of_the_same_target_takes_over(service: DraftService) -> No
         ),
     ],
 )
-def test_a_target_that_does_not_fit_is_refused_with_what_to_change(
+def test_an_incompatible_target_is_refused_with_the_fix(
     service: DraftService, changes: dict[str, int], complaint: str
 ) -> None:
     values = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, **changes}

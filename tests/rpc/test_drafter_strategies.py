@@ -91,7 +91,7 @@ def test_output_is_that_of_plain_decoding(
     ("algorithm", "problem"),
     [("STANDALONE", "vocab_size is 32, the target's 40"), ("MTP", "hidden_size 48, this one's is 64")],
 )
-def test_what_belongs_to_another_target_is_refused_at_the_handshake(
+def test_a_draft_for_another_target_is_refused_at_the_handshake(
     folder: Path, tmp_path: Path, algorithm: str, problem: str
 ) -> None:
     other = load_toy(make_toy_target(tmp_path / "other", vocab_size=40, num_layers=1))
@@ -103,7 +103,7 @@ def test_what_belongs_to_another_target_is_refused_at_the_handshake(
     assert problem in str(refusal)
 
 
-def test_a_full_model_is_a_standalone_draft_unless_it_holds_mtp_layers(folder: Path, tmp_path: Path) -> None:
+def test_a_full_model_is_a_standalone_draft_unless_it_has_mtp_layers(folder: Path, tmp_path: Path) -> None:
     plain = make_toy_target(tmp_path / "plain", vocab_size=40, num_layers=1)
     for draft, algorithm in ((plain, "STANDALONE"), (folder, "MTP")):
         with serving(tmp_path, draft=draft) as service:

@@ -52,7 +52,7 @@ def raw() -> Iterator[tuple[socket.socket, FrameSocket]]:
     payloads=st.lists(st.binary(max_size=400_000), min_size=1, max_size=12),
     cuts=st.lists(st.integers(1, 70_000), min_size=1),
 )
-def test_frames_arrive_whole_and_in_order_however_they_are_cut(
+def test_frames_arrive_whole_and_in_order_however_the_bytes_are_split(
     payloads: list[bytes], cuts: list[int]
 ) -> None:
     peer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -82,7 +82,7 @@ def test_frames_arrive_whole_and_in_order_however_they_are_cut(
 
 @settings(max_examples=20, deadline=None)
 @given(payloads=st.lists(st.binary(max_size=300_000), min_size=1, max_size=20))
-def test_what_a_full_socket_does_not_take_is_sent_later_in_order(payloads: list[bytes]) -> None:
+def test_bytes_refused_by_a_full_socket_are_sent_later_in_order(payloads: list[bytes]) -> None:
     writer, reader = make_pair(buffer_bytes=4096)
     try:
         for payload in payloads:
@@ -126,7 +126,7 @@ def test_waiting_is_bounded(pair: Pair) -> None:
     assert 0.05 <= time.monotonic() - started < 2.0
 
 
-def test_half_a_frame_is_waited_for_no_longer(raw: tuple[socket.socket, FrameSocket]) -> None:
+def test_an_incomplete_frame_does_not_extend_the_wait(raw: tuple[socket.socket, FrameSocket]) -> None:
     peer, frames = raw
     peer.sendall(HEADER.pack(100, FrameKind.SESSION) + b"x" * 50)
     assert frames.receive(0.05) is None
@@ -145,7 +145,7 @@ def test_garbage_is_a_protocol_error(raw: tuple[socket.socket, FrameSocket], hea
         frames.receive(5.0)
 
 
-def test_too_large_a_message_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_too_large_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames_module, "MAX_FRAME_BYTES", 10)
     with pytest.raises(ProtocolError, match="limit of 10"):
         pair[0].send(FrameKind.SESSION, b"x" * 11)
@@ -203,7 +203,7 @@ def test_descriptors_travel_beside_a_frame(pair: Pair) -> None:
         os.close(descriptor)
 
 
-def test_descriptors_that_nobody_takes_are_closed(pair: Pair) -> None:
+def test_unclaimed_descriptors_are_closed(pair: Pair) -> None:
     read, write = os.pipe()
     pair[0].send(FrameKind.MAILBOX, b"", [write])
     os.close(write)

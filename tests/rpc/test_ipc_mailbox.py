@@ -81,7 +81,7 @@ def test_rows_arrive_in_order_through_slots_or_inline(
             assert torch.equal(got, expected)
 
 
-def test_what_was_read_does_not_change_with_the_slot() -> None:
+def test_rows_that_were_read_do_not_change_with_the_slot() -> None:
     writer, reader, _ = make_ends(slots=1)
     first = reader.read(writer.write([rows(2, 1)]), "rows", COLUMNS)
     second = reader.read(writer.write([rows(2, 2)]), "rows", COLUMNS)
@@ -109,7 +109,7 @@ def changed(data: common_pb2.TensorData, **fields: int) -> common_pb2.TensorData
         ({"num_bytes": 1 << 40}, "rows"),
     ],
 )
-def test_a_message_that_names_something_else_is_refused(fields: dict[str, int], named: str) -> None:
+def test_a_message_with_a_wrong_slot_reference_is_refused(fields: dict[str, int], named: str) -> None:
     writer, reader, _ = make_ends()
     data = writer.write([rows(2)])
     with pytest.raises(ProtocolError) as error:
@@ -155,7 +155,7 @@ def test_other_widths_and_types_are_refused() -> None:
         max_size=20,
     )
 )
-def test_nonsense_in_the_counters_breaks_neither_side(nonsense: list[tuple[int, int, int]]) -> None:
+def test_invalid_counters_break_neither_side(nonsense: list[tuple[int, int, int]]) -> None:
     writer, reader, memory = make_ends()
     for step, (slot, which, value) in enumerate(nonsense):
         memory.set_counter(slot, which, value)
@@ -165,7 +165,7 @@ def test_nonsense_in_the_counters_breaks_neither_side(nonsense: list[tuple[int, 
             assert torch.equal(reader.read(data, "rows", COLUMNS), sent)
 
 
-def test_a_slot_that_is_written_while_it_is_read_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwriting_a_slot_during_its_read_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader, memory = make_ends()
     data = writer.write([rows(2)])
     clone = torch.Tensor.clone
@@ -180,7 +180,7 @@ def test_a_slot_that_is_written_while_it_is_read_is_not_believed(monkeypatch: py
 
 
 @pytest.mark.parametrize("nonsense", [3, 99_999, (1 << 64) - 1])
-def test_a_slot_that_could_never_be_free_again_is_an_error(nonsense: int) -> None:
+def test_a_slot_that_could_never_become_free_is_an_error(nonsense: int) -> None:
     """Otherwise rows would wait forever for a free slot, on a connection that seems healthy."""
     writer, reader, memory = make_ends(slots=2)
     reader.read(writer.write([rows(2)]), "rows", COLUMNS)
@@ -208,7 +208,7 @@ class Event:
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside"])
-def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
+def test_overwriting_a_gpu_slot_during_its_copy_is_detected(
     monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
     """Uses the reader's own code on the host: copies run immediately but are reported as done later."""
@@ -258,7 +258,7 @@ def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
     assert ledger.counter(1, RELEASED) == 0, "the slot is not released"
 
 
-def test_the_ledger_goes_round() -> None:
+def test_the_ledger_reuses_slots_in_turn() -> None:
     layout = SlotLayout(2, 64, slots_inside=False)
     memory, file = SharedMemory.create(layout)
     os.close(file)
@@ -273,7 +273,7 @@ def test_the_ledger_goes_round() -> None:
             reader.release(slot, generation)
 
 
-def test_memory_that_could_be_cut_or_has_another_size_is_refused() -> None:
+def test_unsealed_memory_or_memory_of_another_size_is_refused() -> None:
     layout = SlotLayout(2, 4096)
     file = os.memfd_create("plain")
     os.ftruncate(file, layout.total_bytes)
@@ -296,7 +296,7 @@ def test_memory_that_could_be_cut_or_has_another_size_is_refused() -> None:
 @pytest.mark.parametrize(
     "layout", [SlotLayout(0, 64), SlotLayout(65, 64), SlotLayout(1, 0), SlotLayout(1, 1 << 40)]
 )
-def test_sizes_beyond_the_limits_are_refused(layout: SlotLayout) -> None:
+def test_sizes_outside_the_limits_are_refused(layout: SlotLayout) -> None:
     with pytest.raises(ProtocolError, match="outside the limits"):
         layout.check()
 
@@ -327,7 +327,7 @@ def test_device_memory_is_refused_by_a_draft_on_the_cpu() -> None:
         os.fstat(files[0])
 
 
-def test_a_handshake_that_is_lost_keeps_no_descriptor() -> None:
+def test_an_interrupted_handshake_leaks_no_descriptor() -> None:
     carrier = IpcCarrier(IpcAddress("/nobody"), CPU, rounds=True)
     try:
         kept = []

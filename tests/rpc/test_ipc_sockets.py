@@ -33,7 +33,7 @@ def test_only_the_owner_can_open_the_socket(tmp_path: Path) -> None:
     assert not Path(f"{tmp_path}/s").exists()
 
 
-def test_a_process_of_another_user_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_from_another_user_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter([os.geteuid() + 1, os.geteuid()])
     listener = Listener(f"{tmp_path}/s")
     clients = [socket.socket(socket.AF_UNIX) for _ in range(2)]
@@ -54,7 +54,9 @@ def test_a_process_of_another_user_is_hung_up_on(tmp_path: Path, monkeypatch: py
         listener.close()
 
 
-def test_a_listener_of_another_user_is_not_talked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_to_another_users_listener_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listener = Listener(f"{tmp_path}/s")
     try:
         monkeypatch.setattr(sockets, "peer_uid", lambda connection: os.geteuid() + 1)
@@ -73,7 +75,7 @@ def test_the_file_of_a_dead_listener_is_replaced(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_a_living_listener_is_not_replaced(tmp_path: Path) -> None:
+def test_a_running_listener_is_not_replaced(tmp_path: Path) -> None:
     listener = Listener(f"{tmp_path}/s")
     with pytest.raises(ConfigurationError, match="another process already does"):
         Listener(f"{tmp_path}/s")
@@ -81,7 +83,7 @@ def test_a_living_listener_is_not_replaced(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("mine")
     with pytest.raises(ConfigurationError, match="is not a socket"):
         Listener(f"{tmp_path}/s")
@@ -171,7 +173,7 @@ def test_a_path_that_is_not_absolute_is_refused(address: str) -> None:
     assert error.value.field == "listen"
 
 
-def test_a_path_too_long_for_a_socket_is_refused() -> None:
+def test_a_path_that_is_too_long_for_a_socket_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"longer than 103 bytes.*Use a shorter one, in a folder under /run"
     ) as caught:
@@ -181,6 +183,6 @@ def test_a_path_too_long_for_a_socket_is_refused() -> None:
         check_address("unix:/" + "x" * 107, "listen")
 
 
-def test_only_a_draft_is_reached_by_ipc() -> None:
+def test_only_a_draft_may_have_an_ipc_address() -> None:
     with pytest.raises(ConfigurationError):
         check_address("ipc:///run/x", "target")

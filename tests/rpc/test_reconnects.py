@@ -111,7 +111,7 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_drafts_that_come_and_go_leave_nothing(
+def test_drafts_that_come_and_go_leak_nothing(
     decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Ten drafts are used; ten come while there is no request, so that the engine does not notice them."""
@@ -148,7 +148,7 @@ def test_drafts_that_come_and_go_leave_nothing(
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_over_grpc_neither_side_keeps_the_rounds_of_connections_that_have_ended(
+def test_over_grpc_neither_side_keeps_rounds_of_ended_connections(
     decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """With a GPU, these objects own memory that streams can access."""

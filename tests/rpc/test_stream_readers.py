@@ -22,7 +22,7 @@ def serve() -> Iterator[Serve]:
     servers.stop()
 
 
-def test_another_thread_takes_over_and_gives_back(serve: Serve) -> None:
+def test_another_thread_borrows_the_stream_and_gives_it_back(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: to.send(message)))
     reader = Reader(stream)
     taken = [exchange(stream, reader, number.to_bytes(2, "little")) for number in range(200)]
@@ -37,7 +37,7 @@ def test_another_thread_takes_over_and_gives_back(serve: Serve) -> None:
     assert not reader.thread.is_alive()
 
 
-def test_messages_go_out_though_nobody_reads(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_sent_even_if_no_thread_reads(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
     heard: SimpleQueue[bytes] = SimpleQueue()
     stream = serve(Echo(lambda to, message: heard.put(message)))
@@ -55,7 +55,9 @@ def test_messages_go_out_though_nobody_reads(serve: Serve, monkeypatch: pytest.M
     assert not reader.thread.is_alive()
 
 
-def test_the_reader_goes_on_at_once_when_it_is_let(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_continues_immediately_after_give_back(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
     monkeypatch.setattr(direct, "LONGEST_WATCH_S", 2 * WAIT_S)
     stream = serve(Echo(lambda to, message: to.send(message)))
@@ -73,7 +75,7 @@ def test_the_reader_goes_on_at_once_when_it_is_let(serve: Serve, monkeypatch: py
     assert not reader.thread.is_alive()
 
 
-def test_no_message_is_waited_for_in_vain_while_the_two_take_turns(
+def test_no_message_is_missed_while_the_two_threads_take_turns(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message that the reader receives during a take-over wakes the other thread without a timeout."""
@@ -147,7 +149,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         pause.wait(1e-3)
 
 
-def test_a_wait_ends_in_time_that_began_when_the_reader_was_about_to_read(serve: Serve) -> None:
+def test_a_wait_begun_just_before_the_reader_reads_ends_on_time(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: None))
     crossing = Crossing(stream, before=stream._reading.locked)
     reader = Reader(stream)
@@ -164,7 +166,7 @@ def test_a_wait_ends_in_time_that_began_when_the_reader_was_about_to_read(serve:
     assert not reader.thread.is_alive()
 
 
-def test_the_reader_takes_what_was_taken_in_before_it_read(serve: Serve) -> None:
+def test_the_reader_returns_messages_kept_before_it_read(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: to.send(message)))
     crossing = Crossing(stream, before=lambda: bool(stream._early))
     reader = Reader(stream)
@@ -181,7 +183,7 @@ def test_the_reader_takes_what_was_taken_in_before_it_read(serve: Serve) -> None
     reader.thread.join(WAIT_S)
 
 
-def test_a_stream_that_is_given_back_in_the_moment_of_a_take_over_goes_on(serve: Serve) -> None:
+def test_giving_the_stream_back_during_a_take_over_is_safe(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: to.send(message)))
     crossing = Crossing(stream, behind=lambda: not stream.taken)
     reader = Reader(stream)
@@ -195,7 +197,7 @@ def test_a_stream_that_is_given_back_in_the_moment_of_a_take_over_goes_on(serve:
     reader.thread.join(WAIT_S)
 
 
-def test_a_wait_ends_in_time_though_nothing_comes(serve: Serve) -> None:
+def test_a_wait_without_a_message_ends_on_time(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: None))
     reader = Reader(stream)
     assert stream.receive_within(0.5) is None  # returns immediately: the reader has handled the first message
@@ -230,7 +232,7 @@ class Sleeps(threading.Condition):
         return self._dozes or super().wait(timeout)
 
 
-def test_a_wait_that_is_shorter_than_the_one_before_ends_in_time(
+def test_a_wait_shorter_than_the_previous_one_ends_on_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watching thread sleeps for as long as the previous wait allows, and is woken up."""
@@ -255,7 +257,7 @@ def test_a_wait_that_is_shorter_than_the_one_before_ends_in_time(
     assert not reader.thread.is_alive()
 
 
-def test_waits_as_long_as_the_one_before_do_not_wake_the_watch(
+def test_waits_as_long_as_the_previous_one_do_not_wake_the_watch(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
@@ -278,7 +280,7 @@ def test_waits_as_long_as_the_one_before_do_not_wake_the_watch(
 
 
 @pytest.mark.parametrize(("seconds", "most_s"), [(1e3, 0.05), (0.02, 0.02), (0.001, 0.005)])
-def test_how_long_the_watch_sleeps_behind_a_wait(serve: Serve, seconds: float, most_s: float) -> None:
+def test_the_watch_sleeps_within_bounds_after_a_wait(serve: Serve, seconds: float, most_s: float) -> None:
     """A sender, or a message for the reader, may have to wait for the end of this sleep."""
     stream = serve(Echo(lambda to, message: None))
     assert stream.receive_within(0.0) is None
@@ -288,7 +290,7 @@ def test_how_long_the_watch_sleeps_behind_a_wait(serve: Serve, seconds: float, m
     assert sleeps.noted == pytest.approx([most_s])
 
 
-def test_a_thread_that_looks_sends_at_once_and_loses_no_message(serve: Serve) -> None:
+def test_look_sends_immediately_and_loses_no_message(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: to.send(message)))
     reader = Reader(stream)
     assert exchange(stream, reader, b"reader", 0.1) is False

@@ -103,7 +103,7 @@ def check_done(harness: Harness, plain: list[int], count: int = 1, max_new_token
 
 
 @pytest.mark.parametrize("most_short_bytes", [grpc_carrier.MAX_SHORT_BYTES, 0], ids=["short", "long"])
-def test_a_good_draft_is_believed(
+def test_a_correct_draft_is_accepted(
     decoder: Decoder,
     drafter: RemoteDrafter,
     address: str,
@@ -138,7 +138,7 @@ def test_a_good_draft_is_believed(
         server.stop(0)
 
 
-def test_without_a_draft_everything_is_plain(
+def test_without_a_draft_all_sequences_decode_plainly(
     decoder: Decoder, drafter: RemoteDrafter, plain: list[int]
 ) -> None:
     harness = start(decoder, drafter, count=2)
@@ -204,7 +204,7 @@ def test_a_tree_of_another_fence_is_dropped(
         server.stop(0)
 
 
-def test_silence_is_waited_for_once_and_drafting_resumes(
+def test_a_silent_draft_costs_one_wait_and_drafting_resumes(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -234,7 +234,7 @@ def test_silence_is_waited_for_once_and_drafting_resumes(
         server.stop(0)
 
 
-def test_a_restarted_draft_takes_up_running_sequences(
+def test_a_restarted_draft_resumes_running_sequences(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     first = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -269,7 +269,7 @@ def test_a_restarted_draft_takes_up_running_sequences(
         server.stop(0)
 
 
-def test_another_head_gets_features_of_its_own(
+def test_a_new_head_gets_its_own_features(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     server = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size, seed=1).serve(address)
@@ -305,7 +305,7 @@ def test_another_head_gets_features_of_its_own(
         server.stop(0)
 
 
-def test_a_lost_session_is_opened_again_alone(
+def test_only_the_lost_session_is_reopened(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -330,7 +330,7 @@ def test_a_lost_session_is_opened_again_alone(
         server.stop(0)
 
 
-def test_a_full_draft_leaves_the_sequence_plain(
+def test_without_room_in_the_draft_the_sequence_decodes_plainly(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -369,7 +369,7 @@ def test_a_head_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(("version", "older"), [(1, "draft"), (0, "draft"), (99, "target")])
-def test_a_draft_of_another_release_is_refused_and_decoding_goes_on(
+def test_a_draft_of_another_release_is_refused_and_decoding_continues(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int], version: int, older: str
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -422,7 +422,7 @@ def test_a_draft_of_another_algorithm_is_refused(
         server.stop(0)
 
 
-def test_mode_off_is_never_told_to_the_draft(
+def test_sequences_with_mode_off_are_never_sent_to_the_draft(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)

@@ -229,7 +229,7 @@ def test_bad_fields_are_named(
     assert info.reason.lower() == reason
 
 
-def test_a_callers_deadline_ends_the_request(service: Service, stub: target_pb2_grpc.TargetStub) -> None:
+def test_the_callers_deadline_ends_the_request(service: Service, stub: target_pb2_grpc.TargetStub) -> None:
     with pytest.raises(grpc.RpcError) as late:
         list(stub.Generate(request(max_new_tokens=1000, timeout_ms=1), timeout=TIMEOUT_S))
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -269,7 +269,7 @@ def test_info_and_stats_describe_the_service(stub: target_pb2_grpc.TargetStub) -
     assert "outrider_time_to_first_token_seconds_bucket" in stats.prometheus_text
 
 
-async def test_a_full_queue_is_refused_with_a_time_to_retry(service: Service) -> None:
+async def test_a_full_queue_refuses_requests_with_a_retry_time(service: Service) -> None:
     async with grpc.aio.insecure_channel(service.address) as channel:
         stub = target_pb2_grpc.TargetStub(channel)
 

@@ -63,9 +63,9 @@ def test_every_planted_violation_is_found(sources: Path) -> None:
     for path, module in PLANTED:
         with (sources / "farm" / "outrider" / path).open("a") as file:
             file.write(f"\nimport {module}\n")
-    code, told = lint(sources)
-    assert code == 1, told
+    code, output = lint(sources)
+    assert code == 1, output
     for path, module in PLANTED:
         importer = "outrider." + path.removesuffix(".py").replace("/", ".")
-        found = any(f"{importer} {verb} {module} (l" in told for verb in ("->", "imports"))
-        assert found, f"{importer} may import {module}: {told}"
+        found = any(f"{importer} {verb} {module} (l" in output for verb in ("->", "imports"))
+        assert found, f"{importer} may import {module}: {output}"

@@ -66,7 +66,7 @@ def test_an_unknown_variable_with_our_prefix_is_refused(monkeypatch: pytest.Monk
     assert "OUTRIDER_TOY_PORT" in caught.value.message
 
 
-def test_variables_of_other_services_are_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_other_services_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_TARGET", "/models/x")
     monkeypatch.setenv("OUTRIDER_TARGET_MODEL", "/models/x")
     assert ToySettings.load() == ToySettings()
@@ -75,7 +75,7 @@ def test_variables_of_other_services_are_none_of_our_business(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "text"), [("s.toml", "port = "), ("s.json", "{"), ("s.json", "[1]"), ("missing.toml", None)]
 )
-def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str | None) -> None:
+def test_an_unreadable_settings_file_is_named(tmp_path: Path, name: str, text: str | None) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigurationError, match=name):

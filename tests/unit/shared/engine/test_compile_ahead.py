@@ -47,7 +47,7 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(tmp_path: Path)
     assert [path.name for path in tmp_path.rglob("*.cubin")] == ["_stream_rows.cubin"]
 
 
-def test_a_cpu_rehearses_nothing() -> None:
+def test_there_is_no_rehearsal_on_a_cpu() -> None:
     ran: list[int] = []
     assert compile_ahead(CPU, [lambda: ran.append(1)]) == 0
     assert not ran

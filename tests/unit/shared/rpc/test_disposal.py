@@ -47,7 +47,7 @@ def gate() -> Iterator[threading.Event]:
     gate.set()
 
 
-def test_who_drops_the_last_reference_does_not_wait(gate: threading.Event) -> None:
+def test_dropping_the_last_reference_does_not_wait(gate: threading.Event) -> None:
     disposal, began, done = DeferredRelease(), threading.Event(), threading.Event()
 
     def free() -> None:
@@ -65,7 +65,7 @@ def test_who_drops_the_last_reference_does_not_wait(gate: threading.Event) -> No
     assert done.wait(TIMEOUT_S)
 
 
-def test_one_that_fails_is_no_end_and_all_come_in_order_on_one_thread() -> None:
+def test_releases_run_in_order_on_one_thread_and_a_failure_does_not_stop_them() -> None:
     disposal, done, order, threads = DeferredRelease(), threading.Event(), list[int](), set[int]()
 
     def note(number: int) -> None:
@@ -86,7 +86,7 @@ def test_one_that_fails_is_no_end_and_all_come_in_order_on_one_thread() -> None:
     assert threading.get_ident() not in threads
 
 
-def test_what_others_may_still_write_to_is_kept_for_a_while() -> None:
+def test_memory_that_a_peer_may_still_write_to_is_kept_for_a_while() -> None:
     disposal, done = DeferredRelease(), threading.Event()
     owner = Owner()
     disposal.when_gone(owner, done.set, after_s=0.2)
@@ -103,7 +103,7 @@ class Waiting:
         self.waiting = True
 
 
-def test_nothing_is_called_while_a_stream_waits_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releases_are_delayed_while_a_stream_waits_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     disposal, stream, done = DeferredRelease(), Waiting(), threading.Event()
     disposal.spare(stream)
     owner = Owner()
@@ -121,7 +121,7 @@ def test_nothing_is_called_while_a_stream_waits_but_not_for_ever(monkeypatch: py
     assert done.wait(TIMEOUT_S)
 
 
-def test_a_watch_says_whether_a_wait_is_not_over() -> None:
+def test_a_watchdog_reports_whether_a_wait_is_pending() -> None:
     layout = BlobLayout(inside=False)
     memory, file = SharedMemory.create(layout.memory)
     os.close(file)
@@ -153,7 +153,7 @@ def make_mailbox(slots: PeerMemory) -> tuple[StreamMailbox, Doorbells]:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(
+def test_a_dropped_mailbox_ends_its_waits_immediately_and_is_freed_later(
     gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -175,7 +175,7 @@ def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_slots_of_a_peer_do_not_stay_mapped_where_there_can_be_no_mailbox(
+def test_a_peers_slots_are_unmapped_if_the_mailbox_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_arguments: object) -> int:

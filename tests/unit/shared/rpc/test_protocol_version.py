@@ -39,7 +39,9 @@ def test_equal_versions_pass() -> None:
     ("theirs", "side", "older"),
     [(1, "target", "target"), (9, "target", "draft"), (0, "draft", "draft"), (9, "draft", "target")],
 )
-def test_another_version_names_both_and_who_is_to_be_updated(theirs: int, side: str, older: str) -> None:
+def test_a_version_mismatch_names_both_versions_and_the_side_to_update(
+    theirs: int, side: str, older: str
+) -> None:
     with pytest.raises(ProtocolError) as error:
         check_version(theirs, Side(side))
     assert error.value.field == "protocol_version"

@@ -77,7 +77,7 @@ def slot(waiting: StreamRelay, side: Side) -> bytes:
     return bytes(waiting._slots.bytes[start : start + SIZE])
 
 
-def test_what_is_put_lies_in_its_slot_with_its_number_before_the_word_is_given(
+def test_put_writes_the_slot_and_its_number_before_it_writes_the_word(
     waiting: StreamRelay, side: Side
 ) -> None:
     waiting.put(1, bytes([7]) * SIZE)
@@ -85,7 +85,9 @@ def test_what_is_put_lies_in_its_slot_with_its_number_before_the_word_is_given(
     assert given(waiting) == 1
 
 
-def test_a_state_is_at_least_its_header_and_trees_are_whole(waiting: StreamRelay, side: Side) -> None:
+def test_a_state_may_end_after_its_header_but_trees_must_be_complete(
+    waiting: StreamRelay, side: Side
+) -> None:
     assert LEAST_STATE_BYTES == HEADER_BYTES
     least = LEAST_STATE_BYTES if side is Side.DRAFT else SIZE
     for size in (0, 1, least - 1, SIZE + 1):
@@ -103,7 +105,7 @@ def test_a_blob_of_another_round_is_refused(waiting: StreamRelay) -> None:
     assert given(waiting) == 0
 
 
-def test_a_round_for_which_nothing_comes_is_released(waiting: StreamRelay, side: Side) -> None:
+def test_release_ends_the_wait_of_a_round_without_a_blob(waiting: StreamRelay, side: Side) -> None:
     waiting.release(1)
     assert given(waiting) == 1
     assert not any(slot(waiting, side)), "the slot contains no round"

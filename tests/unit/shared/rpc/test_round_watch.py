@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from outrider.shared.rpc.ipc import doorbells as round_words
+from outrider.shared.rpc.ipc import doorbells
 from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout
 from outrider.shared.rpc.ipc.doorbells import Doorbells, DoorbellWatchdog, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
@@ -53,7 +53,7 @@ def breaks(watch: DoorbellWatchdog) -> bool:
     return False
 
 
-def test_each_side_sees_what_the_other_gives(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_each_side_sees_the_others_announcements(pair: tuple[Doorbells, Doorbells]) -> None:
     target, draft = pair
     target.give(7)
     assert (target.given, draft.awaited, draft.given, target.awaited) == (7, 7, 0, 0)
@@ -62,7 +62,9 @@ def test_each_side_sees_what_the_other_gives(pair: tuple[Doorbells, Doorbells]) 
     assert (target.awaited, draft.passed, target.passed) == (6, 7, 0)
 
 
-def test_a_wait_counts_from_where_the_device_stands_still(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_the_limit_of_a_wait_counts_from_when_the_device_stands_still(
+    pair: tuple[Doorbells, Doorbells],
+) -> None:
     target, _draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
@@ -83,7 +85,7 @@ def test_a_wait_counts_from_where_the_device_stands_still(pair: tuple[Doorbells,
     assert target.awaited == 5
 
 
-def test_trees_in_time_release_nothing(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_trees_on_time_release_nothing(pair: tuple[Doorbells, Doorbells]) -> None:
     target, draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
@@ -122,7 +124,7 @@ def test_a_late_peer_cannot_undo_the_release(pair: tuple[Doorbells, Doorbells]) 
     assert target.awaited == 5, "without any wait, the word stays untouched"
 
 
-def test_what_is_closed_releases_what_comes_later_too(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_a_closed_watchdog_releases_later_waits_too(pair: tuple[Doorbells, Doorbells]) -> None:
     target, _draft = pair
     watch = HandWatch(target, Clock())
     watch.expect(5, 1000.0)
@@ -136,7 +138,7 @@ def test_what_is_closed_releases_what_comes_later_too(pair: tuple[Doorbells, Doo
     assert watch.broken, "there is no peer any more"
 
 
-def test_the_watch_looks_by_itself(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_the_watchdog_thread_releases_waits_on_its_own(pair: tuple[Doorbells, Doorbells]) -> None:
     _target, draft = pair
     watch = DoorbellWatchdog(draft)
     watch.expect(1, 0.02)
@@ -170,7 +172,7 @@ class Pauses(threading.Condition):
 
 
 @pytest.mark.parametrize("limit_s", [0.003, 0.008, 0.016, 0.03, 0.08, 0.4, 2.0])
-def test_a_wait_is_released_two_ticks_late_at_most(pair: tuple[Doorbells, Doorbells], limit_s: float) -> None:
+def test_a_wait_is_released_at_most_two_ticks_late(pair: tuple[Doorbells, Doorbells], limit_s: float) -> None:
     target, _draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
@@ -183,7 +185,7 @@ def test_a_wait_is_released_two_ticks_late_at_most(pair: tuple[Doorbells, Doorbe
     assert 0.0 < late <= min(max(limit_s / 4, 0.004), 0.1) + 1e-9
 
 
-def test_long_waits_are_looked_at_seldom_and_a_shorter_one_is_not_kept_waiting(
+def test_long_waits_are_checked_rarely_and_a_shorter_one_is_still_on_time(
     pair: tuple[Doorbells, Doorbells], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _target, draft = pair
@@ -194,11 +196,11 @@ def test_long_waits_are_looked_at_seldom_and_a_shorter_one_is_not_kept_waiting(
             super().look()
             looks.release()
 
-    monkeypatch.setattr(round_words, "LONGEST_TICK_S", 1000.0)
+    monkeypatch.setattr(doorbells, "LONGEST_TICK_S", 1000.0)
     watch = Counted(draft)
     watch.expect(1, 1e6)
     assert looks.acquire(timeout=10.0)
-    assert not looks.acquire(timeout=20 * round_words.TICK_S), "the watchdog must not check all the time"
+    assert not looks.acquire(timeout=20 * doorbells.TICK_S), "the watchdog must not check all the time"
     pass_round(draft, 1)
     watch.expect(2, 0.02)
     assert breaks(watch)
