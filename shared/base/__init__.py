@@ -1,1 +1,1 @@
-"""What every service stands on: errors, settings, lifecycle. Imports no torch and no gRPC."""
+"""Foundations of every service: errors, settings, shutdown. Imports neither torch nor gRPC."""

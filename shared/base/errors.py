@@ -1,4 +1,8 @@
-"""One error hierarchy. Domain code raises these; one gRPC interceptor and one HTTP exception handler map them (error table)."""
+"""The error hierarchy of all services, and the HTTP status of each kind of error.
+
+Domain code raises these errors. One gRPC interceptor (`shared.rpc.interceptors`) and one HTTP exception
+handler (in the gateway) turn them into replies.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from enum import Enum
 
 
 class ErrorCode(Enum):
-    """A row of the error table; the value is the HTTP status. The gRPC mapping lives in shared/rpc/interceptors.py."""
+    """The kinds of errors; each value is an HTTP status. `shared.rpc.convert` maps them to gRPC statuses."""
 
     INVALID_ARGUMENT = 400
     UNAUTHENTICATED = 401
@@ -22,14 +26,14 @@ class ErrorCode(Enum):
 
 
 class OutriderError(Exception):
-    """An error that a caller is told about.
+    """An error that is reported to the caller.
 
     Args:
-        message: What is wrong and what to do about it, in one or two sentences.
-        code: The row of the error table.
+        message: The problem and its fix, in one or two sentences.
+        code: The kind of error; the class's own `code` by default.
         reason: Machine-readable reason, e.g. ``context_length_exceeded``.
         field: The request field, flag, file or checkpoint key at fault, if there is one.
-        retry_after_s: Seconds after which a retry may succeed, for 429 and 503.
+        retry_after_s: Seconds after which a retry may succeed; for statuses 429 and 503.
     """
 
     code = ErrorCode.INTERNAL
@@ -53,21 +57,21 @@ class OutriderError(Exception):
 
 
 class InvalidRequestError(OutriderError):
-    """A request field is wrong; nothing was done."""
+    """A request field is wrong; the request had no effect."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "invalid_value"
 
 
 class ModelNotFoundError(OutriderError):
-    """The request names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
     code = ErrorCode.NOT_FOUND
     reason = "model_not_found"
 
 
 class OverloadedError(OutriderError):
-    """The queue is full; `retry_after_s` says when to come back."""
+    """The queue is full; retry after `retry_after_s` seconds."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     reason = "overloaded"
@@ -88,28 +92,28 @@ class CancelledError(OutriderError):
 
 
 class UnavailableError(OutriderError):
-    """The service is starting, draining, or lost a peer that it needs."""
+    """The service is starting or draining, or has lost a peer that it needs."""
 
     code = ErrorCode.UNAVAILABLE
     reason = "unavailable"
 
 
 class CheckpointError(OutriderError):
-    """A model folder that cannot be loaded: `field` is the file, config key or tensor name."""
+    """A model folder cannot be loaded; `field` is the file, config key or tensor name at fault."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "bad_checkpoint"
 
 
 class ConfigurationError(OutriderError):
-    """A flag, environment variable or settings file is wrong: `field` names it."""
+    """A flag, environment variable or settings file is wrong; `field` names it."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "bad_configuration"
 
 
 class ProtocolError(OutriderError):
-    """A peer broke the protocol; the connection or the one sequence concerned is dropped."""
+    """A peer broke the protocol; the connection, or only the affected sequence, is dropped."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "protocol_violation"

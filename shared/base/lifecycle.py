@@ -1,7 +1,14 @@
-"""Stopping in order: signals become one flag, and draining is a list of named steps that all run.
+"""Graceful shutdown: turns SIGTERM and SIGINT into a stop flag, and runs a list of named shutdown steps.
 
-The order that every service follows: NOT_SERVING → notice period → stop admitting → let streams finish → stop the server → join the
-engine → flush telemetry (``server.stop`` refuses new calls at once, so readiness has to fall first).
+Every service shuts down in this order:
+
+1. Report NOT_SERVING. Readiness must fall first, because ``server.stop`` refuses new calls immediately.
+2. Wait for the notice period, so that callers see the change.
+3. Stop admitting requests.
+4. Let running streams finish.
+5. Stop the server.
+6. Join the engine thread.
+7. Flush telemetry.
 """
 
 from __future__ import annotations
@@ -19,10 +26,13 @@ _log = logging.getLogger("outrider.lifecycle")
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into an event. A second signal restores the default action, so a third one kills.
+    """Turns SIGTERM and SIGINT into an event.
 
-    For blocking services: ``with StopSignal() as stop: server.start(); stop.wait(); run_steps([...])``. Signal handlers can be set from
-    the main thread only; elsewhere (tests) `set` does the same.
+    A second signal restores the default action, so a third one kills the process.
+
+    For blocking services: ``with StopSignal() as stop: server.start(); stop.wait(); run_steps([...])``.
+    Signal handlers can only be installed from the main thread. On other threads, e.g. in tests, call `set`
+    instead.
     """
 
     def __init__(self) -> None:
@@ -49,21 +59,24 @@ class StopSignal:
         self._event.set()
 
     def set(self) -> None:
-        """Ask for the stop from inside the process."""
+        """Request the stop from inside the process."""
         self._event.set()
 
     @property
     def requested(self) -> bool:
-        """Whether the stop was asked for."""
+        """Whether a stop has been requested."""
         return self._event.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the stop is asked for; returns False when `timeout_s` passed first."""
+        """Block until a stop is requested. Return False if `timeout_s` passes first."""
         return self._event.wait(timeout_s)
 
 
 def watch_stop_signals(stop: asyncio.Event) -> Callable[[], None]:
-    """Set `stop` on SIGTERM or SIGINT of the running loop; returns a function that takes the handlers away again."""
+    """Set `stop` when SIGTERM or SIGINT arrives in the running loop.
+
+    Return a function that removes the handlers.
+    """
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
@@ -77,14 +90,14 @@ def watch_stop_signals(stop: asyncio.Event) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class DrainStep:
-    """One named step of shutting down."""
+    """One named step of a shutdown."""
 
     name: str
     run: Callable[[], object]
 
 
 def run_steps(steps: Sequence[DrainStep]) -> bool:
-    """Run all steps in order; a step that fails is logged and the rest still run. Returns whether every step succeeded."""
+    """Run all steps in order. Log a step that fails and run the rest. Return whether every step succeeded."""
     succeeded = True
     for step in steps:
         try:

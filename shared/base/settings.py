@@ -1,7 +1,11 @@
-"""Settings of a service: command-line flag > environment > file > default, resolved once, frozen, unknown keys refused.
+"""Settings of a service, resolved once from command-line flags, environment variables, a file and defaults.
 
-Environment variables carry the service's own prefix (``OUTRIDER_GATEWAY_PORT``, ``OUTRIDER_TARGET_MODEL``, ``OUTRIDER_DRAFT_LISTEN``):
-one environment may start all three. Nothing else in the project reads the environment.
+A flag overrides the environment, the environment overrides the file, and the file overrides the default. The
+result is frozen. Unknown keys are refused.
+
+Each service has its own prefix for environment variables (``OUTRIDER_GATEWAY_PORT``,
+``OUTRIDER_TARGET_MODEL``, ``OUTRIDER_DRAFT_LISTEN``), so that one environment can start all three. No other
+code in the project reads settings from the environment.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ ENV_PREFIX = "OUTRIDER_"
 
 
 def settings_config(service: str) -> SettingsConfigDict:
-    """Return the pydantic configuration of one service's settings class: ``model_config = settings_config("gateway")``."""
+    """Return the pydantic configuration of a service's settings class.
+
+    Usage: ``model_config = settings_config("gateway")``.
+    """
     return SettingsConfigDict(
         env_prefix=f"{ENV_PREFIX}{service.upper()}_",
         extra="forbid",
@@ -33,7 +40,7 @@ def settings_config(service: str) -> SettingsConfigDict:
 
 
 class ServiceSettings(BaseSettings):
-    """Base of the services' settings. Fields of type tuple also take comma-separated text or a JSON list."""
+    """Base class of the services' settings. Tuple fields also accept comma-separated text or a JSON list."""
 
     model_config = settings_config("service")
 
@@ -55,11 +62,12 @@ class ServiceSettings(BaseSettings):
         """Resolve the settings.
 
         Args:
-            flags: Values given on the command line, by field name; None values count as not given.
+            flags: Values from the command line, by field name. None means that the flag was not given.
             config_file: A TOML or JSON file of field values.
 
         Raises:
-            ConfigurationError: a key is unknown or a value is wrong; names the field, its flag and its environment variable.
+            ConfigurationError: A key is unknown or a value is wrong. The message names the field, its flag
+                and its environment variable.
         """
         cls._refuse_unknown_environment()
         values = _read_file(config_file) if config_file else {}
@@ -77,7 +85,7 @@ class ServiceSettings(BaseSettings):
             name = variable.lower().removeprefix(prefix.lower())
             if variable.upper().startswith(prefix) and name not in cls.model_fields:
                 known = ", ".join(f"{prefix}{field.upper()}" for field in cls.model_fields)
-                message = f"Unknown environment variable {variable}. Known: {known}."
+                message = f"Unknown environment variable {variable}. Known variables: {known}."
                 raise ConfigurationError(message, field=variable, reason="unknown_setting")
 
     @classmethod
@@ -88,10 +96,11 @@ class ServiceSettings(BaseSettings):
             name = ".".join(str(part) for part in problem["loc"]) or "settings"
             message = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "extra_forbidden":
-                parts.append(f"{name}: unknown setting; known: {', '.join(cls.model_fields)}")
+                parts.append(f"{name}: unknown setting; known settings: {', '.join(cls.model_fields)}")
             elif problem["loc"]:
                 parts.append(
-                    f"{name}: {message} (flag {flag_name(name)}, environment {cls.model_config.get('env_prefix')}{name.upper()})"
+                    f"{name}: {message} (flag {flag_name(name)}, "
+                    f"environment {cls.model_config.get('env_prefix')}{name.upper()})"
                 )
             else:
                 parts.append(message)
@@ -99,7 +108,7 @@ class ServiceSettings(BaseSettings):
         return ConfigurationError("; ".join(parts) + ".", field=field)
 
     def resolved(self) -> dict[str, Any]:
-        """Return all values for the start-up log, secrets masked."""
+        """Return all values for the start-up log, with secrets masked."""
         dumped = self.model_dump(mode="json")
         return {
             name: "***" if value and ("api_key" in name or "token_secret" in name) else value
@@ -125,6 +134,6 @@ def _read_file(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(values, dict):
         raise ConfigurationError(
-            f"The settings file {path} must hold one table of settings.", field=str(path)
+            f"The settings file {path} must contain a single table of settings.", field=str(path)
         )
     return values

@@ -1,1 +1,1 @@
-"""What engines share: the thread that runs their steps."""
+"""Building blocks of both engines: the thread that runs their steps, and the cache of CUDA graphs."""

@@ -1,7 +1,13 @@
-"""CUDA graphs by key: the first call of a key records it, later ones replay it. Without CUDA the same code simply runs.
+"""Cache of CUDA graphs by key: the first run of a key records its graph, later runs replay it.
 
-A graph replays fixed addresses. So a recorded function reads its inputs from tensors that never move, takes every host number that
-shapes its work from its key, waits for nothing, and returns tensors that the next replay overwrites.
+Without CUDA the same code runs eagerly.
+
+A graph replays fixed addresses. A recorded function must therefore:
+
+- read its inputs from tensors that never move,
+- take every host number that shapes its work from its key,
+- never wait for the device,
+- return tensors that the next replay overwrites.
 """
 
 from __future__ import annotations
@@ -19,11 +25,20 @@ import torch
 from outrider.kernels.ahead import rehearsing
 
 WARM_UP_RUNS = 2
-"""Eager runs before a capture: Triton compiles, cuBLAS makes its workspaces, caches of addresses fill."""
+"""Eager runs before a capture.
+
+In them Triton compiles, cuBLAS allocates its workspaces, and address caches fill.
+"""
 MOST_LATE = 96
-"""Graphs that are kept beside those of the start: more than are in use at a time, and few beside the memory of a model."""
+"""Limit on the graphs recorded after start-up.
+
+More than are in use at a time, and their memory is small next to a model's.
+"""
 RECORD_AFTER = 8
-"""Eager runs of a key that was not recorded at the start, before it is: a recording takes as long as some tens of rounds."""
+"""How often a key that is new after start-up runs eagerly before it is recorded.
+
+A recording takes as long as some tens of rounds.
+"""
 
 Result = TypeVar("Result")
 
@@ -31,32 +46,35 @@ _log = logging.getLogger("outrider.engine")
 
 
 class GraphObserver(Protocol):
-    """Hears of every graph before it is recorded or replayed: with tensor parallelism the other ranks do the same with theirs."""
+    """Observes graphs being recorded, replayed and dropped.
+
+    With tensor parallelism, it makes the other ranks do the same with their graphs.
+    """
 
     def recording(self, graph: int) -> None:
-        """What runs from now on is captured as graph number `graph`."""
+        """Called just before work is captured as graph number `graph`."""
         ...
 
     def recorded(self, graph: int) -> None:
-        """The capture is complete."""
+        """Called when the capture is complete."""
         ...
 
     def replaying(self, graph: int) -> None:
-        """The graph is about to be launched."""
+        """Called just before the graph is launched."""
         ...
 
     def dropped(self, graph: int) -> None:
-        """One graph is dropped."""
+        """Called when one graph is dropped."""
         ...
 
     def forgotten(self) -> None:
-        """All graphs are dropped."""
+        """Called when all graphs are dropped."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedGraph:
-    """One graph: its number for the observer, the memory pool that it was captured into, and what the function returned."""
+    """One graph, its number for the observer, its memory pool, and the result of the recorded function."""
 
     number: int
     graph: torch.cuda.CUDAGraph
@@ -65,19 +83,23 @@ class RecordedGraph:
 
 
 class GraphCache:
-    """Graphs of one device. They share one memory pool, so they must be replayed on one stream, one after the other.
+    """CUDA graphs of one device.
 
-    What `run` returns is valid until the next `run` or `capture` of *any* key of this cache: another graph may keep its intermediate
-    values at the same addresses. What must outlive that is copied, within the function, to a tensor made outside of it.
+    They share one memory pool, so replay them on one stream, one after the other.
 
-    What is recorded within `keeping`, at a start, stays. Once that is over, only so many others are kept, those used last: which keys come
-    up is for clients to say, and a service must not grow by that.
+    A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
+    graph may place its intermediate values at the same addresses. To keep a value longer, copy it, inside the
+    function, to a tensor that was made outside.
+
+    Graphs recorded inside `keeping`, at start-up, are permanent. Of the graphs recorded later, the cache
+    keeps only the `most_late` most recently used: clients decide which keys come up, and the service must not
+    grow with them.
 
     Args:
-        device: Where the functions run.
-        enabled: False runs every function eagerly on CUDA too.
-        observer: Hears of every graph, or None.
-        most_late: Graphs that are kept beside those of `keeping`.
+        device: The device that the functions run on.
+        enabled: False runs every function eagerly, on CUDA too.
+        observer: Notified of every recording, replay and drop; or None.
+        most_late: Most graphs to keep that were recorded outside `keeping`.
     """
 
     def __init__(
@@ -91,9 +113,8 @@ class GraphCache:
         self.enabled = enabled and self._device.type == "cuda"
         self._observer = observer
         self._numbers = count()
-        self._recorded: dict[
-            Hashable, RecordedGraph
-        ] = {}  # the one used last is the last, but for those that are kept
+        # In order of use, the most recent last; permanent graphs keep their place.
+        self._recorded: dict[Hashable, RecordedGraph] = {}
         self._kept: set[Hashable] = set()
         self._most_late = most_late
         self._keeping = False
@@ -107,38 +128,43 @@ class GraphCache:
 
     @property
     def device(self) -> torch.device:
-        """Where the functions run."""
+        """The device that the functions run on."""
         return self._device
 
     @property
     def observed(self) -> bool:
-        """Whether somebody hears of every graph."""
+        """Whether the cache has an observer."""
         return self._observer is not None
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """What is recorded: what is kept first, in its order, and of the rest last what was used last."""
+        """Keys of the recorded graphs, the most recently used last; permanent graphs keep their place."""
         return tuple(self._recorded)
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory that the recordings took, with what the runs before them left: workspaces, compiled kernels.
+        """Bytes of device memory used by the recordings.
 
-        By the device's free memory, as the allocator does not see a graph's own structures; what other processes took meanwhile is in it.
+        Includes the workspaces and compiled kernels of their warm-up runs. Measured by the device's free
+        memory, because the allocator does not see a graph's own structures. Memory that other processes
+        allocated in the meantime is therefore included.
         """
         return self._memory_bytes
 
     def holds(self, key: Hashable) -> bool:
-        """Whether `run` with this key would not have to record; always true where nothing is recorded."""
+        """Return whether `run` with this key needs no recording. Always true if graphs are disabled."""
         return not self.enabled or key in self._recorded or key in self._eager
 
     def replays(self, key: Hashable) -> bool:
-        """Whether `run` with this key would replay a graph."""
+        """Return whether `run` with this key would replay a graph."""
         return key in self._recorded
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep for good what is recorded in here, until it is dropped. From the end of the first such block on others are bounded."""
+        """Make the graphs recorded in this block permanent, unless they are dropped explicitly.
+
+        Once the first such block has ended, the number of all other graphs is bounded.
+        """
         self._keeping = True
         try:
             yield
@@ -146,33 +172,39 @@ class GraphCache:
             self._keeping, self._started = False, True
 
     def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
-        """Return whether the caller should pass the function to `run` now; if not, it runs the function eagerly.
+        """Return whether to call `run` for this key now. If False, the caller runs the function eagerly.
 
-        A key that was not recorded at start-up is recorded after it has come up `RECORD_AFTER` times, when the recording pays.
+        A key that was not recorded at start-up becomes due after it has come up `RECORD_AFTER` times, when
+        recording pays off.
 
         Args:
             key: The key of `run`.
-            counted_as: Counts the occurrences, for several keys that are recorded for the same reason; None counts `key` itself.
+            counted_as: The name under which occurrences are counted. Keys with one name become due together.
+                None counts `key` alone.
         """
         if not self._started or self.holds(key):
             return True
-        if len(self._met) > 8 * self._most_late:  # keys that came up a few times, long ago
+        if len(self._met) > 8 * self._most_late:  # mostly keys that came up a few times, long ago
             self._met.clear()
         counted = key if counted_as is None else counted_as
         self._met[counted] += 1
         return self._met[counted] > RECORD_AFTER
 
     def expect(self, counted_as: Hashable) -> None:
-        """Make every key that is counted as this one due at its first occurrence."""
+        """Make every key that is counted under this name due at its first occurrence."""
         self._met[counted_as] = RECORD_AFTER
 
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
-        """Record `key` unless it is recorded already; nothing happens on a CPU.
+        """Record `key` unless it is already recorded. Does nothing on a CPU. Waits for the device.
 
-        `record` runs `WARM_UP_RUNS` times for real. Call this while the static inputs hold idle rows (lengths 0, slots -1), so that
-        those runs store nothing that anybody reads. Waits for the device. What cannot be captured, because it asks the device something,
-        is logged and runs eagerly from then on. In a rehearsal (`kernels.ahead`) `record` runs once, even where nothing is ever recorded,
-        and nothing is kept.
+        `record` really runs, `WARM_UP_RUNS` times. Call this while the static inputs contain idle rows
+        (lengths 0, slots -1), so that these runs store nothing that is read later.
+
+        A function that cannot be captured, because it queries the device, is logged and runs eagerly from
+        then on.
+
+        In a rehearsal (`kernels.ahead`, a dry run that finds the kernels to compile), `record` runs once,
+        even where graphs are disabled, and nothing is kept.
         """
         if rehearsing():
             if key not in self._recorded:
@@ -209,12 +241,12 @@ class GraphCache:
             if self._observer is not None:
                 self._observer.recording(number)
             stream = torch.cuda.current_stream()
-            # Other threads may use the device meanwhile: only this one must not.
+            # "thread_local": other threads may use the device during the capture; only this thread must not.
             try:
                 with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                     result = record()
             except RuntimeError as error:
-                torch.cuda.set_stream(stream)  # torch stays on the capture's
+                torch.cuda.set_stream(stream)  # after the error, torch stays on the capture's stream
                 if self._observer is not None:
                     raise
                 _log.warning("no CUDA graph of %s, running it eagerly: %s", key, str(error).splitlines()[0])
@@ -228,7 +260,7 @@ class GraphCache:
         return RecordedGraph(number, graph, self._pool, result)
 
     def _make_room(self) -> None:
-        """Drop those that were used longest ago, but for what is kept, until there is room for one more."""
+        """Drop the least recently used graphs, except permanent ones, until there is room for one more."""
         if not self._started or self._keeping:
             return
         late = [key for key in self._recorded if key not in self._kept]
@@ -237,28 +269,36 @@ class GraphCache:
             self._eager.clear()
 
     def _side_stream(self) -> torch.cuda.Stream:
-        """Return the stream for warming up and recording, always the same: cuBLAS keeps a workspace (32 MiB on Hopper) for every one."""
+        """Return the stream for warm-up and recording.
+
+        Always the same: cuBLAS keeps a workspace per stream (32 MiB on Hopper).
+        """
         if self._side is None:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._side
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Leave a capture that broke: torch goes no further than the error, and its allocator and generator would wait for the end."""
+        """Clean up after a failed capture.
+
+        torch stops at the error, so its allocator and random generator would otherwise stay in capture mode.
+        """
         torch.cuda.synchronize()
-        # The allocator asks the graph whether allocations are its own for as long as it takes the capture for one that goes on.
+        # Keep the graph alive: the allocator calls into it for as long as it believes the capture is running.
         self._broken.append(graph)
         device = torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):  # some versions end that before the error
+        with contextlib.suppress(RuntimeError):  # some torch versions end this before they raise the error
             torch._C._cuda_endAllocateToPool(device, self._pool)
         self._pool = None
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
 
     def run(self, key: Hashable, record: Callable[[], Result]) -> Result:
-        """Run `record`: eagerly, or by replaying what was recorded under `key` (recorded now if it is new, see `capture`).
+        """Run `record` eagerly, or replay the graph recorded under `key`.
+
+        Record it first if it is new; see `capture`.
 
         Returns:
-            What `record` returned: of a graph, the tensors made while it was recorded.
+            The result of `record`. For a graph, these are the tensors made during the recording.
         """
         if not self.enabled:
             return record()
@@ -275,20 +315,23 @@ class GraphCache:
         return result
 
     def drop(self, keys: Collection[Hashable]) -> None:
-        """Forget these graphs, e.g. because a tensor that they hold was replaced; their memory is there for the next ones."""
+        """Drop these graphs, e.g. because a tensor they use was replaced.
+
+        The next graphs reuse their memory.
+        """
         keys = [key for key in keys if key in self._recorded]
         if keys and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # they may be on their way
+            torch.cuda.synchronize(self._device)  # replays may still be in flight
         for key in keys:
             recorded = self._recorded.pop(key)
             self._kept.discard(key)
             if self._observer is not None:
                 self._observer.dropped(recorded.number)
         if all(one.pool is not self._pool for one in self._recorded.values()):
-            self._pool = None  # torch gives up a pool with its last graph
+            self._pool = None  # torch releases a pool together with its last graph
 
     def clear(self) -> None:
-        """Forget all graphs and give their memory back."""
+        """Drop all graphs and free their memory."""
         if self._recorded:
             torch.cuda.synchronize(self._device)
             if self._observer is not None:

@@ -1,4 +1,7 @@
-"""The thread that runs an engine: steps while there is work, waits on an event otherwise. Forward passes never run elsewhere."""
+"""The engine thread: runs steps while there is work, and otherwise sleeps until an event.
+
+All forward passes run on it.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,19 @@ from collections.abc import Callable
 from typing import Protocol
 
 SWITCH_INTERVAL_S = 1e-4
-"""How long another Python thread may hold the interpreter while the engine wants it; CPython's default of 5 ms costs whole steps."""
+"""How long another Python thread may keep the GIL while the engine wants it.
+
+CPython's default of 5 ms costs whole steps.
+"""
 
 _log = logging.getLogger("outrider.engine")
 
 
 class Steppable(Protocol):
-    """What the thread drives. All methods are called on the engine thread."""
+    """An engine that the thread drives. All methods are called on the engine thread."""
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do now."""
+        """Return whether `step` has anything to do now."""
         ...
 
     def step(self) -> None:
@@ -27,19 +33,19 @@ class Steppable(Protocol):
         ...
 
     def next_wakeup(self) -> float | None:
-        """Return the `time.monotonic()` at which something is due even if nobody calls `wake`, or None."""
+        """Return the `time.monotonic()` at which work is due even without a call of `wake`, or None."""
         ...
 
     def step_failed(self, error: Exception) -> None:
-        """A step raised: give up what it worked on, keep the rest going."""
+        """Handle an error of `step`: fail the requests that the step worked on, and keep the others."""
         ...
 
 
 class WakeUp(Protocol):
-    """What the thread sleeps on: a `threading.Event`, or one that wakes for other things too."""
+    """The event that the thread sleeps on: a `threading.Event`, or one that also wakes for other reasons."""
 
     def set(self) -> None:
-        """End the present or the next `wait`. Any thread."""
+        """End the current or the next `wait`. May be called from any thread."""
         ...
 
     def clear(self) -> None:
@@ -47,18 +53,18 @@ class WakeUp(Protocol):
         ...
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Sleep until `set`, at most `timeout` seconds; may return early."""
+        """Sleep until `set`, for at most `timeout` seconds. May return early."""
         ...
 
 
 class EngineThread:
-    """Runs one engine until `stop`. `wake` may be called from any thread, and is cheap.
+    """Runs one engine until `stop`. `wake` is cheap and may be called from any thread.
 
     Args:
-        engine: What to run.
+        engine: The engine to run.
         name: The thread's name.
-        on_start: Called first on the thread, e.g. to choose its CUDA device.
-        event: What it sleeps on when the engine has no work; an event of its own by default.
+        on_start: Called first on the thread, e.g. to select its CUDA device.
+        event: The event that the thread sleeps on when the engine has no work; a new one by default.
     """
 
     def __init__(
@@ -80,14 +86,14 @@ class EngineThread:
         self._thread.start()
 
     def wake(self) -> None:
-        """Make a waiting engine look for work."""
+        """Make a sleeping engine check for work."""
         self._event.set()
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Let the running step finish, then end the thread.
 
         Raises:
-            RuntimeError: The step did not end in time.
+            RuntimeError: The step did not end within `timeout_s`.
         """
         self._stopping = True
         self._event.set()
@@ -100,14 +106,12 @@ class EngineThread:
         self._on_start()
         while True:
             event.clear()
-            if self._stopping:  # looked at after the clear, or a stop could be slept through
+            if self._stopping:  # checked after the clear: otherwise the thread could sleep through a stop
                 return
             if engine.has_work():
                 try:
                     engine.step()
-                except (
-                    Exception
-                ) as error:  # a bug or a device fault: the requests in hand fail, the service lives
+                except Exception as error:  # a bug or a device fault: fail these requests only
                     _log.exception("an engine step failed")
                     engine.step_failed(error)
                 continue

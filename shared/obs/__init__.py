@@ -1,1 +1,1 @@
-"""What a service says about itself: structured logs and Prometheus metrics. Imports no torch."""
+"""Observability: structured logs and Prometheus metrics. Imports no torch."""

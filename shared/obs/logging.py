@@ -1,4 +1,7 @@
-"""Structured logs on stderr: one event per line, request ids bound by context, no prompt text above DEBUG."""
+"""Structured logging to stderr: one event per line, with request ids from the context.
+
+Prompt text appears at DEBUG only.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ __all__ = ["configure_logging", "get_logger", "log_context"]
 def configure_logging(
     service: str, level: str = "info", json: bool = False, stream: TextIO | None = None
 ) -> None:
-    """Route structlog and the standard library's loggers to one handler. Call once, at start.
+    """Route structlog and the standard library's loggers to one handler. Call once, at start-up.
 
     Args:
-        service: Bound to every line as ``service``.
+        service: Service name, added to every line as ``service``.
         level: A level name of the standard library.
-        json: One JSON object per line instead of text for people.
-        stream: Where to; stderr by default.
+        json: If true, write one JSON object per line instead of human-readable text.
+        stream: Output stream; stderr by default.
     """
     stream = stream or sys.stderr
 
@@ -56,7 +59,7 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Libraries are quieter than we are: their INFO is our DEBUG.
+    # These libraries log too much at INFO; show their warnings and errors only.
     for name in ("httpx", "httpcore", "asyncio", "grpc", "uvicorn.access"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
@@ -73,5 +76,8 @@ def configure_logging(
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
-    """Return a logger; keyword arguments of its methods become fields: ``log.info("draft connected", address=address)``."""
+    """Return a logger.
+
+    Keyword arguments of its methods become fields: ``log.info("draft connected", address=address)``.
+    """
     return cast(FilteringBoundLogger, structlog.stdlib.get_logger(name))

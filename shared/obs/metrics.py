@@ -1,4 +1,7 @@
-"""Prometheus helpers: one registry per service (never the process-wide default), one prefix, shared bucket edges."""
+"""Prometheus helpers: one registry per service, a common name prefix, shared bucket edges, text exposition.
+
+The process-wide default registry is never used.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ STEP_BUCKETS_S = (
 
 
 class Metrics:
-    """A service's metrics. Names are given without prefix; counters without ``_total`` (the library appends it)."""
+    """A service's metrics.
+
+    Pass names without the prefix, and counters without ``_total``, which the library appends.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -47,7 +53,7 @@ class Metrics:
     def histogram(
         self, name: str, help_text: str, buckets: Iterable[float], labels: Iterable[str] = ()
     ) -> Histogram:
-        """Register a histogram ``outrider_<name>``; `buckets` are upper edges in the metric's unit."""
+        """Register a histogram ``outrider_<name>``. `buckets` are upper edges, in the metric's unit."""
         return Histogram(
             name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry, buckets=tuple(buckets)
         )
@@ -58,7 +64,10 @@ class Metrics:
 
 
 def join_expositions(own: str, other: str) -> str:
-    """Append another service's exposition to ours, without the families that ours has already (a family may appear only once)."""
+    """Append another service's exposition to ours.
+
+    Skip families that ours already contains: each may appear only once.
+    """
     families = {line.split(" ", 3)[2] for line in own.splitlines() if line.startswith("# TYPE ")}
     kept: list[str] = []
     skipping = False

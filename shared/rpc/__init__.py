@@ -1,1 +1,1 @@
-"""How services speak gRPC: servers and channels with matching options, one error mapping, tensors on the wire."""
+"""gRPC for all services: servers, channels, direct streams, error mapping, tensors on the wire, polling."""

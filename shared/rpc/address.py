@@ -1,4 +1,8 @@
-"""Addresses: ``host:port`` or ``unix:/path``, ``ipc:///path`` between a target and a draft of one host, and who may reach them."""
+"""Parses and checks the addresses ``host:port``, ``unix:/path`` and ``ipc:///path``.
+
+Refuses internal listeners that other hosts could reach. ``ipc:///path`` connects a target and a draft on one
+host.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from dataclasses import dataclass
 
 from outrider.shared.base.errors import ConfigurationError
 
-# sun_path holds 108 bytes with its terminating zero.
+# sun_path holds 108 bytes, including its terminating zero.
 MAX_UNIX_PATH_BYTES = 107
 IPC_SCHEME = "ipc://"
 IPC_SUFFIX = ".ipc"
@@ -15,37 +19,40 @@ IPC_SUFFIX = ".ipc"
 
 @dataclass(frozen=True, slots=True)
 class IpcAddress:
-    """``ipc:///path``: the streams between target and draft have a socket of their own, all else is gRPC on a unix socket beside it.
+    """``ipc:///path``: the streams between target and draft use a socket of their own.
+
+    Everything else is gRPC on a unix socket beside it.
 
     Attributes:
-        path: As given.
+        path: The path as given.
     """
 
     path: str
 
     @property
     def streams(self) -> str:
-        """Path of the socket of the streams."""
+        """Path of the socket for the streams."""
         return self.path + IPC_SUFFIX
 
     @property
     def grpc(self) -> str:
-        """Address for gRPC: health, weights, information, and targets that speak gRPC."""
+        """gRPC address for health, weights and information, and for targets without the ipc transport."""
         return f"unix:{self.path}"
 
     @classmethod
     def parse(cls, address: str, field: str) -> IpcAddress | None:
-        """Return what ``ipc:///path`` means; None if `address` is of another kind.
+        """Parse ``ipc:///path``. Return None if `address` is of another kind.
 
         Raises:
-            ConfigurationError: the path is not absolute or too long; names `field`.
+            ConfigurationError: The path is not absolute or too long; names `field`.
         """
         if not address.startswith("ipc:"):
             return None
         path = address.removeprefix(IPC_SCHEME)
         if not path.startswith("/") or path.endswith("/"):
             raise ConfigurationError(
-                f"{field}: the colocated transport needs an absolute path (ipc:///run/outrider/draft.sock), not {address!r}.",
+                f"{field}: the colocated transport needs an absolute path (ipc:///run/outrider/draft.sock), "
+                f"not {address!r}.",
                 field=field,
             )
         if len(path.encode()) > MAX_UNIX_PATH_BYTES - len(IPC_SUFFIX):
@@ -55,18 +62,23 @@ class IpcAddress:
 
 
 def grpc_address(address: str, field: str) -> str:
-    """Return where the gRPC calls of an address go: ``unix:/path`` for ``ipc:///path``, else what `check_address` returns."""
+    """Return the address for gRPC calls: ``unix:/path`` for ``ipc:///path``, else the checked `address`."""
     ipc = IpcAddress.parse(address, field)
     return check_address(address, field) if ipc is None else ipc.grpc
 
 
 def check_address(address: str, field: str) -> str:
-    """Return `address` if it is ``host:port`` or ``unix:/absolute/path``; raise ConfigurationError naming `field` otherwise."""
+    """Return `address` if it is ``host:port`` or ``unix:/absolute/path``, in gRPC's notation.
+
+    Raises:
+        ConfigurationError: It is neither; names `field`.
+    """
     if address.startswith("unix:"):
         path = address.removeprefix("unix:").removeprefix("//")
         if not path.startswith("/"):
             raise ConfigurationError(
-                f"{field}: a unix socket needs an absolute path (unix:/run/outrider/target.sock), not {address!r}.",
+                f"{field}: a unix socket needs an absolute path (unix:/run/outrider/target.sock), "
+                f"not {address!r}.",
                 field=field,
             )
         if len(path.encode()) > MAX_UNIX_PATH_BYTES:
@@ -82,12 +94,15 @@ def check_address(address: str, field: str) -> str:
 
 
 def _too_long(path: str, longest: int, field: str) -> ConfigurationError:
-    message = f"{field}: the socket path is longer than {longest} bytes: {path}; use a shorter one, in a folder under /run or /tmp."
+    message = (
+        f"{field}: the socket path is longer than {longest} bytes: {path}. "
+        "Use a shorter one, in a folder under /run or /tmp."
+    )
     return ConfigurationError(message, field=field)
 
 
 def is_local(host: str) -> bool:
-    """Whether only this host can reach a listener on `host` (a loopback address or ``localhost``)."""
+    """Return whether only this host can reach a listener on `host` (a loopback address or ``localhost``)."""
     if host == "localhost":
         return True
     try:
@@ -97,10 +112,11 @@ def is_local(host: str) -> bool:
 
 
 def check_listen_address(address: str, field: str, *, allow_remote: bool) -> str:
-    """Check an address that an internal service without authentication listens on.
+    """Check the listen address of an internal service, which has no authentication.
 
     Raises:
-        ConfigurationError: it is malformed, or other hosts could reach it and `allow_remote` is off.
+        ConfigurationError: The address is malformed, or other hosts could reach it and `allow_remote` is
+            false.
     """
     checked = check_address(address, field)
     if not allow_remote and not checked.startswith("unix:") and not is_local(checked.rpartition(":")[0]):

@@ -1,4 +1,4 @@
-"""Blobs on their way between a device and messages: through memory that is pinned, once for every size."""
+"""Copies blobs between a device and gRPC messages through pinned memory, which is allocated once per size."""
 
 from __future__ import annotations
 
@@ -10,37 +10,45 @@ from outrider.shared.rpc.envelopes import Blob
 
 
 class BlobStaging:
-    """Copies blobs, ``[n] uint8``, in stream order. For one thread at a time."""
+    """Copies blobs, ``[n] uint8``, in stream order. Use from one thread at a time."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, int], torch.Tensor] = {}
 
     def fetch(self, blob: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a blob to the host; what is returned holds it after `settle`, until the next `fetch` of that size."""
+        """Start copying a blob to the host.
+
+        The returned tensor is complete after `settle`, and valid until the next `fetch` of that size.
+        """
         place = self._place("out", blob)
         place.copy_(blob, non_blocking=True)
         return place
 
     @staticmethod
     def settle(blob: torch.Tensor) -> None:
-        """Wait until all that was enqueued on the blob's device is done; polls, as a thread that sleeps wakes late."""
+        """Wait for all work enqueued on the blob's device. Polls, because a sleeping thread wakes up late."""
         if blob.is_cuda:
             torch.cuda.current_stream(blob.device).synchronize()
 
     def load(self, data: Blob, number: int, blob: torch.Tensor, least_bytes: int | None = None) -> None:
-        """Copy the bytes of a message to a blob, with a header of this number. What the last call of that size enqueued must be done.
+        """Copy the bytes of a message to a blob, and write the round's number into its header.
+
+        The work enqueued by the previous call for a blob of this size must be done.
 
         Args:
             data: The bytes.
-            number: Of the round.
-            blob: Where they go.
-            least_bytes: What lacks behind these stays as it was; None: nothing may.
+            number: The number of the round.
+            blob: The destination.
+            least_bytes: Smallest accepted length of `data`; the rest of the blob keeps its contents. None:
+                `data` must fill the blob.
 
         Raises:
-            ProtocolError: Their size is another.
+            ProtocolError: `data` has a wrong size.
         """
         if not (least_bytes or blob.nbytes) <= len(data) <= blob.nbytes:
-            raise ProtocolError(f"A blob of {len(data)} bytes where {blob.nbytes} are due.", field="rounds")
+            raise ProtocolError(
+                f"The peer sent a blob of {len(data)} bytes; expected {blob.nbytes}.", field="rounds"
+            )
         place = self._place("in", blob)
         array = place.numpy()
         array[: len(data)] = np.frombuffer(data, dtype=np.uint8)

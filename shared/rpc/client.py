@@ -1,4 +1,4 @@
-"""Channels with options that match our servers."""
+"""Opens gRPC channels (sync and asyncio) with our servers' options and with retries of idempotent calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 from outrider.shared.rpc.address import check_address
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT, Options, channel_options
 
-# Unary calls that change nothing; streams are never retried by the transport, their owners reopen them.
+# Unary calls without side effects. The transport never retries streams; their owners reopen them.
 IDEMPOTENT_METHODS = (
     {"service": "outrider.target.v1.Target", "method": "GetInfo"},
     {"service": "outrider.target.v1.Target", "method": "GetStats"},
@@ -19,12 +19,12 @@ IDEMPOTENT_METHODS = (
 
 
 def connect(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> grpc.Channel:
-    """Open a channel to ``host:port`` or ``unix:/path``; it connects (and reconnects) by itself."""
+    """Open a channel to ``host:port`` or ``unix:/path``. It connects and reconnects on its own."""
     return grpc.insecure_channel(check_address(address, "address"), options=_options(max_message_bytes))
 
 
 def connect_aio(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> grpc.aio.Channel:
-    """Open an asyncio channel; call it inside the running loop."""
+    """Open an asyncio channel. Call this inside the running loop."""
     return grpc.aio.insecure_channel(check_address(address, "address"), options=_options(max_message_bytes))
 
 
@@ -37,7 +37,8 @@ def _options(max_message_bytes: int) -> Options:
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
     service_config = {"methodConfig": [{"name": list(IDEMPOTENT_METHODS), "retryPolicy": retry}]}
-    # A pool of its own: channels to one address with equal options would otherwise share one connection (bulk beside commits).
+    # A subchannel pool of its own: otherwise channels to one address with equal options would share one
+    # connection, and bulk data would delay commits.
     return [
         *channel_options(max_message_bytes),
         ("grpc.service_config", json.dumps(service_config)),

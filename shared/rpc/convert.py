@@ -1,4 +1,7 @@
-"""OutriderError ↔ what travels: common.v1.ErrorDetail inside streams, google.rpc.Status at the end of calls."""
+"""Converts `OutriderError` to and from its two wire formats.
+
+These are common.v1.ErrorDetail inside streams, and google.rpc.Status at the end of calls.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ CODE_OF_STATUS: dict[grpc.StatusCode, ErrorCode] = {
 
 
 def error_to_proto(error: OutriderError) -> common_pb2.ErrorDetail:
-    """Return the error as a message of a stream that goes on."""
+    """Return the error as a message inside a stream that continues."""
     detail = common_pb2.ErrorDetail(
         status=error.code.value, reason=error.reason, message=error.message, field=error.field or ""
     )
@@ -49,9 +52,9 @@ def error_to_proto(error: OutriderError) -> common_pb2.ErrorDetail:
 
 
 def error_from_proto(detail: common_pb2.ErrorDetail) -> OutriderError:
-    """Return the error that a peer reported; an unknown status counts as internal."""
+    """Return the error that a peer reported. An unknown status counts as internal."""
     return OutriderError(
-        detail.message or "the peer gave no reason",
+        detail.message or "The peer gave no reason.",
         code=_code_of_http(detail.status),
         reason=detail.reason or None,
         field=detail.field or None,
@@ -60,7 +63,10 @@ def error_from_proto(detail: common_pb2.ErrorDetail) -> OutriderError:
 
 
 def error_to_status(error: OutriderError) -> status_pb2.Status:
-    """Return the error as google.rpc.Status with ErrorInfo, BadRequest (if a field is at fault) and RetryInfo (if known)."""
+    """Return the error as google.rpc.Status.
+
+    The details are ErrorInfo, BadRequest (if a field is at fault) and RetryInfo (if a delay is known).
+    """
     metadata = {"http_status": str(error.code.value)}
     details = [
         _pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata))
@@ -72,12 +78,15 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    # StatusCode values are (number, name) pairs.
+    # The value of a grpc.StatusCode is a (number, name) pair.
     return status_pb2.Status(code=STATUS_OF_CODE[error.code].value[0], message=error.message, details=details)
 
 
 def error_from_status(status: status_pb2.Status, code: grpc.StatusCode) -> OutriderError:
-    """Return the error inside a google.rpc.Status; `code` is the call's own status, for peers that send no ErrorInfo."""
+    """Return the error in a google.rpc.Status.
+
+    `code` is the call's own status, for peers that send no ErrorInfo.
+    """
     error = OutriderError(status.message, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL))
     for detail in status.details:
         info, bad_request, retry = (

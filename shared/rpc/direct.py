@@ -1,13 +1,14 @@
-"""Bidirectional streams that a message passes with as few threads as gRPC's core allows.
+"""Client side of low-latency bidirectional gRPC streams, with fewer thread switches than grpcio's streams.
 
-In grpcio's own streams a message is handed from thread to thread three times on either side, and each of them must first get the
-interpreter. Here whoever sends starts the core's operation itself, and the thread that hears of an arrival runs the receiver:
+In grpcio's own streams each side passes a message between threads three times, and each of these threads must
+first get the GIL. Here the sending thread itself starts the operation of gRPC's core, and the thread that
+receives the core's event runs the receiver:
 
-    client   sender → core           server   core → the server's polling thread, which calls `on_message`
-             core → the thread in `receive`   any sender → core
+    client to server   sending thread → core ~~~ core → server's polling thread, which calls `on_message`
+    server to client   sending thread → core ~~~ core → client's thread in `receive`
 
-The server's side is in `shared.rpc.direct_server`. Both use the layer below grpcio's public interface (`grpc._cython.cygrpc`), as grpcio's
-own calls do; on the wire nothing differs.
+`shared.rpc.direct_server` contains the server side. Both use the layer below grpcio's public interface
+(`grpc._cython.cygrpc`), as grpcio's own calls do. The bytes on the wire are the same.
 """
 
 from __future__ import annotations
@@ -28,52 +29,71 @@ from outrider.shared.rpc.polling import PollWindow
 
 NO_FLAGS = 0
 WATCH_S, LONGEST_WATCH_S = 0.005, 0.05
-"""How often it is looked whether the stream is free again: less often where waits may be long, as that takes the interpreter from who is
-at work. The end of a wait is looked at in time whatever it is."""
+"""Shortest and longest interval at which the watching thread checks whether the stream is free again.
+
+Longer waits use longer intervals, because each check takes the GIL from working threads. The deadline of a
+wait is always checked on time.
+"""
 KEEP_S = 0.05
-"""How long a thread that has read for itself keeps the stream, in case that it reads again."""
+"""How long the stream stays with the thread of `receive_within` after a call, in case it calls again."""
 STATUS_OF_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
 class StreamEndedError(grpc.RpcError):
-    """A stream ended with a status other than OK; has what `grpc.Call` tells of it."""
+    """A stream ended with a status other than OK. Has the same methods as the `grpc.Call` that failed."""
 
     def __init__(self, code: grpc.StatusCode, details: str, metadata: tuple[Any, ...]) -> None:
         super().__init__(f"{code.name}: {details}")
         self._code, self._details, self._metadata = code, details, metadata
 
     def code(self) -> grpc.StatusCode:
-        """See `grpc.Call.code`."""
+        """Return the gRPC status code."""
         return self._code
 
     def details(self) -> str:
-        """See `grpc.Call.details`."""
+        """Return the status message."""
         return self._details
 
     def trailing_metadata(self) -> tuple[Any, ...]:
-        """See `grpc.RpcContext.trailing_metadata`."""
+        """Return the trailing metadata as (key, value) pairs."""
         return self._metadata
 
 
 class _Tag(Enum):
-    HEADERS = auto()
-    STATUS = auto()
-    SENT = auto()
-    RECEIVED = auto()
-    LOOK = auto()
-    PEEKED = auto()
+    """Kinds of events in the queue of a call."""
+
+    HEADERS = auto()  # the initial metadata came
+    STATUS = auto()  # the call has ended
+    SENT = auto()  # a message is on its way
+    RECEIVED = auto()  # a message came, or the end of the stream
+    LOOK = auto()  # posted to make the reading thread check whether it should stop
+    PEEKED = auto()  # posted by `look` behind the finished events, so that it does not wait for more
 
 
 class ClientStream:
-    """A call of a bidirectional method, which starts at once.
+    """A call of a bidirectional method. It starts immediately.
 
-    `send` and `cancel` may be called from any thread. One thread, which stays, is in `receive`; another one may be in `receive_within`.
-    Whoever is in `receive_within` reads from the stream itself; the thread in `receive` makes way, and takes care of the time.
+    `send` and `cancel` may be called from any thread. Two threads may read:
+
+    - The reader: one fixed thread, always in `receive`.
+    - The borrower: another thread, e.g. the engine's, in `receive_within`. While it reads, the reader steps
+      aside and enforces the borrower's deadline, because the core's wait for events has no timeout.
+
+    A take-over in time order:
+
+        borrower                              reader
+                                              in `receive`, waits for events
+        receive_within(s): posts LOOK   →     wakes up and releases the stream
+        waits for events                      watches (`_watch`): sleeps until the deadline
+                                        ←     deadline passed: posts LOOK
+        returns a message or None             keeps watching
+        no call for KEEP_S, or give_back
+                                              waits for events again
 
     Args:
         channel: Made by `connect`.
         method: ``/package.Service/Method``.
-        vigil: When to poll.
+        vigil: Decides when waits poll instead of sleeping.
     """
 
     def __init__(self, channel: grpc.Channel, method: str, vigil: PollWindow) -> None:
@@ -81,23 +101,23 @@ class ClientStream:
         self._lock = threading.Lock()
         self._unsent: deque[bytes] = deque()
         self._sending = False
-        # Whether the core was asked for the next message, which can wait until the last one is dealt with.
+        # Whether the core was asked for the next message. This can wait until the last message is handled.
         self._listening = True
         self._status: Any = None
         self._reading = threading.Lock()
         self._taken = False
-        # Told when the thread that watches over a wait is to look sooner than it meant to, and until when it sleeps.
+        # Wakes the reader while it watches a wait, if it must check earlier than planned (`_asleep_until`).
         self._sooner = threading.Condition(self._lock)
         self._asleep_until = 0.0
         self._taken_at = 0.0
         self._deadline = math.inf
-        # How long the last `receive_within` was to wait at most.
+        # Longest duration of the last `receive_within`.
         self._patience = 0.0
-        # Messages that the thread in `receive` has dealt with, as of now and as of the last `receive_within`.
+        # Number of messages handled by the reader: now, and at the last `receive_within`.
         self._dealt = 0
         self._dealt_known = 0
         self._dealing = False
-        # Messages that came while something else was looked for.
+        # Messages that arrived while the stream was checked for other events.
         self._early: deque[bytes] = deque()
         starts = (
             (
@@ -110,7 +130,7 @@ class ClientStream:
             ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
             ((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED),
         )
-        # How many operations the core still owes an event: the call's queue is gone with the last one.
+        # Operations whose event is outstanding. The core frees the call's event queue with the last one.
         self._due = len(starts)
         core = cast(Any, channel)._channel
         self._call: Any = core.segregated_call(
@@ -125,30 +145,35 @@ class ClientStream:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether the stream has ended, so that no event follows."""
         return not self._due
 
     @property
     def taken(self) -> bool:
-        """Whether the thread in `receive` makes way for the one of `receive_within`, for some time after its last call."""
+        """Whether the borrower has the stream, including some time after its last `receive_within`."""
         return self._taken
 
     def send(self, message: bytes) -> None:
-        """Send a message, or queue it behind one that is being sent; never waits. What a stream that has ended is given is dropped."""
+        """Send a message, or queue it behind the one being sent.
+
+        Never waits. Dropped if the stream has ended.
+        """
         with self._lock:
             if not self._sending:
                 self._sending = self._operate((cygrpc.SendMessageOperation(message, NO_FLAGS),), _Tag.SENT)
                 return
             self._unsent.append(message)
-        self.look()  # perhaps nobody reads now, and so nobody hears that the one before is on its way
+        self.look()  # perhaps no thread is reading, so the event that frees the send would go unnoticed
 
     def receive(self) -> bytes | None:
-        """Wait for the next message that no other thread takes; None when the stream ended with status OK.
+        """Wait for the next message that no other thread takes.
 
-        Who calls it again has dealt with the last one.
+        Return None if the stream ended with status OK.
+
+        Calling `receive` again signals that the previous message has been handled.
 
         Raises:
-            StreamEndedError: It ended otherwise.
+            StreamEndedError: The stream ended with another status.
         """
         if self._dealing:
             with self._lock:
@@ -157,7 +182,7 @@ class ClientStream:
                 if self._taken:
                     self._operate((), _Tag.LOOK)
         while True:
-            # The other thread may take the stream at any moment; who holds the lock for long is it, and is to be watched over.
+            # The borrower may take the stream at any moment. If the lock stays taken, it has: watch its wait.
             if self._taken or not self._reading.acquire(timeout=WATCH_S):
                 self._watch()
                 continue
@@ -178,8 +203,11 @@ class ClientStream:
         )
 
     def receive_within(self, seconds: float) -> bytes | None:
-        """Wait for the next message; None when none came in time, when the thread in `receive` has dealt with one in between, or when the
-        stream has ended, which `receive` tells."""
+        """Wait for the next message for at most `seconds`.
+
+        Return None if no message came in time, if the reader handled one in the meantime, or if the stream
+        has ended; `receive` then reports the status.
+        """
         deadline = time.monotonic() + seconds
         with self._lock:
             first, self._taken = not self._taken, True
@@ -197,13 +225,16 @@ class ClientStream:
         return message
 
     def give_back(self) -> None:
-        """Let the thread in `receive` read again, now; for the thread of `receive_within`, which expects nothing soon."""
+        """Let the reader read again immediately. Called by the borrower if it expects no message soon."""
         with self._lock:
             self._taken = False
             self._sooner.notify()
 
     def poll(self) -> list[bytes]:
-        """Return what has come, without waiting; nothing while the thread in `receive` reads. For the thread of `receive_within`."""
+        """Return the messages received so far, without waiting; none while the reader reads.
+
+        For the borrower.
+        """
         if not self._taken:
             return []
         self.look()
@@ -213,9 +244,12 @@ class ClientStream:
         return messages
 
     def look(self) -> None:
-        """Take in what the core has finished, without waiting, unless somebody reads, who does. Any thread.
+        """Process the events that the core has finished, without waiting.
 
-        What was sent makes way for what is to be sent then, an end shows in `ended`, and messages are returned to whoever asks next.
+        Does nothing while another thread reads, because that thread processes them.
+
+        May be called from any thread. Queued messages are sent, the end of the stream shows in `ended`, and
+        received messages are kept for the next call that asks for one.
         """
         if not self._reading.acquire(blocking=False):
             return
@@ -231,7 +265,7 @@ class ClientStream:
                         self._early.append(message)
                         self._listen()
                 peeking, told = event.tag is not _Tag.PEEKED, told or event.tag is _Tag.LOOK
-            if told:  # somebody else was meant
+            if told:  # the LOOK was meant for another thread, so post it again
                 with self._lock:
                     self._operate((), _Tag.LOOK)
         finally:
@@ -243,19 +277,19 @@ class ClientStream:
             return before != self._dealt_known
 
     def cancel(self) -> None:
-        """End the stream, more than once if need be."""
+        """End the stream. May be called more than once."""
         self._call.cancel(grpc.StatusCode.CANCELLED.value[0], "Locally cancelled by application!")
 
     def drain(self) -> None:
-        """Take what is left of a cancelled stream, so that the core can free it; on the thread of `receive`."""
+        """Discard the rest of a cancelled stream, so that the core can free it. Called by the reader."""
         with contextlib.suppress(StreamEndedError):
             while self.receive() is not None:
                 pass
 
     def _watch(self) -> None:
-        """While another thread reads: end its wait in time, and take over when it has read for the last time."""
+        """While the borrower reads: end its wait on time, and take the stream back after its last read."""
         with self._lock:
-            if self._taken:  # otherwise it was given back just now
+            if self._taken:  # else it was given back in the meantime
                 now = time.monotonic()
                 self._asleep_until = self._next_look(now)
                 self._sooner.wait(self._asleep_until - now)
@@ -269,13 +303,16 @@ class ClientStream:
             self.look()
 
     def _next_look(self, now: float) -> float:
-        """Return until when the watch sleeps: no longer than the present wait. Who was told that it is over gets a moment to hear it."""
+        """Return until when the watch sleeps: at most until the deadline.
+
+        After the deadline it returns a short pause, so that the borrower can react to the LOOK.
+        """
         if self._deadline <= now:
             return now + WATCH_S
         return min(self._deadline, now + min(max(WATCH_S, self._patience), LONGEST_WATCH_S))
 
     def _read(self, enough: Callable[[], bool]) -> bytes | None:
-        """Return the next message; None at the end of the stream, or when it is told to look and finds that it is `enough`."""
+        """Return the next message, or None at the end of the stream or if `enough` holds after a LOOK."""
         while True:
             with self._lock:
                 if self._early:
@@ -293,11 +330,11 @@ class ClientStream:
                 return None
 
     def _handle(self, event: Any) -> bytes | None:
-        """Take an event; return the message of an arrival. Called with the lock."""
+        """Process an event. Return the message if the event is an arrival. Call with the lock held."""
         self._due -= 1
         if event.tag is _Tag.RECEIVED:
             message: bytes | None = event.batch_operations[0].message()
-            self._listening = message is None  # nothing comes behind the end
+            self._listening = message is None  # no message follows the end of the stream
             return message
         if event.tag is _Tag.SENT:
             self._sending = bool(
@@ -310,13 +347,17 @@ class ClientStream:
         return None
 
     def _listen(self) -> None:
-        """Ask for the next message. Called with the lock."""
+        """Ask the core for the next message. Call with the lock held."""
         if not self._listening:
             self._listening = True
             self._operate((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED)
 
     def _operate(self, operations: tuple[Any, ...], tag: _Tag) -> bool:
-        """Start operations, without any merely have the reader look up; False when the call has ended. Called with the lock."""
+        """Start operations; without any, only wake the reading thread. Call with the lock held.
+
+        Returns:
+            False if the call has ended.
+        """
         started = bool(self._call.operate(operations, tag))
         self._due += started
         return started

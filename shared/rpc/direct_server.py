@@ -1,4 +1,4 @@
-"""The server's side of bidirectional streams that a message passes with as few threads as gRPC's core allows, see `shared.rpc.direct`."""
+"""Server side of low-latency bidirectional gRPC streams; `shared.rpc.direct` explains how they work."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _NO_CALLBACKS: _Callbacks = (None, ())
 
 
 class ServerStream:
-    """The messages of a bidirectional call, within the handler that serves it in the usual way.
+    """The messages of a bidirectional call whose handler is an ordinary grpcio handler.
 
-    The handler takes the first messages from its iterator and yields the first replies, at least one; then it calls `start`, and
-    neither reads nor yields any more. It calls `flush` before it returns or raises.
+    The handler reads the first messages from its iterator and yields the first replies, at least one. Then it
+    calls `start`, and from then on neither reads nor yields. It calls `flush` before it returns or raises.
 
     Args:
-        context: Of the call.
-        on_message: Called with every further message, one after the other, on the server's only polling thread: while it waits, every
-            other call of the server does. A draft's waits for its GPU, which has what it needs by then and is done after a pass; no
-            clock bounds that wait.
-        on_end: Called once or more, on any thread: with None when the peer has finished or gone, or with what `on_message` raised.
-        max_unsent: Messages that wait for a peer that does not read; one more ends the stream.
-        vigil: When the polling thread polls.
+        context: The call's context.
+        on_message: Called with every further message, one at a time, on the server's only polling thread.
+            While it blocks, all other calls of the server wait. The draft's callback blocks for its GPU: by
+            then the GPU has all its input and finishes after one pass, so that wait has no time limit.
+        on_end: Called at least once, on any thread: with None when the peer has finished or gone, or with the
+            exception that `on_message` raised.
+        max_unsent: Most messages to queue for a peer that does not read. One more ends the stream.
+        vigil: Decides when the polling thread polls.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ServerStream:
         self._max_unsent = max_unsent
         self._lock = threading.Lock()
         self._unsent: deque[tuple[bytes, Then | None]] = deque()
-        # Of the message that is being sent.
+        # The `then` callback of the message being sent.
         self._then: Then | None = None
         self._idle = threading.Event()
         self._idle.set()
@@ -60,15 +61,18 @@ class ServerStream:
             self._gone()
 
     def start(self) -> None:
-        """Receive from now on."""
+        """Start receiving."""
         self._receive()
 
     def send(self, message: bytes, then: Then | None = None) -> None:
-        """Send a message, or queue it behind one that is being sent; never waits. Any thread, after the handler's first reply.
+        """Send a message, or queue it behind the one being sent. Never waits.
+
+        May be called from any thread, after the handler's first reply.
 
         Args:
             message: The bytes.
-            then: Called when it is on its way, on the server's polling thread, as `on_message` is; never, if the stream has ended by then.
+            then: Called once the message is on its way, on the server's polling thread, like `on_message`.
+                Never called if the stream has ended by then.
         """
         with self._lock:
             if self._ended:
@@ -82,7 +86,7 @@ class ServerStream:
             self._gone()
 
     def flush(self) -> None:
-        """Take no more messages to send, and wait a moment until those that were taken are on their way."""
+        """Accept no more messages, and wait up to `FLUSH_S` until the accepted ones are on their way."""
         with self._lock:
             self._ended = True
         if not self._idle.wait(FLUSH_S):
@@ -90,7 +94,7 @@ class ServerStream:
                 self._unsent.clear()
 
     def _start_send(self, message: bytes, then: Then | None) -> None:
-        """Called with the lock, which `_sent` waits for."""
+        """Start sending a message. Call with the lock held, so that `_sent` runs only after this method."""
         self._then = then
         if not self._call.start_server_batch((cygrpc.SendMessageOperation(message, NO_FLAGS),), self._sent):
             self._idle.clear()
@@ -108,7 +112,7 @@ class ServerStream:
         if then is not None:
             try:
                 then()
-            except Exception as error:  # the polling thread serves everyone
+            except Exception as error:  # the polling thread serves all calls and must survive
                 self._on_end(error)
         self._vigil.begin()
         return _NO_CALLBACKS
@@ -126,7 +130,7 @@ class ServerStream:
             else:
                 self._on_message(message)
                 self._receive()
-        except Exception as error:  # the polling thread serves everyone
+        except Exception as error:  # the polling thread serves all calls and must survive
             self._on_end(error)
         self._vigil.begin()
         return _NO_CALLBACKS

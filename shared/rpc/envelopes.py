@@ -1,8 +1,11 @@
-"""Messages that are a few numbers and one blob, put together and taken apart around the blob.
+"""Encodes and decodes messages of a few numbers and one blob, with as few copies of the blob as possible.
 
-A message class copies a blob two or three times on its way to the wire, and as often on its way back. Here what surrounds the blob is
-encoded while there is time; then the blob is put behind it, in one copy, or found in what came, in none. The bytes are those that protobuf
-writes: the blob is the last field of a message that is the only field of the one that is sent.
+A protobuf message class copies a blob two or three times on its way to the wire, and again on its way back.
+Here the bytes around the blob are encoded beforehand, while there is time. Sending then copies the blob once;
+receiving returns a view and copies nothing.
+
+The bytes are the same as protobuf's. The format requires that the blob is the last field of an inner message,
+and that the inner message is the only field of the message that is sent.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ Blob = bytes | memoryview
 LENGTH_DELIMITED = 2
 MOST_LENGTH_BYTES = 5
 LENGTHS_KEPT = 1024
-"""Blobs have few sizes."""
+"""Entries of each cache of encoded lengths. Blobs come in few sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What surrounds the blob of one message.
+    """The bytes around the blob of one message.
 
     Attributes:
-        outer_tag: Of the field that holds all the rest.
-        inner: The other fields, encoded, and the blob's tag.
+        outer_tag: Tag of the outer message's only field.
+        inner: The inner message's other fields, encoded, followed by the blob's tag.
     """
 
     outer_tag: bytes
@@ -38,17 +41,17 @@ class Envelope:
 
     @staticmethod
     def around(outer_field: int, others: bytes, blob_field: int) -> Envelope:
-        """Make one.
+        """Make an envelope.
 
         Args:
-            outer_field: Number of the field of the message that is sent.
-            others: The message in that field, encoded without its blob.
-            blob_field: The blob's number in it, the highest.
+            outer_field: Field number of the inner message in the message that is sent.
+            others: The inner message, encoded without its blob.
+            blob_field: Field number of the blob in the inner message; must be its highest.
         """
         return Envelope(_tag(outer_field), others + _tag(blob_field))
 
     def seal(self, blob: Blob) -> bytes:
-        """Return the encoded message."""
+        """Return the encoded message around a blob."""
         size = len(blob)
         length = _varint(size)
         return b"".join(
@@ -56,7 +59,7 @@ class Envelope:
         )
 
     def open(self, message: bytes) -> memoryview | None:
-        """Return the blob of a message that `seal` could have made, a view of its bytes; None for every other message."""
+        """Return a view of the blob in a message of the form that `seal` makes; None for other messages."""
         lengths = _lengths(len(self.outer_tag), len(self.inner), len(message))
         if lengths is None:
             return None
@@ -66,14 +69,14 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class BlobEnvelopes:
-    """What surrounds the state of a round on the device, and its trees."""
+    """The envelopes of one round on the device: for its state and for its trees."""
 
     state: Envelope
     trees: Envelope
 
     @staticmethod
     def of(message: draft_pb2.RoundsNext) -> BlobEnvelopes:
-        """Make those of the round that a message is about."""
+        """Make the envelopes of the round that a message announces."""
         state = draft_pb2.RoundState(rounds=message.rounds, number=message.number).SerializeToString()
         trees = draft_pb2.RoundTrees(rounds=message.rounds, number=message.number).SerializeToString()
         return BlobEnvelopes(
@@ -98,7 +101,13 @@ def _varint(value: int) -> bytes:
 
 @functools.lru_cache(LENGTHS_KEPT)
 def _lengths(tag: int, inner: int, total: int) -> tuple[bytes, bytes] | None:
-    """Return the two lengths in a message of `total` bytes, whose tag and inner part have so many; None if there is none of that size."""
+    """Return the two length fields of a message, or None if no message of this size exists.
+
+    Args:
+        tag: Bytes of the outer tag.
+        inner: Bytes of the inner part.
+        total: Bytes of the whole message.
+    """
     for taken in range(1, MOST_LENGTH_BYTES + 1):
         behind = total - tag - taken
         for also_taken in range(1, MOST_LENGTH_BYTES + 1):

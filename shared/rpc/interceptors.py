@@ -1,7 +1,8 @@
-"""One place where domain errors become gRPC statuses and statuses become domain errors.
+"""gRPC interceptors that turn domain errors into statuses, and the client function that turns them back.
 
-Servicers raise `OutriderError` (never ``context.abort``: it raises a bare Exception that broad handlers swallow). Messages that do not
-parse become INVALID_ARGUMENT, unknown exceptions INTERNAL with the traceback in our log only.
+Servicers raise `OutriderError`. They never call ``context.abort``, which raises a bare Exception that broad
+handlers swallow. Messages that do not parse become INVALID_ARGUMENT. Unknown exceptions become INTERNAL;
+their traceback appears in our log only.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from outrider.shared.rpc.convert import CODE_OF_STATUS, error_from_status, error
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _log = get_logger("outrider.rpc")
 
-# grpcio gives handlers and contexts no usable types; they stay inside this module.
+# grpcio has no usable types for handlers and contexts; the untyped values stay inside this module.
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Behaviour = Callable[[Any, Any], Any]
 
 
 class _Malformed:
-    """Stands for a message that did not parse."""
+    """Marks a message that did not parse."""
 
 
 def error_from_rpc(error: grpc.RpcError | grpc.aio.AioRpcError) -> OutriderError:
-    """Return the domain error that a failed call carries (works for the synchronous and the asyncio stack)."""
+    """Return the domain error of a failed call, for the synchronous and the asyncio stack."""
     call = cast(grpc.Call, error)
     code = call.code()
     for key, value in call.trailing_metadata() or ():
@@ -49,7 +50,10 @@ def error_from_rpc(error: grpc.RpcError | grpc.aio.AioRpcError) -> OutriderError
 
 
 def as_outrider_error(error: Exception) -> OutriderError:
-    """Return `error` itself if it is ours, else log it with its traceback and return an INTERNAL error that tells nothing of it."""
+    """Return `error` if it is an `OutriderError`.
+
+    Otherwise log its traceback and return an INTERNAL error without details.
+    """
     if isinstance(error, OutriderError):
         return error
     _log.error("unhandled error", exc_info=error)
@@ -57,7 +61,7 @@ def as_outrider_error(error: Exception) -> OutriderError:
 
 
 class ErrorInterceptor(grpc.ServerInterceptor):
-    """For `grpc.server`."""
+    """Maps errors to statuses for `grpc.server`."""
 
     def intercept_service(
         self,
@@ -72,7 +76,7 @@ class ErrorInterceptor(grpc.ServerInterceptor):
 
 
 class AioErrorInterceptor(grpc.aio.ServerInterceptor):
-    """For `grpc.aio.server`."""
+    """Maps errors to statuses for `grpc.aio.server`."""
 
     async def intercept_service(
         self,
@@ -95,7 +99,7 @@ def _wrap(
         + ("stream" if handler.response_streaming else "unary")
     )
     behaviour = cast(_Behaviour, getattr(handler, name))
-    # grpc's own health Watch takes another signature and holds no worker thread; it raises nothing of ours.
+    # grpc's own health Watch has another signature, occupies no worker thread, and raises none of our errors.
     if getattr(behaviour, "experimental_non_blocking", False):
         return handler
     make = cast(Callable[..., _Handler], getattr(grpc, f"{name}_rpc_method_handler"))
@@ -108,7 +112,10 @@ def _wrap(
 
 
 def _refusing(guard: Callable[[_Behaviour], _Behaviour], error: OutriderError) -> _Handler:
-    """Return a handler that fails every call with `error`: what an inner interceptor raised. It reads no request, so it fits all kinds."""
+    """Return a handler that fails every call with the error of an inner interceptor.
+
+    It reads no request, so it fits unary and streaming methods.
+    """
 
     def refuse(_request: Any, _context: Any) -> Any:
         raise error
@@ -138,7 +145,7 @@ def _checked(request: Any) -> Any:
 
 
 def _checked_requests(request: Any) -> Any:
-    """Check a single request now, or each one of a stream as it comes (synchronous and asyncio iterators)."""
+    """Check a single request now, or each request of a stream as it arrives (sync and asyncio iterators)."""
     if hasattr(request, "__anext__"):
         return _checked_async(request)
     return map(_checked, request) if hasattr(request, "__next__") else _checked(request)
@@ -150,7 +157,7 @@ async def _checked_async(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _abort(context: grpc.ServicerContext, error: Exception) -> None:
-    # A status that is set already means that this is the exception of context.abort itself.
+    # If a status is already set, this exception comes from context.abort itself.
     if cast(Any, context).code() is not None:
         raise error
     context.abort_with_status(rpc_status.to_status(error_to_status(as_outrider_error(error))))
@@ -198,7 +205,7 @@ def _guard_aio_stream(behaviour: _Behaviour) -> _Behaviour:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             replies = behaviour(_checked_requests(request), context)
-            # The asyncio stack also allows coroutines that write through the context (grpc's own health servicer does).
+            # The asyncio stack also allows coroutines that write through the context: grpc's health servicer.
             if isinstance(replies, Awaitable):
                 await replies
                 return

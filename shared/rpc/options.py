@@ -1,4 +1,4 @@
-"""Channel arguments that must match on both ends."""
+"""gRPC channel arguments that must match on both ends: message limits, keepalive, reconnect back-off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ def _limits(max_message_bytes: int) -> Options:
 
 
 def server_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
-    """Server side: pings of quiet streams are tolerated (the default answers them with GOAWAY too_many_pings)."""
+    """Return the server's options.
+
+    The server tolerates keepalive pings on quiet streams. By default gRPC answers them with GOAWAY
+    too_many_pings.
+    """
     return [
         *_limits(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
@@ -26,13 +30,13 @@ def server_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        # Two servers on one port would share its connections at random.
+        # Otherwise a second server could bind the same port, and connections would go to either at random.
         ("grpc.so_reuseport", 0),
     ]
 
 
 def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
-    """Client side: a peer that restarts is found again within half a second."""
+    """Return the client's options. A peer that restarts is found again within half a second."""
     return [
         *_limits(max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -41,6 +45,6 @@ def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
-        # Peers are configured by address; a proxy of the environment must not sit between them.
+        # Peers are configured by address; a proxy from the environment must not come between them.
         ("grpc.enable_http_proxy", 0),
     ]

@@ -1,8 +1,9 @@
-"""How the threads of gRPC wait for messages.
+"""Lets gRPC's waiting threads watch the sockets themselves and busy-poll while a message is due.
 
-By default grpcio leaves the sockets to threads of its event engine, which wake whoever waits in Python. Waking a core that sleeps takes
-as long as a small kernel, on a virtual machine 150 µs. Between target and draft the one who waits therefore watches the sockets itself,
-and while a message is due within milliseconds it does not sleep at all: it asks again and again, in C, without holding the interpreter.
+By default grpcio leaves the sockets to the threads of its event engine, which wake the waiting Python thread.
+Waking a sleeping core takes as long as a small kernel; on a virtual machine, 150 µs. Between target and
+draft, the waiting thread therefore watches the sockets itself (`watch_sockets`). While a message is due
+within milliseconds, it does not sleep (`PollWindow`): it polls in C, without holding the GIL.
 """
 
 from __future__ import annotations
@@ -18,33 +19,41 @@ from outrider.shared.rpc.ipc.frames import MANY_CORES
 EXPERIMENTS = "GRPC_EXPERIMENTS"
 WITHOUT_EVENT_ENGINE = "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
 SLEEP_MS = 200
-"""How long grpcio's waits sleep before they look whether a signal arrived; grpcio's own number."""
+"""How long grpcio's waits sleep before they check for signals; grpcio's own value."""
 AWAKE_MS = -10
-"""A wait until a moment that is past asks once and does not sleep. (Until now would be rounded up to the next millisecond.)"""
+"""A wait until a moment in the past polls once and does not sleep.
+
+The value 0 would not do: it is rounded up to the next millisecond.
+"""
 LIBRARY = "grpc._cython.cygrpc"
 
 log = get_logger("outrider.rpc")
 
 
 def watch_sockets() -> None:
-    """Have waiting threads watch the sockets. Call it before anything imports grpc; where cores are few nothing changes."""
+    """Make waiting threads watch the sockets.
+
+    Call before anything imports grpc. Does nothing on few cores.
+    """
     if (os.cpu_count() or 1) < MANY_CORES or EXPERIMENTS in os.environ:
         return
     if LIBRARY in sys.modules:
         log.warning(
-            "gRPC was imported before it could be told that waits watch the sockets: each message takes some 0.2 ms longer"
+            "gRPC was imported before its waiting threads could be set to watch the sockets: "
+            "each message takes some 0.2 ms longer"
         )
         return
     os.environ[EXPERIMENTS] = WITHOUT_EVENT_ENGINE
 
 
 class PollWindow:
-    """When the waits of this process poll instead of sleeping. A wait keeps to what it began with, until its next event.
+    """Decides when the waits of this process poll instead of sleeping.
 
-    One that expects nothing keeps waits asleep.
+    Without `expect`, waits sleep. A wait keeps the mode it began with until its next event.
 
     Args:
-        enabled: None: where waiting threads watch the sockets (otherwise polling is in vain) and there are cores to spare.
+        enabled: None enables polling if waiting threads watch the sockets (else polling is useless) and there
+            are cores to spare.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:
@@ -57,27 +66,33 @@ class PollWindow:
         self._until = 0.0
 
     def expect(self, seconds: float) -> None:
-        """A message is due: waits that begin within so many seconds poll. Any thread."""
+        """Make waits poll that begin within the next `seconds`, because a message is due. Any thread."""
         self._until = time.monotonic() + seconds
 
     def rest(self) -> None:
-        """No message is due any more. Any thread."""
+        """Make waits sleep again, because no message is due. Any thread."""
         self._until = 0.0
-        self.begin()  # the number is the process's: threads that have nothing to do with this would poll too
+        self.begin()  # grpcio's period is global to the process: unrelated threads would keep polling too
 
     def begin(self) -> None:
-        """Called by a thread that is about to wait for messages."""
+        """Set grpcio's period for the next wait. Called by a thread that is about to wait for messages."""
         if self._period is not None:
             self._period.value = AWAKE_MS if time.monotonic() < self._until else SLEEP_MS
 
 
 def give_way() -> None:
-    """Let other threads have the interpreter and the core, between two looks at the clock. (`time.sleep(0)` sleeps: for 50 µs and more.)"""
+    """Yield the GIL and the core to other threads while busy-waiting.
+
+    `time.sleep(0)` would sleep for 50 µs or more.
+    """
     os.sched_yield()
 
 
 def _period_of_library() -> ctypes.c_int | None:
-    """Return grpcio's number of milliseconds between two looks, which its extension exports to other extensions; None if it does not."""
+    """Return grpcio's polling period in milliseconds, as a mutable C int. None if grpcio does not export it.
+
+    grpcio's extension module exports this variable to other extension modules.
+    """
     exported = getattr(sys.modules.get(LIBRARY), "__pyx_capi__", {}).get("g_interrupt_check_period_ms")
     if exported is None:
         return None
@@ -85,5 +100,5 @@ def _period_of_library() -> ctypes.c_int | None:
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     try:
         return ctypes.c_int.from_address(pointer(exported, b"int"))
-    except ValueError:  # of another type by now
+    except ValueError:  # the variable has another type in this version
         return None

@@ -1,10 +1,16 @@
-"""Rounds that are enqueued before what they need has come over the network: the stream awaits a word, and this process's host writes it.
+"""Enqueues rounds before their data arrives over gRPC: the CUDA stream waits for a word that the host writes.
 
-To the stream it is a mailbox as between two processes of one host (see `shared.rpc.ipc.round_words`); the peer behind it is the host, which
-carries blobs to and from messages. So when a message arrives nothing is left to be launched: its bytes are copied to pinned memory, a word
-is written, and the copies and the graph behind it run. Between the enqueuing of a wait and its end the host must ask nothing of the device
-that is answered behind the wait, as a synchronisation, an allocation and the first launch of a kernel may be; where it does, the watch ends
-the wait at its limit. A kernel that has run before is launched on another stream without any such answer, see `call`.
+To the stream this looks like a mailbox between two processes of one host (`shared.rpc.ipc.doorbells`). Here
+the other side of the mailbox is this process's own host, which copies blobs to and from messages:
+
+    peer's message arrives  →  host copies it to pinned memory  →  host writes the word  →  stream continues
+
+So no launch is left to do when a message arrives: the copies and the graph behind the wait run immediately.
+
+Between enqueuing a wait and its end, the host must not ask the device for anything that completes only behind
+the wait. A synchronisation, an allocation or the first launch of a kernel may do so. If the host does it
+nevertheless, the watchdog ends the wait at its limit. A kernel that has run before can be launched safely on
+another stream; see `StreamRelay.call`.
 """
 
 from __future__ import annotations
@@ -26,19 +32,22 @@ from outrider.shared.rpc.ipc.doorbells import Doorbells, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 STATE_BYTES = 512 * 1024
-"""Ten sequences of 6 rows of 4096 in bf16. A state holds all rows, accepted or not: of larger batches less travels by way of the host."""
+"""Largest state: ten sequences of 6 rows of 4096 in bf16.
+
+A state contains all rows, accepted or not. For larger batches, rounds through the host transfer fewer bytes.
+"""
 NUMBER = struct.Struct("<i")
 LEAST_STATE_BYTES = 256
-"""Its header. What a state lacks behind that holds nothing that counts."""
+"""Size of a state's header. A received state may end anywhere behind it: missing bytes are unused rows."""
 TREES_BYTES = 64 * 1024
-"""Of as many sequences, trees of 800 nodes each."""
+"""Largest trees: the same ten sequences, with trees of 800 nodes each."""
 LAYOUT = BlobLayout(STATE_BYTES, TREES_BYTES, inside=False)
 
 log = get_logger("outrider.rpc")
 
 
 class PinnedSlots:
-    """Slots in memory of this process that copies of streams reach without a detour."""
+    """Mailbox slots in pinned memory of this process, for direct copies by streams."""
 
     def __init__(self, num_bytes: int) -> None:
         with torch.inference_mode(False):
@@ -49,17 +58,20 @@ class PinnedSlots:
 
 
 class StreamRelay:
-    """One end of the rounds of a connection, for a process with a GPU.
+    """One end of a connection's rounds, in a process with a GPU.
 
-    `give` and `take` enqueue on torch's current stream, on the thread that launches rounds; `settle` and `put` are for the thread that
-    carries, `release` and `close` for any.
+    Threads:
+
+    - `give` and `take` enqueue on torch's current stream; call them on the thread that launches rounds.
+    - `settle` and `put` belong to the thread that carries messages.
+    - `release` and `close` may be called from any thread.
 
     Args:
-        side: Of this process.
-        device: Where its blobs are.
+        side: The side of this process.
+        device: The device of its blobs.
 
     Raises:
-        CudaError: Streams cannot await words in host memory here.
+        CudaError: This driver's streams cannot wait for words in host memory.
     """
 
     def __init__(self, side: Side, device: torch.device) -> None:
@@ -78,19 +90,19 @@ class StreamRelay:
         with torch.cuda.device(device):
             self._given = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
             for event in self._given:
-                event.record()  # makes it
+                event.record()  # torch creates the event on its first record
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with (
                 torch.inference_mode(False),
                 torch.cuda.stream(self._aside),
-            ):  # whoever has this memory next is behind the last call
+            ):  # allocated on this stream, so that the memory's next owner runs after the last `call`
                 self._trifle = torch.zeros(1, dtype=torch.int32, device=device)
             self.call()
-            self._aside.synchronize()  # its kernel is loaded before anything waits
+            self._aside.synchronize()  # load the kernel now: a first launch must not happen behind a wait
 
     @staticmethod
     def try_make(side: Side, device: torch.device) -> StreamRelay | None:
-        """Return one, or None where there can be none."""
+        """Return a relay, or None if this device or its driver cannot support one."""
         if device.type != "cuda":
             return None
         try:
@@ -101,64 +113,75 @@ class StreamRelay:
 
     @property
     def broken(self) -> bool:
-        """See `BlobMailbox.broken`."""
+        """Whether a wait ended without its blob since `mend`; the peer is late or gone."""
         return self._mailbox.broken
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        """Whether blobs of these sizes can travel."""
+        """Return whether blobs of these sizes fit into the slots."""
         return state.nbytes <= LAYOUT.state_bytes and trees.nbytes <= LAYOUT.trees_bytes
 
     def give(self, number: int, blob: torch.Tensor) -> None:
-        """Enqueue that this side's blob of a round goes to the host, see `BlobMailbox.send`."""
+        """Enqueue the copy of this side's blob of a round to the host; see `BlobMailbox.send`."""
         self._mailbox.send(number, blob, self._given[number % SLOTS])
 
     def take(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """Enqueue that the peer's blob of a round comes, see `BlobMailbox.receive`."""
+        """Enqueue the wait for the peer's blob of a round, and the copy; see `BlobMailbox.receive`."""
         self._sizes[number % SLOTS] = number, blob.nbytes
         self._mailbox.receive(number, blob, expected, limit_s)
 
     def call(self) -> None:
-        """Have the GPU turn to this process as soon as nothing else runs, by work that need not wait.
+        """Make the GPU switch to this process as soon as it is otherwise idle.
 
-        Processes that share a GPU without MPS have it by turns. For a stream whose wait has just ended it takes 160 µs to turn (H200);
-        meanwhile the word that ends the wait is on its way between the processes.
+        Launches a trivial kernel that waits for nothing.
+
+        Processes that share a GPU without MPS are time-sliced. Switching takes 160 µs (H200) if it starts
+        only when a stream's wait ends. Called early, the switch happens while the word that ends the wait is
+        still on its way between the processes.
         """
         with torch.cuda.stream(self._aside):
             self._trifle.zero_()
 
     def given(self, number: int) -> bool:
-        """Whether the device has given its blob of a round."""
+        """Return whether the device has finished copying its blob of a round to the host."""
         return bool(self._given[number % SLOTS].query())  # type: ignore[no-untyped-call]
 
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Wait until the device has given its blob of a round, and return it; it holds until the round after the next is enqueued."""
-        self._given[number % SLOTS].synchronize()  # polls, without the interpreter
+        """Wait until the device has copied its blob of a round to the host, and return the blob.
+
+        The array is valid until the round after the next is enqueued.
+        """
+        self._given[number % SLOTS].synchronize()  # polls without holding the GIL
         start = self._out(number)
         return self._slots.array[start : start + num_bytes]
 
     def put(self, number: int, data: Blob) -> None:
-        """Hand the peer's blob of a round that was enqueued to the stream. A state may lack its end.
+        """Pass the peer's blob of an enqueued round to the waiting stream. The end of a state may be missing.
 
         Raises:
-            ProtocolError: Its size is another; the wait goes on.
+            ProtocolError: The blob has a wrong size. The wait continues.
         """
         enqueued, num_bytes = self._sizes[number % SLOTS]
         size = len(data)
         if enqueued != number or not (self._least or num_bytes) <= size <= num_bytes:
-            raise ProtocolError(f"A blob of {size} bytes where {num_bytes} are due.", field="rounds")
+            raise ProtocolError(
+                f"The peer sent a blob of {size} bytes; expected {num_bytes}.", field="rounds"
+            )
         start = self._in(number)
         self._slots.bytes[start : start + size] = data
         NUMBER.pack_into(self._slots.bytes, start, number)
         self._peer.give(number)
 
     def release(self, number: int) -> None:
-        """End the wait for a round for which nothing comes: what lies there is of an earlier one, as its header says."""
+        """End the wait for a round without a blob.
+
+        The slot still has an earlier round's number in its header.
+        """
         self._peer.give(number)
 
     def mend(self) -> bool:
-        """See `BlobMailbox.mend`."""
+        """Reset `broken` once all waits are over. Return False while they are not."""
         return self._mailbox.mend()
 
     def close(self) -> None:
-        """End every wait, now and from now on."""
+        """End all waits, current and future."""
         self._mailbox.close()

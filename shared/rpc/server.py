@@ -1,6 +1,6 @@
-"""gRPC servers with everything that a service owes its callers: error mapping, limits, keepalive, health v1 and reflection.
+"""Builds gRPC servers (sync and asyncio) with error mapping, limits, keepalive, health v1 and reflection.
 
-A server starts NOT_SERVING; `set_serving(True)` is the service's own decision (after warm-up).
+A server starts as NOT_SERVING. The service itself calls `set_serving(True)`, after its warm-up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT, server_options
 Servicers = Sequence[tuple[Callable[[Any, Any], None], object]]
 """Pairs of the generated ``add_XServicer_to_server`` and the servicer."""
 
-# Watch calls of health checks are served apart, so that watchers never use up the workers.
+# Health Watch calls have their own threads, so that watchers never use up the workers.
 HEALTH_WORKERS = 4
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -31,8 +31,9 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library has no types
     """Health checks whose watchers may leave at any time.
 
-    The library takes its lock to forget a watcher, in the thread that also completes sends, and holds the same lock while it waits for a
-    status to be sent. A watcher that left in that moment would stop the whole server; so watchers are forgotten by the health workers.
+    The library removes a leaving watcher under its lock, on the thread that also completes sends. It holds
+    the same lock while it waits for a status to be sent. A watcher that leaves at that moment would therefore
+    block the whole server. This class removes watchers on the health workers instead.
     """
 
     def __init__(self) -> None:
@@ -40,24 +41,24 @@ class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library
         super().__init__(experimental_non_blocking=True, experimental_thread_pool=self._pool)
 
     def Watch(self, request: Any, context: Any, send_response_callback: Any = None) -> Any:
-        """See `health.HealthServicer.Watch`."""
+        """Watch a service's status, with the end of the call handled on a health worker."""
         return super().Watch(request, _CallsBackElsewhere(context, self._pool), send_response_callback)
 
 
 class _CallsBackElsewhere:
-    """What `Watch` uses of a call's context."""
+    """The part of a call's context that `Watch` uses; runs callbacks on a thread pool."""
 
     def __init__(self, context: Any, pool: ThreadPoolExecutor) -> None:
         self._context = context
         self._pool = pool
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """See `grpc.RpcContext.add_callback`."""
+        """Run `callback` on the pool when the call ends. Return False if it has already ended."""
         return bool(self._context.add_callback(lambda: self._pool.submit(callback)))
 
 
 class SyncServer:
-    """A `grpc.server` on one address. Use `start`, `set_serving`, `stop`; `port` is the bound TCP port (0 for a unix socket)."""
+    """A `grpc.server` on one address. `port` is the bound TCP port, or 0 for a unix socket."""
 
     def __init__(
         self,
@@ -75,16 +76,16 @@ class SyncServer:
         self.set_serving(False)
 
     def start(self) -> None:
-        """Accept connections; health says NOT_SERVING until `set_serving`."""
+        """Accept connections. Health reports NOT_SERVING until `set_serving`."""
         self._server.start()
 
     def set_serving(self, serving: bool) -> None:
-        """Answer health checks for "" and every service name; watchers are told."""
+        """Set the health status of "" and of every service name, and notify watchers."""
         for name in self._names:
             self._health.set(name, SERVING if serving else NOT_SERVING)
 
     def stop(self, grace_s: float) -> None:
-        """Refuse new calls at once, let running ones finish for `grace_s`, then cancel them; returns when the server is down."""
+        """Refuse new calls immediately, cancel running ones after `grace_s`, and wait for the end."""
         self.set_serving(False)
         self._server.stop(grace_s).wait()
 
@@ -94,7 +95,7 @@ class SyncServer:
 
 
 class AioServer:
-    """A `grpc.aio.server` on one address; the same as `SyncServer`, awaited."""
+    """A `grpc.aio.server` on one address: the asyncio counterpart of `SyncServer`."""
 
     def __init__(
         self,
@@ -111,17 +112,17 @@ class AioServer:
         self.port = port
 
     async def start(self) -> None:
-        """Accept connections; health says NOT_SERVING until `set_serving`."""
+        """Accept connections. Health reports NOT_SERVING until `set_serving`."""
         await self.set_serving(False)
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
-        """Answer health checks for "" and every service name; watchers are told."""
+        """Set the health status of "" and of every service name, and notify watchers."""
         for name in self._names:
             await self._health.set(name, SERVING if serving else NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls at once, let running ones finish for `grace_s`, then cancel them."""
+        """Refuse new calls immediately, and cancel running ones after `grace_s`."""
         await self.set_serving(False)
         await self._server.stop(grace_s)
 
@@ -138,15 +139,15 @@ def sync_server(
     """Build and bind a threaded server.
 
     Args:
-        address: ``host:port`` (port 0 picks one) or ``unix:/path``, whose file gets mode 0600.
-        servicers: What to serve.
-        service_names: Full names, e.g. ``outrider.target.v1.Target``; for health and reflection.
-        max_workers: Threads; every open stream occupies one.
+        address: ``host:port`` (port 0 picks a free one) or ``unix:/path``, whose file gets mode 0600.
+        servicers: The servicers to add.
+        service_names: Full names, e.g. ``outrider.target.v1.Target``, for health and reflection.
+        max_workers: Number of threads; every open stream occupies one.
         max_message_bytes: Limit in both directions.
         interceptors: Run inside the error interceptor, so they may raise `OutriderError`.
 
     Raises:
-        ConfigurationError: the address is malformed or taken.
+        ConfigurationError: The address is malformed or in use.
     """
     server = grpc.server(
         ThreadPoolExecutor(max_workers=max_workers, thread_name_prefix="rpc"),
@@ -169,7 +170,10 @@ def aio_server(
     max_message_bytes: int = INTERNAL_MESSAGE_LIMIT,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AioServer:
-    """Build and bind an asyncio server; call it inside the running loop. Arguments and errors as for `sync_server`."""
+    """Build and bind an asyncio server.
+
+    Call inside the running loop. Arguments and errors as for `sync_server`.
+    """
     server = grpc.aio.server(
         interceptors=[AioErrorInterceptor(), *interceptors], options=server_options(max_message_bytes)
     )
@@ -193,7 +197,8 @@ def _reflected(service_names: Sequence[str]) -> tuple[str, ...]:
 def _bind(server: grpc.Server | grpc.aio.Server, address: str) -> tuple[str, int]:
     address = check_address(address, "listen")
     path = address.removeprefix("unix:") if address.startswith("unix:") else None
-    # gRPC binds and listens in one step, so others are kept out by the mask; folders made meanwhile by other threads stay usable.
+    # gRPC binds and listens in one step, so only the umask keeps other users out. Folders that other threads
+    # create in the meantime remain usable for this user.
     mask = None if path is None else os.umask(0o077)
     try:
         port = server.add_insecure_port(address)

@@ -1,7 +1,7 @@
-"""Tensors on the wire: one contiguous `TensorData` inside a message, or a stream of `TensorChunk` for whole weights.
+"""Converts tensors to and from messages: one inline `TensorData`, or `TensorChunk` streams for whole weights.
 
-Everything is checked before it is believed: dtype, shape against byte count, order of chunks, size limits, SHA-256. Imports torch, so
-the gateway must not import this module.
+Every field is checked before use: dtype, shape against byte count, order of chunks, size limits, SHA-256.
+Imports torch, so the gateway must not import this module.
 """
 
 from __future__ import annotations
@@ -32,25 +32,35 @@ DTYPE_OF_WIRE: Mapping[int, torch.dtype] = {wire: dtype for dtype, wire in WIRE_
 
 
 def wire_dtype(dtype: torch.dtype) -> common_pb2.DataType.ValueType:
-    """Return the wire's name of a dtype; raise ProtocolError if it cannot travel."""
+    """Return the wire format's value for a dtype; raise ProtocolError if there is none."""
     wire = WIRE_OF_DTYPE.get(dtype)
     if wire is None:
         raise ProtocolError(
-            f"Tensors of dtype {dtype} cannot be sent; known: {', '.join(str(known) for known in WIRE_OF_DTYPE)}."
+            f"Tensors of dtype {dtype} cannot be sent. Supported: "
+            f"{', '.join(str(known) for known in WIRE_OF_DTYPE)}."
         )
     return wire
 
 
 def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
-    """Return the dtype that the wire names; raise ProtocolError naming `name` if this build does not know it."""
+    """Return the torch dtype of a wire value.
+
+    Raises:
+        ProtocolError: This build does not support the value; names `name`.
+    """
     dtype = DTYPE_OF_WIRE.get(wire)
     if dtype is None:
-        raise ProtocolError(f"{name}: unknown data type {wire}; is the peer of another version?", field=name)
+        raise ProtocolError(
+            f"{name}: unknown data type {wire}; the peer may run another release.", field=name
+        )
     return dtype
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's copy in memory of the host, or itself if it is there; from a GPU by way of pinned memory, which torch keeps."""
+    """Return a tensor's copy in host memory, or the tensor itself if it is already there.
+
+    Copies from a GPU use pinned memory, which torch caches.
+    """
     if not tensor.is_cuda:
         return tensor
     with torch.inference_mode(False):
@@ -74,17 +84,26 @@ def encode_tensor(tensor: torch.Tensor) -> common_pb2.TensorData:
 
 
 def fill_tensor(data: common_pb2.TensorData, tensor: torch.Tensor) -> None:
-    """Put the tensor into a message that is empty, see `encode_tensor`: into its place at once, or all bytes would be copied once more."""
+    """Write the tensor into an empty message.
+
+    Setting fields in place saves one copy of all bytes over `encode_tensor`.
+    """
     data.shape.extend(tensor.shape)
     data.dtype = wire_dtype(tensor.dtype)
     data.inline = tensor_bytes(tensor)
 
 
 class TensorWriter(Protocol):
-    """Puts rows into messages: inline, or into memory that the reader has mapped. Used by one thread at a time."""
+    """Puts rows into messages: inline, or in memory that the reader has mapped.
+
+    Used by one thread at a time.
+    """
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """Return the message of ``[rows, columns]`` tensors of one dtype, one below the other. They may be changed afterwards."""
+        """Return the message for ``[rows, columns]`` tensors of one dtype, concatenated by rows.
+
+        The tensors may be changed afterwards.
+        """
         ...
 
 
@@ -92,38 +111,38 @@ class TensorReader(Protocol):
     """The other end of a `TensorWriter`. Used by one thread at a time."""
 
     def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
-        """Return the ``[rows, columns]`` tensor of a message as a fresh tensor.
+        """Return the ``[rows, columns]`` tensor of a message as a new tensor.
 
         Raises:
-            ProtocolError: it does not travel this way, or is malformed; names `name`.
+            ProtocolError: The data is malformed or uses another transport; names `name`.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the memory that the writer shares."""
+        """Release the memory shared with the writer."""
         ...
 
 
 class InlineTensors:
-    """`TensorWriter` and `TensorReader` of messages that carry the bytes themselves.
+    """`TensorWriter` and `TensorReader` of messages that contain the bytes themselves.
 
     Args:
-        device: Where what is read shall be; a GPU is not waited for.
+        device: Device of the tensors that `read` returns. Copies to a GPU are enqueued without waiting.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._device = device
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """See `TensorWriter.write`."""
+        """Return the concatenated parts as an inline message."""
         return encode_tensor(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
 
     def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
-        """See `TensorReader.read`."""
+        """Return the tensor of an inline message, on this reader's device."""
         return decode_tensor(data, name=name, columns=columns, device=self._device)
 
     def close(self) -> None:
-        """See `TensorReader.close`."""
+        """Do nothing: no memory is shared."""
 
 
 def decode_tensor(
@@ -133,23 +152,25 @@ def decode_tensor(
     columns: int | None = None,
     device: torch.device = CPU,
 ) -> torch.Tensor:
-    """Return the tensor of an inline message as a fresh tensor.
+    """Return the tensor of an inline message as a new tensor.
 
     Args:
         data: The message.
-        name: What it is, for errors.
+        name: Name of the tensor, for errors.
         columns: If given, the tensor must be ``[rows, columns]``.
-        device: Of the tensor; on a GPU it is there in stream order, by way of pinned memory, which torch keeps.
+        device: Device of the result. On a GPU the tensor is ready in stream order; the copy uses pinned
+            memory, which torch caches.
 
     Raises:
-        ProtocolError: not inline, unknown dtype, byte count and shape disagree, or not ``[rows, columns]``.
+        ProtocolError: The message is not inline, its dtype is unknown, byte count and shape disagree, or the
+            shape is not ``[rows, columns]``.
     """
     if data.WhichOneof("data") != "inline":
         raise ProtocolError(
             f"{name}: only inline tensors are accepted on this transport, not {data.WhichOneof('data')}.",
             field=name,
         )
-    payload = data.inline  # a copy, each time that it is asked for
+    payload = data.inline  # every access of this field makes a copy
     shape, dtype = read_shape(data, len(payload), name, columns)
     if device.type != "cuda" or not payload:
         return _from_bytes(bytearray(payload), shape, dtype).to(device)
@@ -162,7 +183,10 @@ def decode_tensor(
 def read_shape(
     data: common_pb2.TensorData, num_bytes: int, name: str = "tensor", columns: int | None = None
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype of a message whose data has `num_bytes`; errors as for `decode_tensor`."""
+    """Return shape and dtype of a message with `num_bytes` of data.
+
+    Raises the same errors as `decode_tensor`.
+    """
     dtype = torch_dtype(data.dtype, name)
     shape = _checked_shape(data.shape, name)
     if num_bytes != prod(shape) * dtype.itemsize:
@@ -177,7 +201,7 @@ def read_shape(
 def split_tensor(
     name: str, tensor: torch.Tensor, max_chunk_bytes: int = MAX_CHUNK_BYTES
 ) -> Iterator[common_pb2.TensorChunk]:
-    """Yield a named tensor in chunks: name, shape and dtype on the first, the SHA-256 of all bytes on the last."""
+    """Yield a tensor in chunks: name, shape and dtype on the first, the SHA-256 of all bytes on the last."""
     payload = tensor_bytes(tensor)
     digest = hashlib.sha256(payload).digest()
     for offset in range(0, max(len(payload), 1), max_chunk_bytes):
@@ -194,15 +218,15 @@ def split_tensor(
 def join_tensors(
     chunks: Iterable[common_pb2.TensorChunk], *, max_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a chunk stream (one or several, one after the other) as soon as each is complete.
+    """Yield the (name, tensor) pairs of a chunk stream, each as soon as it is complete.
 
     Args:
-        chunks: As `split_tensor` makes them.
-        max_bytes: Limit of one tensor; nothing larger is allocated.
+        chunks: Chunks of one or more tensors, one after the other, as made by `split_tensor`.
+        max_bytes: Largest accepted tensor; nothing larger is allocated.
 
     Raises:
-        ProtocolError: a chunk out of order, a tensor too large or of the wrong size, a digest that does not match, or a stream that
-            ends in the middle of a tensor; names the tensor.
+        ProtocolError: A chunk is out of order, a tensor is too large or has a wrong size, a digest does not
+            match, or the stream ends inside a tensor; names the tensor.
     """
     name = ""
     shape: tuple[int, ...] = ()

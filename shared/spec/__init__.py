@@ -1,1 +1,1 @@
-"""The vocabulary of speculation: tree shapes, the fence, and the seam between engine and drafter."""
+"""Vocabulary of speculative decoding: algorithms, draft trees, fences, and the interface of a drafter."""

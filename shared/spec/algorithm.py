@@ -1,4 +1,7 @@
-"""The ways of drafting, by name; what can be said of them without looking at a checkpoint. Imports no torch: the launcher reads it."""
+"""Names of the draft algorithms, and the checks of settings that need no checkpoint.
+
+Imports no torch: the launcher uses it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from outrider.shared.base.errors import ConfigurationError
 
 FIELD = "speculative_algorithm"
 TOKEN_MAP_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".json")
-"""Of the files that `speculative_token_map` may name."""
+"""File types that `speculative_token_map` may name."""
 
 
 class Algorithm(Enum):
-    """How drafts are made; AUTO is what the checkpoint shows. Names as SGLang's; upper or lower case."""
+    """Draft algorithms, named as in SGLang; case does not matter.
+
+    AUTO selects the one that fits the checkpoint.
+    """
 
     AUTO = "auto"
     EAGLE = "EAGLE"
@@ -33,38 +39,44 @@ class Algorithm(Enum):
 
     @property
     def needs_draft(self) -> bool:
-        """Whether something must be given to draft with: the others need nothing, or find it in the target's checkpoint."""
+        """Whether a draft folder is required.
+
+        The other algorithms need none, or use the target's checkpoint.
+        """
         return self in (Algorithm.AUTO, Algorithm.STANDALONE)
 
 
 def check_given(asked: Algorithm, draft: Path | None, target_weights: Path | None) -> None:
-    """Check what needs no look at the folders.
+    """Check the settings as far as possible without reading the folders.
 
     Raises:
-        ConfigurationError: as `choose`.
+        ConfigurationError: The settings contradict each other, or one is missing; the message names it.
     """
     if asked is Algorithm.NONE:
         raise ConfigurationError(
-            f"{FIELD}: NONE means decoding without a draft; do not start one.", field=FIELD
+            f"{FIELD}: NONE means decoding without a draft. Do not start a draft service.", field=FIELD
         )
     if asked is Algorithm.NGRAM and draft is not None:
         raise ConfigurationError(
-            f"draft: NGRAM drafts without a model, so {draft} would not be used; leave --draft out.",
+            f"draft: NGRAM drafts without a model, so {draft} would not be used. Remove --draft.",
             field="draft",
         )
     if asked is Algorithm.STANDALONE and draft is None:
         raise ConfigurationError(
-            "draft: STANDALONE needs a draft model: give the folder of a small model with the target's tokenizer by --draft.",
+            "draft: STANDALONE needs a draft model. Pass the folder of a small model with the target's "
+            "tokenizer as --draft.",
             field="draft",
         )
     if asked is Algorithm.EAGLE3 and draft is None:
         raise ConfigurationError(
-            "draft: EAGLE3 needs a head: give its folder by --draft; or ask for MTP, if the target's own MTP layers shall draft.",
+            "draft: EAGLE3 needs a head. Pass its folder as --draft, or select MTP to draft with the "
+            "target's own MTP layers.",
             field="draft",
         )
     if draft is None and target_weights is None and asked is not Algorithm.NGRAM:
         raise ConfigurationError(
-            "draft: is missing. Give the folder of a head or of a draft model by --draft; or the target's by --target-weights, if its own "
-            "MTP layers shall draft; or ask for --speculative-algorithm NGRAM.",
+            "draft: is missing. Pass the folder of a head or of a draft model as --draft, or pass the "
+            "target's folder as --target-weights to draft with its own MTP layers, or select "
+            "--speculative-algorithm NGRAM.",
             field="draft",
         )

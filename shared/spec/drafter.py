@@ -1,4 +1,4 @@
-"""The seam between the engine and whatever proposes trees: remote, same host, in process, or nothing."""
+"""The interface between the engine and a drafter, whether remote, on the same host, in process, or absent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
 class DrafterState(Enum):
-    """What a drafter can do now."""
+    """Whether a drafter can propose trees now."""
 
     NONE = "none"
     CONNECTING = "connecting"
@@ -25,16 +25,19 @@ class DrafterState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """What the target must capture for a drafter and how it is turned into the stored feature row.
+    """Features that the target captures for a drafter, and how they become the stored feature row.
 
     Attributes:
-        aux_layer_ids: Layers whose *outputs* are concatenated, ascending; empty when only the final hidden state is wanted.
+        aux_layer_ids: Layers whose *outputs* are concatenated, ascending. Empty if only the final hidden
+            state is used.
         final_hidden: Whether the feature is the last hidden state after the final norm (EAGLE-1/2, MTP).
-        feature_size: Width of the stored row, after the projector where there is one; 0 when the drafter wants no features.
-        projector: Tensors that the target applies (``fc.weight`` ``[feature_size, n_aux * hidden]``, optional ``fc.bias``,
-            ``fc_norm.N.weight``, ``input_norm.weight``); empty when features travel raw.
+        feature_size: Width of the stored row, after the projector if there is one. 0 if the drafter uses no
+            features.
+        projector: Tensors that the target applies: ``fc.weight`` ``[feature_size, n_aux * hidden]``,
+            optionally ``fc.bias``, ``fc_norm.N.weight`` and ``input_norm.weight``. Empty if features are sent
+            raw.
         norm_eps: Epsilon of the projector's norms.
-        fingerprint: Identifies the projector; stored features are valid for this value only.
+        fingerprint: Identifies the projector. Stored features are valid only for this value.
     """
 
     aux_layer_ids: tuple[int, ...] = ()
@@ -47,12 +50,14 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOpen:
-    """A sequence that the drafter shall follow from now on; features follow by `features`, the first chosen token by `commit`.
+    """A sequence that the drafter follows from now on.
+
+    `features` sends its features, `commit` its first chosen token.
 
     Attributes:
-        fence: committed_len is the number of `token_ids`.
-        token_ids: All tokens committed so far: the prompt, and what was emitted when this is a reopening.
-        seed, temperature, choice_index: The noise that the target samples with, for coupled drafting.
+        fence: Its committed_len is the number of `token_ids`.
+        token_ids: All tokens committed so far: the prompt and, when reopening, the tokens emitted since.
+        seed, temperature, choice_index: Parameters of the target's sampling noise, for coupled drafting.
     """
 
     fence: Fence
@@ -64,14 +69,14 @@ class SequenceOpen:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What one round chose for one sequence.
+    """Tokens that one round chose for one sequence.
 
     Attributes:
         fence: The state *after* the round.
         base_len: committed_len before the round.
         token_ids: The tokens at ``[base_len, fence.committed_len)``: accepted drafts, then the bonus token.
-        features: Rows of positions ``[base_len - 1, fence.committed_len - 1)``, ``[n, feature_size]``, on the target's device; None
-            when the drafter wants none.
+        features: Rows of positions ``[base_len - 1, fence.committed_len - 1)``, ``[n, feature_size]``, on the
+            target's device. None if the drafter uses no features.
     """
 
     fence: Fence
@@ -82,7 +87,10 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Commits:
-    """All commits of one engine step. The first token after prefill is a commit with ``base_len`` = prompt length."""
+    """All commits of one engine step.
+
+    The first token after prefill is a commit with ``base_len`` = prompt length.
+    """
 
     round: int
     commits: Sequence[Commit]
@@ -90,9 +98,10 @@ class Commits:
 
 @dataclass(frozen=True, slots=True)
 class ProposalRow:
-    """One sequence that wants a tree: its fence now, its root token, and how large a tree.
+    """A sequence that requests a tree: its current fence, its root token, and the size of the tree.
 
-    `must_wait` rows (mode on) are waited for until the drafter counts as faulty, the others until the request's deadline.
+    The engine waits for `must_wait` rows (mode on) until the drafter counts as faulty, and for the others
+    until the request's deadline.
     """
 
     fence: Fence
@@ -103,7 +112,10 @@ class ProposalRow:
 
 @dataclass(frozen=True, slots=True)
 class ProposalRequest:
-    """One round's request. `deadline_s` is how long the engine waits for rows without `must_wait`; None waits for all of them."""
+    """One round's request.
+
+    The engine waits `deadline_s` for rows without `must_wait`; None means to wait for all rows.
+    """
 
     round: int
     rows: Sequence[ProposalRow]
@@ -111,20 +123,29 @@ class ProposalRequest:
 
 
 class Drafter(Protocol):
-    """Proposes trees; everything that the engine step knows of speculation. Never raises for a fault of the draft: it answers with
-    trees of one node (the root) and says why in `fallback_reason`. All methods are called from the engine thread only."""
+    """Proposes trees. This interface is all that the engine step uses of speculation.
+
+    Methods never raise for a fault of the draft. They return trees of one node (the root), and
+    `fallback_reason` returns the cause. All methods are called from the engine thread only.
+    """
 
     @property
     def device_resident(self) -> bool:
-        """Whether rounds can stay on the device now, see `shared.spec.device`; cheap, asked every step."""
+        """Whether rounds can stay on the device now; see `shared.spec.resident`.
+
+        Cheap: read on every step.
+        """
         ...
 
     def feature_spec(self) -> FeatureSpec | None:
-        """Return what to capture, or None while unknown (not connected yet). May change when a different draft connects."""
+        """Return the features to capture, or None if unknown (not connected yet).
+
+        Changes if a different draft connects.
+        """
         ...
 
     def state(self) -> DrafterState:
-        """Return what the drafter can do now; cheap, called every step."""
+        """Return the current state. Cheap: called on every step."""
         ...
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
@@ -132,28 +153,37 @@ class Drafter(Protocol):
         ...
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        """Hand over feature rows of positions ``[base, base + n)`` of a prompt or a resync: ``[n, feature_size]``."""
+        """Send features of a prompt or a resync: ``[n, feature_size]`` at positions ``[base, base + n)``."""
         ...
 
     def commit(self, result: Commits) -> None:
-        """Hand over what a round chose. Idempotent and cumulative."""
+        """Send the result of a round. Idempotent and cumulative."""
         ...
 
     def announce(self, request: ProposalRequest) -> None:
-        """Say what `propose` will ask for next, so that the draft works while the engine prefills and delivers. Does not wait."""
+        """Announce the next `propose`, so that the draft works while the engine prefills and delivers.
+
+        Does not wait.
+        """
         ...
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
-        """Return one tree per row, on the target's device; waits at most the deadline. Needs no `announce` before it."""
+        """Return one tree per row, on the target's device.
+
+        Waits until the deadline at most. A preceding `announce` is optional.
+        """
         ...
 
     def wants_reopen(self) -> Sequence[int]:
-        """Return and clear the session ids that the draft lost (restart, eviction, fence mismatch) and that must be opened again
-        with epoch + 1, each followed by its features from position 0 (or what `have_len` says)."""
+        """Return and clear the ids of sessions that the draft lost (restart, eviction, fence mismatch).
+
+        Open each of them again with epoch + 1, then send its features from position 0, or from `have_len` if
+        reported.
+        """
         ...
 
     def fallback_reason(self, session_id: int) -> str:
-        """Return why the last proposal for this sequence held no draft node, or an empty string."""
+        """Return why the last proposal for this sequence had no draft node, or an empty string."""
         ...
 
     def close(self, session_ids: Sequence[int]) -> None:
@@ -167,11 +197,17 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class EagerDrafter(Protocol):
-    """A drafter on the engine's thread that takes in prompts only when it is told to; others do so by themselves."""
+    """A drafter on the engine's thread that processes prompts only when `absorb` is called.
+
+    Other drafters process prompts on their own.
+    """
 
     def absorb(self, session_ids: Sequence[int]) -> None:
-        """Enqueue what can be done about the rows of these sequences that have come, but for the last, and wait for nothing.
+        """Enqueue all work possible on the received rows of these sequences, except the last row.
 
-        Of no effect on what is drafted. Their next commit follows: the first token of a prompt, or there are more rows to come.
+        Does not wait.
+
+        Has no effect on the drafted trees. The next call for these sequences is a commit (the first token of
+        a prompt), or more rows follow.
         """
         ...

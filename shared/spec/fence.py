@@ -1,4 +1,4 @@
-"""The fence: what a draft message must match to concern the sequence as it is now."""
+"""The fence: identifies a sequence's state, so that draft messages for an outdated state are dropped."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MASK_64 = (1 << 64) - 1
 
 
 def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
-    """Continue the FNV-1a 64-bit hash of a token sequence; start from `FNV_OFFSET`.
+    """Extend the FNV-1a 64-bit hash of a token sequence. Start from `FNV_OFFSET`.
 
-    Each id is hashed as four little-endian bytes, so both ends can extend the hash by new tokens alone.
+    Each id is hashed as four little-endian bytes, so both ends can extend the hash with the new tokens alone.
     """
     for token_id in token_ids:
         for byte in struct.pack("<I", token_id):
@@ -24,12 +24,14 @@ def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Identifies a sequence at one moment. A message whose fence differs is dropped, and that one sequence reopens.
+    """Identifies a sequence at one moment.
+
+    A message with a different fence is dropped, and only that sequence reopens.
 
     Attributes:
         session_id: The sequence, unique within one target process.
-        epoch: Raised by one on reopening, retraction and change of draft.
-        committed_len: Chosen tokens, the root included.
+        epoch: Incremented when the sequence reopens, is retracted, or gets another draft.
+        committed_len: Number of chosen tokens, including the root.
         prefix_hash: `extend_prefix_hash` over all committed tokens.
     """
 

@@ -1,20 +1,26 @@
-"""The seam between an engine that keeps its rounds on the device and a drafter that lives there too.
+"""Interface between an engine that keeps its rounds on the device and a drafter that does the same.
 
-In the steady state nothing of a round passes through the host: the engine enqueues round n + 1 (the draft's extend and growth, the
-verify pass, the walk) before it has read round n back. What one round leaves for the next is a `RoundState`: tensors that never move, so
-that CUDA graphs may hold them. The host learns of every round one round late.
+In the steady state no part of a round passes through the host. The engine enqueues round n + 1 (the draft's
+extend and tree growth, the verify pass, the walk) before it has read round n back. The result of one round is
+the input of the next: a `RoundState`, whose tensors never move, so that CUDA graphs may refer to them. The
+host learns the result of every round one round late.
 
-A composition of rows and a shape last from `DeviceDrafter.enter` to `ResidentBatch.leave`. In between, for every round, in this order:
-`reserve` (host), then `draft` (enqueued, or part of a graph that is replayed). `committed` follows when that round was read back, usually
-after the next `reserve` and `draft`.
+A batch of fixed rows and shape lasts from `DeviceDrafter.enter` to `ResidentBatch.leave`. In between, every
+round runs these steps in order:
 
-Two blobs travel when target and draft are different processes:
+1. `reserve`, on the host.
+2. `draft`, enqueued or replayed as part of a graph.
+3. `committed`, after the round was read back; usually after the next round's `reserve` and `draft`.
+
+If target and draft are different processes, each round transfers two blobs:
 
     state     `RoundState.packed`: header, committed_lens, counts, tokens, features
-    trees     header, then int32: num_nodes [bs], tokens [bs, N], parents [bs, N]; node 0 is the root, whose token and parent are ignored
+    trees     header, then int32: num_nodes [bs], tokens [bs, N], parents [bs, N];
+              node 0 is the root, whose token and parent are ignored
     header    int32[64]; the first is the number of the round
 
-Depths, masks and roots are not sent: the target's device makes them while it checks the trees (`kernels.tree_check`).
+Depths, masks and roots are not sent. The target's device computes them while it checks the trees
+(`kernels.tree_check`).
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ ALIGNMENT = 256
 
 
 def packed_bytes(bs: int, columns: int, feature_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of `RoundState.packed`."""
+    """Return the size of `RoundState.packed` in bytes."""
     return _features_start(bs, columns) + bs * columns * feature_size * dtype.itemsize
 
 
@@ -43,12 +49,13 @@ def _features_start(bs: int, columns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedExtent:
-    """Where the last feature row that counts ends in `RoundState.packed` of one size.
+    """Computes how much of `RoundState.packed` is in use: up to the end of the last valid feature row.
 
     Attributes:
-        counts: The layout of the counts.
-        columns: R.
-        features_start, row_bytes: Where features begin, and the bytes of each row.
+        counts: The binary layout of the counts.
+        columns: R, the columns of the state.
+        features_start: Byte offset of the first feature row.
+        row_bytes: Bytes of one feature row.
     """
 
     counts: struct.Struct
@@ -57,7 +64,7 @@ class PackedExtent:
     row_bytes: int
 
     def held_bytes(self, packed: memoryview) -> int:
-        """Return how much of a copy of `packed` on the host says anything."""
+        """Return the number of bytes in use, given a copy of `packed` on the host."""
         rows, columns = 0, self.columns
         for row, count in enumerate(self.counts.unpack_from(packed, HEADER_BYTES + self.counts.size)):
             if count > 0:
@@ -67,26 +74,31 @@ class PackedExtent:
 
 @dataclass(frozen=True, slots=True)
 class RoundState:
-    """A batch between two rounds, on the device. `bs` is a bucket: rows past the sequences, and rows that ended, are idle.
+    """The state of a batch between two rounds, on the device.
 
-    R, the columns, is at least depth + 1 of every shape that is drafted with this state. A row that is idle has count 0 and root token 0;
-    whoever reads the state must neither store nor move anything for it, and whatever is computed for it is ignored.
+    `bs` is a bucket size. Rows past the last sequence, and rows whose sequence has ended, are idle. An idle
+    row has count 0 and root token 0. Readers must neither store nor move anything for it, and ignore any
+    result computed for it.
+
+    R, the number of columns, is at least depth + 1 of every shape that is drafted with this state.
 
     Attributes:
-        committed_lens: ``[bs] int32``; chosen tokens of the sequence, those of the last round included; the root is the last of them. Any
-            value ≥ 1 where the row is idle.
-        tokens: ``[bs, R] int32``; what the last round chose: the accepted drafts, then the bonus token, padded with 0. The root is the one
-            at column ``counts - 1``.
-        counts: ``[bs] int32``; how many of `tokens` (and rows of `features`) hold: 1…R, or 0 where the row is idle.
-        features: ``[bs, R, feature_size]``, in the dtype of the pool; row i < counts is the target's feature of position
-            ``committed_len - 1 - counts + i``, which pairs with ``tokens[i]`` (the token at index ``committed_len - counts + i``). Rows
-            from `counts` on hold anything, NaN included. A drafter that wants no features sees a width of 0.
+        committed_lens: ``[bs] int32``; chosen tokens of the sequence, including those of the last round. The
+            root is the last of them. Any value ≥ 1 if the row is idle.
+        tokens: ``[bs, R] int32``; the tokens chosen by the last round: accepted drafts, then the bonus token,
+            padded with 0. The root is in column ``counts - 1``.
+        counts: ``[bs] int32``; number of valid columns of `tokens` and rows of `features`: 1…R, or 0 if the
+            row is idle.
+        features: ``[bs, R, feature_size]``, in the pool's dtype. Row i < counts is the target's feature of
+            position ``committed_len - 1 - counts + i``. It pairs with ``tokens[i]``, the token at index
+            ``committed_len - counts + i``. Rows from `counts` on are undefined and may contain NaN.
+            feature_size is 0 if the drafter uses no features.
         temperature: ``[bs] fp32``; 0 = greedy.
         seeds: ``[bs] int64``, the bit pattern of the request's seed.
         choices: ``[bs] int32``; index among the n choices of the request.
-        packed: ``[n] uint8``, one contiguous piece of memory: `HEADER_BYTES` for a round's number, committed_lens, counts, tokens, then
-            features on a boundary of 256 bytes, which all are views of it; what a draft elsewhere is sent. None where they are tensors of
-            their own.
+        packed: ``[n] uint8``, one contiguous block of memory, sent to a draft in another process. It contains
+            `HEADER_BYTES` for the round's number, then committed_lens, counts and tokens, then features at a
+            multiple of 256 bytes; those four tensors are views of it. None if they are separate tensors.
     """
 
     committed_lens: torch.Tensor
@@ -102,7 +114,7 @@ class RoundState:
     def idle(
         bs: int, columns: int, feature_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> RoundState:
-        """Make a state of idle rows; its tensors may be written outside inference mode too."""
+        """Make a state of idle rows. Its tensors may be written outside inference mode too."""
         with torch.inference_mode(False):
             packed = torch.zeros(
                 packed_bytes(bs, columns, feature_size, dtype), dtype=torch.uint8, device=device
@@ -133,17 +145,17 @@ class RoundState:
 
     @property
     def bs(self) -> int:
-        """Rows, idle ones included."""
+        """Number of rows, including idle ones."""
         return self.committed_lens.shape[0]
 
     @property
     def columns(self) -> int:
-        """R: the most tokens that a round may choose."""
+        """R: the most tokens that a round may choose per row."""
         return self.tokens.shape[1]
 
     @property
     def extent(self) -> PackedExtent:
-        """What tells how much of `packed` holds anything."""
+        """A `PackedExtent` for this state; it computes how many bytes of `packed` are in use."""
         row_bytes = self.features.shape[2] * self.features.element_size()
         return PackedExtent(
             struct.Struct(f"<{self.bs}i"), self.columns, _features_start(self.bs, self.columns), row_bytes
@@ -181,134 +193,160 @@ class RoundState:
                 start = stop
 
     def roots(self) -> torch.Tensor:
-        """Return the last committed token of every row, ``[bs] int32``; 0 where the row is idle. Enqueued, no host."""
+        """Return the last committed token of every row, ``[bs] int32``; 0 for idle rows. Enqueued only."""
         last = (self.counts.to(torch.int64) - 1).clamp_(min=0)
         return self.tokens.gather(1, last[:, None])[:, 0]
 
 
 class ResidentBatch(Protocol):
-    """One composition of rows with one shape, between `enter` and `leave`. Engine thread only.
+    """Rounds of one fixed set of rows with one shape, between `enter` and `leave`. Engine thread only.
 
     Attributes:
-        key: What the recorded work depends on beside the state's and the shape's sizes: addresses and widths of the drafter's static
-            tensors (e.g. its page table's bucket), and what a graph has fixed of the sampling (e.g. whether any row is warm). Two rounds
-            objects with the same key and the same state may share a graph; it may change in `reserve`, and the engine then records another.
+        key: Identifies everything that recorded work depends on apart from the sizes of the state and the
+            shape. This includes addresses and widths of the drafter's static tensors (e.g. its page table's
+            bucket) and the sampling mode fixed in the graph (e.g. whether any row has a temperature above 0).
+            Two batches with the same key and the same state may share a graph. The key may change in
+            `reserve`; the engine then records another graph.
     """
 
     key: Hashable
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
-        """Make room on the host for one more round.
+        """Reserve host-side resources (e.g. pages) for one more round.
+
+        If the page table grows, it is copied to its static place in stream order, so that the round that is
+        still running sees the old one.
 
         Args:
-            committed_upper: One per session: no larger than this is `committed_lens` when the round that is enqueued next starts. The round
-                extends ≤ R rows and grows a tree behind them. Values do not shrink from call to call except for retired rows (then 0).
+            committed_upper: One upper bound per session of its `committed_lens` at the start of the round to
+                be enqueued next. That round extends by ≤ R rows and grows a tree behind them. Values never
+                shrink from call to call, except for retired rows (then 0).
 
         Returns:
-            False when there is no room: the engine then drains, leaves and goes the host's way. A grown page table is copied to its static
-            place in stream order, so that the round that runs meanwhile still sees the old one.
+            False if there is no room. The engine then drains, leaves, and runs its rounds through the host.
         """
         ...
 
     def draft(self, state: RoundState) -> DraftBatch:
         """Enqueue one round of drafting: extend by the `counts` rows of `state`, grow, build the trees.
 
-        Only enqueues (so that it can be captured): no host synchronisation, no branch on contents, the static tensors of this object and of
-        `state` are read and the drafter's own pool is written. Reads `state`, never writes it. On a CPU it runs at once, by the same code.
-        Whenever the engine captures, all rows of the state are idle and nothing may be stored that anybody reads.
+        Must be capturable, so it only enqueues: no host synchronisation, no branch on tensor contents. It
+        reads the static tensors of this object and `state`, and writes the drafter's own pool. It never
+        writes `state`. On a CPU the same code runs immediately.
+
+        During a capture all rows of the state are idle. Nothing may then be stored that is read later.
 
         Returns:
-            ``[state.bs, N]`` trees with N = the shape's `max_nodes`, node 0 the root; idle rows have ``num_nodes`` 1. `logprobs` may be
-            None.
+            ``[state.bs, N]`` trees with N = the shape's `max_nodes`, node 0 the root. Idle rows have
+            ``num_nodes`` 1. `logprobs` may be None.
         """
         ...
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
-        """Learn on the host what a round chose, when it has been read back: ≤ R tokens for each session, in the order of `enter`.
+        """Receive the result of a round that was read back: ≤ R tokens per session, in the order of `enter`.
 
-        Empty for a retired row. A round may be running meanwhile. Tokens after a stop are not told: such a row is retired.
+        Empty for a retired row. Tokens after a stop are not included: such a row is retired. Another round
+        may be running during this call.
         """
         ...
 
     def retire(self, rows: Sequence[int]) -> None:
-        """Let rows go idle: their sequences ended, and `Drafter.close` of their sessions follows.
+        """Make rows idle: their sequences ended, and `Drafter.close` of their sessions follows.
 
-        Rows keep their places. From the next enqueued round on their count is 0; one that is enqueued already may still write to their
-        pages, which the stream orders before anything that a next owner of the pages enqueues, so they may be freed at once.
+        All rows keep their places. The retired rows' count is 0 from the next enqueued round on.
+
+        A round that is already enqueued may still write to their pages. The pages may nevertheless be freed
+        immediately: stream order puts those writes before anything that the pages' next owner enqueues.
         """
         ...
 
     def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """Go on with these rows alone, from the next enqueued round on: row i of `state` is what row ``rows[i]`` was until now.
+        """Continue with only these rows from the next enqueued round on.
 
-        The engine fills the new state itself, in stream order behind the rounds that are on their way; all later calls speak of its rows.
-        No row that goes on is left out.
+        Row i of `state` is the old row ``rows[i]``. `rows` includes every row that is still active.
+        The engine fills the new state itself, in stream order behind the rounds in flight. All later calls
+        refer to its rows.
 
         Returns:
-            False when these rounds cannot move: nothing has changed then, and the engine leaves and enters anew.
+            False if these rounds cannot move. Nothing has changed then; the engine leaves and enters again.
         """
         ...
 
     def leave(self) -> None:
-        """End the rounds, after every enqueued one was read back and told by `committed`.
+        """End the rounds, after every enqueued one was read back and passed to `committed`.
 
-        The sessions of rows that were not retired are then as if every commit had come the host's way: what `committed` told last is
-        pending with its features (those of the state, which may be reused right after this call, so they are copied in stream order). A
-        batch that was entered and left without a round is as it was before.
+        The sessions of rows that were not retired are then in the same state as if every commit had come
+        through the host: the tokens of the last `committed` are pending with their features. Those features
+        are copied from the state in stream order, because the state may be reused right after this call. A
+        batch without any round since `enter` is back in its earlier state.
         """
         ...
 
 
 @runtime_checkable
 class ExchangedBatch(ResidentBatch, Protocol):
-    """Rounds of a drafter in another process: the state goes there and the trees come, outside of what is recorded.
+    """Rounds of a drafter in another process. State and trees are transferred outside of recorded graphs.
 
-    For every round: `reserve`, `exchange`, then `draft`, which only checks on the device what came, and so can be part of a graph; then
-    `hand_over` and, before the next round, `carry`, whatever happened after `exchange`.
+    Per round, call `reserve`, `exchange`, `draft`, `hand_over`, and then `carry` before the next round.
+    `draft` only checks the received trees on the device, so it can be part of a graph. `hand_over` and
+    `carry` must follow `exchange` whatever happens in between.
     """
 
     def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
-        """Hand the state of the round that is enqueued next over, and have its trees come, in stream order; never captured.
+        """Send the state of the next round and receive its trees, in stream order. Never captured.
 
-        It may block the host until they are there, or only enqueue. Either way they are waited for no longer than a bound, and `draft` then
-        yields trees of one node.
+        May block the host until the trees are there, or only enqueue. Either way the wait is bounded. If the
+        trees do not arrive in time, `draft` returns trees of one node.
 
         Args:
-            state: What `draft` will be given.
-            limit_s: How long the device may stand still for the trees; None: until the draft counts as faulty.
-            ahead: The device may wait for what the host does in `hand_over` and `carry`: what is enqueued in between was enqueued before,
-                and the host does not have to wait for the device to enqueue it, as it may for what runs for the first time.
+            state: The state that `draft` will receive.
+            limit_s: How long the device may stand still for the trees. None: until the draft counts as
+                faulty.
+            ahead: True if the device may wait for work that the host does in `hand_over` and `carry`. The
+                caller thereby promises that all work enqueued in between has run before, so that enqueuing it
+                never makes the host wait for the device, as a first run may.
         """
         ...
 
     def hand_over(self) -> None:
-        """Do on the host what `exchange` has left to do for the state: waits until the round before it has ended."""
+        """Do the host's remaining part of sending the state. Waits until the previous round has ended."""
         ...
 
     def carry(self, wanted: bool) -> None:
-        """Do on the host what `exchange` has left to do for the trees; they are not waited for if nobody wants them any more."""
+        """Do the host's remaining part of receiving the trees. Does not wait for them unless `wanted`."""
         ...
 
 
 @runtime_checkable
 class DeviceDrafter(Protocol):
-    """What a `Drafter` with `device_resident` = True offers beside the seam of the host. Engine thread only."""
+    """Rounds on the device, offered by a `Drafter` while its `device_resident` is True.
+
+    Engine thread only.
+    """
 
     def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
-        """Start rounds on the device for these sessions; session i is row i of `state`, further rows are idle.
+        """Start rounds on the device for these sessions.
 
-        The engine has filled `committed_lens`, `temperature`, `seeds` and `choices`, and made every row idle. This call makes the drafter's
-        static tensors ready and fills `tokens`, `counts` and `features` of the sessions' rows from the commits that are pending (at least
-        the root's), in stream order. The session has been told every commit before.
+        Session i is row i of `state`; further rows are idle.
+
+        Before the call:
+
+        - The engine has filled `committed_lens`, `temperature`, `seeds` and `choices`, and made every row
+          idle.
+        - The session has received every commit.
+
+        This call prepares the drafter's static tensors. It also fills `tokens`, `counts` and `features` of
+        the sessions' rows from the pending commits (at least the root's), in stream order.
 
         Returns:
-            The rounds; or None when it cannot be now (a session is unknown or lacks features, more rows are pending than R, no room):
-            `state` then still holds idle rows only, the engine goes the host's way for this round, and may ask again at the next.
+            The rounds, or None if they cannot start now: a session is unknown or lacks features, more rows
+            are pending than R, or there is no room. `state` then still has idle rows only. The engine runs
+            this round through the host, and may try again at the next.
         """
         ...
 
     def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
-        """Return rounds without sessions: all rows are idle, to record the graphs of this shape and batch before anybody is served."""
+        """Return a batch of idle rows without sessions, for recording the graphs at start-up."""
         ...
 
 
@@ -317,10 +355,10 @@ class TreesBlob:
     """Trees with their header, in memory that never moves.
 
     Attributes:
-        blob: ``[n] uint8``, all of it.
-        number: ``[1] int32``, view.
-        num_nodes: ``[bs] int32``, view.
-        tokens, parents: ``[bs, N] int32``, views.
+        blob: ``[n] uint8``, all of it; the other attributes are views of it.
+        number: ``[1] int32``, the number of the round.
+        num_nodes: ``[bs] int32``.
+        tokens, parents: ``[bs, N] int32``.
     """
 
     blob: torch.Tensor
@@ -331,7 +369,7 @@ class TreesBlob:
 
     @classmethod
     def make(cls, bs: int, nodes: int, device: torch.device) -> TreesBlob:
-        """Make one of zeros."""
+        """Make a blob of zeros."""
         with torch.inference_mode(False):
             blob = torch.zeros(trees_bytes(bs, nodes), dtype=torch.uint8, device=device)
             number, rest = blob[:4].view(torch.int32), blob[HEADER_BYTES:].view(torch.int32)
@@ -340,5 +378,5 @@ class TreesBlob:
 
 
 def trees_bytes(bs: int, nodes: int) -> int:
-    """Return the bytes of a `TreesBlob`."""
+    """Return the size of a `TreesBlob` in bytes."""
     return HEADER_BYTES + 4 * bs * (1 + 2 * nodes)

@@ -1,7 +1,8 @@
-"""Draft trees as tensors.
+"""Draft trees as tensors: the shape of a tree, and a batch of trees with parents, depths and ancestor masks.
 
-Node 0 is the root: the last committed token, whose K/V is not written yet. Parents precede children. The ancestor mask has one row
-of 32-bit words per node; bit j of word w says that node 32·w + j is an ancestor of the node or the node itself.
+Node 0 is the root: the last committed token, whose K/V is not written yet. Parents precede children. The
+ancestor mask has one row of 32-bit words per node. Bit j of word w is set if node 32·w + j is an ancestor of
+the node or the node itself.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ MASK_WORD_BITS = 32
 
 
 def mask_words(num_columns: int) -> int:
-    """Return how many 32-bit words hold `num_columns` mask bits (at least one)."""
+    """Return the number of 32-bit words for `num_columns` mask bits (at least one)."""
     return max(1, -(-num_columns // MASK_WORD_BITS))
 
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """How much to draft for one sequence in one round.
+    """Size of the tree to draft for one sequence in one round.
 
     Attributes:
         depth: Levels of the tree below the root (SGLang: num_steps).
-        topk: Children considered per node and beam width (SGLang: eagle_topk). 1 makes a chain.
-        max_nodes: Nodes verified, the root included (SGLang: num_draft_tokens). 1 means no draft nodes.
+        topk: Beam width, and children considered per node (SGLang: eagle_topk). 1 makes a chain.
+        max_nodes: Nodes to verify, including the root (SGLang: num_draft_tokens). 1 means no draft nodes.
     """
 
     depth: int
@@ -34,11 +35,11 @@ class DraftShape:
 
     @property
     def drafts(self) -> bool:
-        """Whether this shape asks for any draft node."""
+        """Whether this shape includes any draft node."""
         return self.max_nodes > 1 and self.depth > 0
 
     def bounded(self) -> DraftShape:
-        """Return the shape without nodes that its depth and topk cannot fill."""
+        """Return the shape with `max_nodes` reduced to the number that its depth and topk can fill."""
         candidates = self.topk + (self.depth - 1) * self.topk * self.topk if self.depth > 0 else 0
         return DraftShape(self.depth, self.topk, min(self.max_nodes, 1 + candidates))
 
@@ -48,7 +49,9 @@ NO_DRAFT = DraftShape(depth=0, topk=1, max_nodes=1)
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """One tree per sequence, in the order of the batch. Columns past `num_nodes` are padding (token 0, parent -1).
+    """A batch of trees, one per sequence, in batch order.
+
+    Columns past `num_nodes` are padding (token 0, parent -1).
 
     Attributes:
         tokens: ``[bs, N] int32``; column 0 is the root.
@@ -56,8 +59,8 @@ class DraftBatch:
         depths: ``[bs, N] int32``; 0 for the root.
         num_nodes: ``[bs] int32``; at least 1.
         ancestors: ``[bs, N, words] int32``; see the module docstring.
-        logprobs: ``[bs, N] fp32``, the draft's own, for tracing only; or None.
-        draft_ms: Time that the draft spent, as it says, for tracing only.
+        logprobs: ``[bs, N] fp32``, the draft's own log-probabilities, for tracing only; or None.
+        draft_ms: Time spent by the draft, as it reports it, for tracing only.
     """
 
     tokens: torch.Tensor

@@ -1,4 +1,4 @@
-"""Draft trees on their way to tensors: made on the host, padded into a batch, or placed into a larger one."""
+"""Converts draft trees to tensors: built on the host, padded into a batch, placed into a larger batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WORD_BYTES = MASK_WORD_BITS // 8
 
 @dataclass(slots=True)
 class HostTree:
-    """One tree; node 0 is the root. Grow it with `add`, parents first.
+    """One tree; node 0 is the root. Grow it with `add`, parents before children.
 
     Attributes:
-        tokens, parents, depths, logprobs: Per node.
-        masks: Per node: a bit for every ancestor and for the node itself.
+        tokens, parents, depths, logprobs: One entry per node.
+        masks: One entry per node: a bit for the node itself and each of its ancestors.
     """
 
     tokens: list[int]
@@ -30,7 +30,7 @@ class HostTree:
 
     @classmethod
     def of_root(cls, root_token: int) -> HostTree:
-        """Return the tree of a root alone."""
+        """Return a tree of only a root."""
         return cls([root_token])
 
     def add(self, token: int, parent: int, logprob: float) -> int:
@@ -45,7 +45,10 @@ class HostTree:
 
 
 def pad_trees(trees: Sequence[HostTree], device: torch.device, draft_ms: float = 0.0) -> DraftBatch:
-    """Return the trees as one batch, each padded to the largest. All fields go to the device in one copy."""
+    """Return the trees as one batch, each padded to the width of the largest.
+
+    All fields are copied to the device together.
+    """
     bs, width = len(trees), max(len(tree.tokens) for tree in trees)
     words = mask_words(width)
     packed = array("i")

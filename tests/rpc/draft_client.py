@@ -1,4 +1,4 @@
-"""A scripted target for tests of the draft service: sends what it is told, checks fences, keeps every reply."""
+"""A scripted target for tests of the draft service: sends messages, computes fences, keeps every reply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 20.0
 
 
 class ScriptedTarget:
-    """One target: a session stream and a bulk stream on channels of their own."""
+    """One target with a session stream and a bulk stream, each on its own channel."""
 
     def __init__(self, address: str, target_id: str = "t1") -> None:
         self.target_id = target_id
@@ -40,7 +40,7 @@ class ScriptedTarget:
         self.leave()
 
     def leave(self) -> None:
-        """End both streams in order and close the channels."""
+        """End both streams cleanly and close the channels."""
         self._requests.put(None)
         self._chunks.put(None)
         self._reader.join(TIMEOUT_S)
@@ -48,7 +48,7 @@ class ScriptedTarget:
             channel.close()
 
     def vanish(self) -> None:
-        """Disappear without a word."""
+        """Disappear without notice."""
         self.call.cancel()
         self._bulk.cancel()
         self.leave()
@@ -61,7 +61,7 @@ class ScriptedTarget:
         version: int = PROTOCOL_VERSION,
         fingerprint: str = "f",
     ) -> draft_pb2.HelloAck:
-        """Say hello and return the acknowledgement."""
+        """Send Hello and return the acknowledgement."""
         hello = draft_pb2.Hello(
             protocol_version=version,
             target_id=self.target_id,
@@ -78,7 +78,7 @@ class ScriptedTarget:
         self._requests.put(request)
 
     def receive(self) -> draft_pb2.SessionReply:
-        """Return the next reply; raises the stream's error, or EOFError at its end."""
+        """Return the next reply. Raises the stream's error, or EOFError at its end."""
         reply = self._replies.get(timeout=TIMEOUT_S)
         if reply is None:
             raise EOFError("the session stream has ended")
@@ -87,7 +87,7 @@ class ScriptedTarget:
         return reply
 
     def expect(self, kind: str) -> draft_pb2.SessionReply:
-        """Return the next reply, which must be of this kind."""
+        """Return the next reply, which must be of the given kind."""
         reply = self.receive()
         assert reply.WhichOneof("message") == kind, reply
         return reply
@@ -128,7 +128,7 @@ def fence(session_id: int, epoch: int, tokens: Sequence[int]) -> draft_pb2.Fence
 def open_request(
     session_id: int, tokens: Sequence[int], epoch: int = 1, seed: int = 0, temperature: float = 0.0
 ) -> draft_pb2.SessionRequest:
-    """Return an Open."""
+    """Return an Open message."""
     opening = draft_pb2.Open(
         fence=fence(session_id, epoch, tokens), token_ids=tokens, seed=seed, temperature=temperature
     )
@@ -143,7 +143,16 @@ def commit_request(
     epoch: int = 1,
     want: draft_pb2.Want = draft_pb2.WANT_DRAFT,
 ) -> draft_pb2.SessionRequest:
-    """Return a frame of commits ``(session, all tokens after the round, base_len)``; features hold their rows one after another."""
+    """Return a frame of commits.
+
+    Args:
+        round_number: The number of the round.
+        commits: Tuples of session id, all its tokens after the round, and base_len.
+        features: The commits' rows, one commit after another.
+        shape: depth, topk and max_nodes of the requested trees.
+        epoch: Epoch of all the sessions.
+        want: What the target requests in return.
+    """
     frame = draft_pb2.TargetFrame(round=round_number)
     if features is not None:
         frame.features.CopyFrom(encode_tensor(features))
@@ -164,6 +173,6 @@ def commit_request(
 
 
 def batches(total: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(start, stop)`` of chunks."""
+    """Yield the ``(start, stop)`` ranges that split `total` into chunks of `size`."""
     for start in range(0, total, size):
         yield start, min(total, start + size)

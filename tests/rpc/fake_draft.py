@@ -1,4 +1,4 @@
-"""A draft service that does what a test scripts: draws trees from a plan, or falls silent, lies, or loses sessions."""
+"""A scripted draft service: drafts by a plan, falls silent, sends wrong replies, or loses sessions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Request = TypeVar("Request")
 
 @dataclass
 class Followed:
-    """A session as the fake sees it. Rows of the bulk stream and of commits may arrive in either order, but none twice."""
+    """A session as the fake sees it.
+
+    Rows of the bulk stream and of commits may arrive in either order, but none may arrive twice.
+    """
 
     epoch: int
     tokens: list[int]
@@ -42,7 +45,7 @@ class Followed:
         return rows
 
     def add(self, base: int, rows: torch.Tensor) -> bool:
-        """Take rows; returns whether all of them are new."""
+        """Add rows. Return whether all of them are new."""
         new = not any(base + index in self.by_position for index in range(rows.shape[0]))
         self.by_position |= {base + index: row for index, row in enumerate(rows)}
         return new
@@ -50,7 +53,7 @@ class Followed:
 
 @dataclass
 class Served:
-    """A fake that listens."""
+    """A listening fake draft."""
 
     server: SyncServer
     bridge: IpcBridge | None
@@ -62,7 +65,10 @@ class Served:
 
 
 class FakeDraft(draft_pb2_grpc.DraftServicer):
-    """Follows sessions strictly (gaps, hashes and missing rows are recorded in `problems`) and answers by `plan`."""
+    """Follows sessions strictly: records gaps, wrong hashes and repeated rows in `problems`.
+
+    Answers by `plan`.
+    """
 
     def __init__(
         self, plan: Plan, *, hidden_size: int, aux_layer_ids: tuple[int, ...] = (1, 3, 4), seed: int = 0
@@ -97,7 +103,7 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         self._outboxes: list[queue.SimpleQueue[draft_pb2.SessionReply | None]] = []
 
     def serve(self, address: str) -> Served:
-        """Listen on any address; `ipc:` has a socket of its own for the streams."""
+        """Listen on any address. For `ipc:`, the streams have a socket of their own."""
         ipc = IpcAddress.parse(address, "address")
         bridge = IpcBridge(ipc.streams, self) if ipc else None
         server = sync_server(
@@ -226,7 +232,7 @@ def chain(tokens: list[int]) -> draft_pb2.Tree:
 
 
 def _until_gone(requests: Iterator[Request]) -> Iterator[Request]:
-    """Yield a stream's messages; a peer that vanishes ends it like one that hangs up."""
+    """Yield a stream's messages. Ends whether the peer vanishes or hangs up."""
     try:
         yield from requests
     except grpc.RpcError:

@@ -1,4 +1,4 @@
-"""A target that talks to a draft through mailboxes, driven by hand."""
+"""A target's connection to a draft through mailboxes, controlled step by step by a test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def address(service: DraftService) -> IpcAddress:
 
 
 class IpcTarget:
-    """A target's carrier, driven by hand."""
+    """A target's carrier, controlled step by step."""
 
     def __init__(
         self, service: DraftService, target_id: str = "t1", *, rounds: bool = False, **hello: object
@@ -74,7 +74,7 @@ class IpcTarget:
         return self.expect("frame").frame
 
     def enter(self, session_id: int, number: int) -> None:
-        """Ask for rounds on the device of a session that has chosen one token behind its prompt."""
+        """Request rounds on the device for a session with one chosen token after its prompt."""
         message = draft_pb2.RoundsEnter(
             rounds=number,
             shape=draft_pb2.Shape(depth=3, topk=2, max_nodes=7),

@@ -1,4 +1,4 @@
-"""Streams below grpcio's own: order, ends, what waits when a peer does not read, and when waits are awake."""
+"""Direct gRPC streams: message order, ends of streams, slow readers, and when waits poll or sleep."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def serve() -> Iterator[Serve]:
     servers.stop()
 
 
-def test_messages_arrive_in_order_however_many_are_sent_at_once(serve: Serve) -> None:
+def test_many_messages_sent_together_arrive_in_order(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: to.send(message), max_unsent=300))
     sent = [bytes([number % 256]) * (number * 37 % 5000) for number in range(300)]
     for message in sent:
@@ -42,7 +42,7 @@ def test_messages_arrive_in_order_however_many_are_sent_at_once(serve: Serve) ->
     assert [stream.receive() for _ in sent] == sent
 
 
-def test_an_error_of_the_server_ends_the_stream_with_its_status_after_what_was_sent(serve: Serve) -> None:
+def test_a_server_error_ends_the_stream_with_its_status_after_earlier_messages(serve: Serve) -> None:
     def fail(to: ServerStream, message: bytes) -> None:
         if message == b"bad":
             raise ValueError("no such message")
@@ -62,8 +62,8 @@ def test_an_error_of_the_server_ends_the_stream_with_its_status_after_what_was_s
     assert stream.receive_within(0.01) is None
 
 
-def test_what_is_to_follow_a_message_follows_it_when_it_is_on_its_way(serve: Serve) -> None:
-    """On the thread that takes in messages, whether the message was queued behind others or not."""
+def test_the_callback_of_a_message_runs_once_it_is_on_its_way(serve: Serve) -> None:
+    """The callback runs on the thread that receives messages, whether or not the message had to queue."""
     threads: list[threading.Thread] = []
 
     def answer(to: ServerStream, message: bytes) -> None:
@@ -88,7 +88,7 @@ def test_what_is_to_follow_a_message_follows_it_when_it_is_on_its_way(serve: Ser
         assert threads[0] is threads[1]
 
 
-def test_what_fails_behind_a_message_ends_its_stream_and_no_other(serve: Serve) -> None:
+def test_a_failing_callback_of_a_message_ends_only_its_stream(serve: Serve) -> None:
     def fail() -> None:
         raise ValueError("no such round")
 
@@ -102,7 +102,7 @@ def test_what_fails_behind_a_message_ends_its_stream_and_no_other(serve: Serve) 
     assert other.receive() == b"good"
 
 
-def test_a_cancel_ends_both_sides(serve: Serve) -> None:
+def test_cancelling_ends_both_sides(serve: Serve) -> None:
     echo = Echo(lambda to, message: to.send(message))
     stream = serve(echo)
     threading.Timer(0.05, stream.cancel).start()
@@ -112,8 +112,8 @@ def test_a_cancel_ends_both_sides(serve: Serve) -> None:
     assert echo.ended.get(timeout=WAIT_S) is None
 
 
-def test_a_server_that_is_gone_ends_the_stream() -> None:
-    """Its process is killed: nothing tells of the end but the socket."""
+def test_a_killed_server_ends_the_stream() -> None:
+    """The server's process is killed, so only the socket shows the end."""
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         channel = connect(f"127.0.0.1:{server.stdout.readline().strip()}")
@@ -127,7 +127,7 @@ def test_a_server_that_is_gone_ends_the_stream() -> None:
     channel.close()
 
 
-def test_a_peer_that_does_not_read_is_hung_up_on(serve: Serve) -> None:
+def test_a_stream_ends_if_the_peer_does_not_read(serve: Serve) -> None:
     flooded = threading.Event()
 
     def flood(to: ServerStream, message: bytes) -> None:
@@ -138,7 +138,7 @@ def test_a_peer_that_does_not_read_is_hung_up_on(serve: Serve) -> None:
     echo = Echo(flood, max_unsent=50)
     stream = serve(echo)
     stream.send(b"go")
-    # Nobody is in `receive`, so the core takes no more than its window.
+    # No thread is in `receive`, so the core accepts no more than its flow-control window.
     assert flooded.wait(WAIT_S)
     assert echo.ended.get(timeout=WAIT_S) is None
 
@@ -151,7 +151,7 @@ polling.watch_sockets()
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream
 server = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
-vigil = polling.Vigil()
+vigil = polling.PollWindow()
 channel = connect("127.0.0.1:" + server.stdout.readline().strip())
 stream = ClientStream(channel, "/test.Echo/Stream", vigil)
 
@@ -188,7 +188,7 @@ def test_waits_poll_while_a_message_is_due_and_sleep_otherwise() -> None:
     assert awake > asleep + 0.05
 
 
-def test_who_gives_way_lets_others_have_the_interpreter() -> None:
+def test_give_way_lets_other_threads_have_the_gil() -> None:
     interval = sys.getswitchinterval()
     go, had_it = threading.Lock(), threading.Event()
 
@@ -199,7 +199,7 @@ def test_who_gives_way_lets_others_have_the_interpreter() -> None:
     go.acquire()
     thread = threading.Thread(target=other)
     thread.start()
-    sys.setswitchinterval(2 * WAIT_S)  # nobody takes it from who has it
+    sys.setswitchinterval(2 * WAIT_S)  # no thread loses the GIL involuntarily
     try:
         go.release()
         until = time.monotonic() + WAIT_S
@@ -211,7 +211,7 @@ def test_who_gives_way_lets_others_have_the_interpreter() -> None:
         thread.join()
 
 
-def test_few_cores_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_changes_on_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(EXPERIMENTS, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     watch_sockets()
@@ -220,8 +220,11 @@ def test_few_cores_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not PollWindow().enabled
 
 
-def test_who_comes_too_late_to_tell_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a script that imports it before it runs the command: its rounds over gRPC took 0.4 ms longer, and nothing told why."""
+def test_importing_grpc_too_early_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example in a script that imports gRPC before it runs the command.
+
+    Its rounds over gRPC took 0.4 ms longer, and nothing showed why.
+    """
     said: list[str] = []
     monkeypatch.setattr(polling.log, "warning", said.append)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -230,13 +233,13 @@ def test_who_comes_too_late_to_tell_the_library_says_so(monkeypatch: pytest.Monk
     assert not said
     monkeypatch.delenv(EXPERIMENTS)
     watch_sockets()
-    assert EXPERIMENTS not in os.environ, "it would not be heeded any more"
+    assert EXPERIMENTS not in os.environ, "it is too late for the setting to have an effect"
     assert len(said) == 1
     assert "imported before" in said[0]
 
 
-def test_the_library_exports_what_waits_are_told_by() -> None:
-    """Otherwise nothing would poll, and nobody would notice but by a clock."""
+def test_grpcio_exports_its_polling_period() -> None:
+    """Without this export no wait would poll, and only a clock would show it."""
     vigil = PollWindow(enabled=True)
     assert vigil._period is not None
     assert vigil._period.value == SLEEP_MS

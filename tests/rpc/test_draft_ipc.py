@@ -1,4 +1,4 @@
-"""The draft service on sockets of this host: rounds through mailboxes, several targets, some of which die or talk nonsense."""
+"""The draft service on unix sockets: rounds through mailboxes, and targets that die or misbehave."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def service(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[DraftService]:
     running.stop()
     running.engine.check()
     assert running.engine.strategy.pages().held == 0
-    assert list(tmp_path.iterdir()) == [], "the sockets' files are gone"
+    assert list(tmp_path.iterdir()) == [], "the socket files are removed"
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -79,7 +79,7 @@ def test_rounds_are_answered_through_mailboxes(service: DraftService) -> None:
     wait_for(lambda: sessions(service) == 0)
 
 
-def test_the_trees_are_those_of_grpc(service: DraftService) -> None:
+def test_the_trees_equal_those_over_grpc(service: DraftService) -> None:
     rows = torch.randn(len(PROMPT), HIDDEN, generator=torch.Generator().manual_seed(7))
     tokens = [*PROMPT, 8]
     target = IpcTarget(service).start()
@@ -106,7 +106,7 @@ def test_rounds_on_the_device_begin_when_the_rows_of_the_prompt_are_there(servic
     target = IpcTarget(service, rounds=True).start()
     target.open(7)
     target.enter(7, 1)
-    assert target.carrier.receive(0.2) is None, "neither begun nor refused"
+    assert target.carrier.receive(0.2) is None, "the rounds are neither started nor refused"
     target.feed(7, len(PROMPT) - 1)
     entered = target.expect("rounds_entered").rounds_entered
     assert (entered.rounds, entered.accepted) == (1, True)
@@ -114,7 +114,7 @@ def test_rounds_on_the_device_begin_when_the_rows_of_the_prompt_are_there(servic
     wait_for(lambda: sessions(service) == 0)
 
 
-def test_a_target_that_has_not_waited_for_its_rows_is_told_when_they_are_there(service: DraftService) -> None:
+def test_a_target_that_left_its_rounds_is_answered_when_its_rows_are_there(service: DraftService) -> None:
     target = IpcTarget(service, rounds=True).start()
     target.open(7)
     target.enter(7, 1)
@@ -123,7 +123,7 @@ def test_a_target_that_has_not_waited_for_its_rows_is_told_when_they_are_there(s
     entered = target.expect("rounds_entered").rounds_entered
     assert (entered.rounds, entered.accepted) == (1, True)
     assert len(target.round(7, 1, [*PROMPT, 8], len(PROMPT)).trees) == 1, (
-        "by way of the host: no rounds have begun"
+        "no rounds on the device have begun, so the reply comes through the host"
     )
     target.leave()
     wait_for(lambda: sessions(service) == 0)
@@ -144,7 +144,7 @@ def test_several_targets_share_a_draft(service: DraftService) -> None:
     wait_for(lambda: sessions(service) == 0)
 
 
-def test_a_target_that_connects_anew_ends_its_old_streams(service: DraftService) -> None:
+def test_a_reconnecting_target_ends_its_old_streams(service: DraftService) -> None:
     old = IpcTarget(service).start()
     old.open(7)
     new = IpcTarget(service).start()
@@ -157,7 +157,7 @@ def test_a_target_that_connects_anew_ends_its_old_streams(service: DraftService)
     new.leave()
 
 
-def test_a_sign_of_life_comes_over_the_other_socket(service: DraftService) -> None:
+def test_a_ping_is_answered_outside_the_session_socket(service: DraftService) -> None:
     target = IpcTarget(service).start()
     target.carrier.ping(draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=5)))
     wait_for(lambda: target.pongs == [5])
@@ -165,12 +165,12 @@ def test_a_sign_of_life_comes_over_the_other_socket(service: DraftService) -> No
     target.leave()
 
 
-def test_a_stranger_that_hangs_up_leaves_nothing(service: DraftService) -> None:
+def test_connections_that_hang_up_before_hello_leak_nothing(service: DraftService) -> None:
     def mailboxes() -> int:
         links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
         return sum("outrider-mailbox" in os.readlink(link) for link in links if os.path.islink(link))
 
-    gc.collect()  # carriers of other tests
+    gc.collect()  # frees carriers of other tests
     before = mailboxes()
     for _ in range(5):
         connect(address(service).streams, 1.0).close()
@@ -186,7 +186,7 @@ def test_a_stranger_that_hangs_up_leaves_nothing(service: DraftService) -> None:
     wait_for(lambda: not ipc._sockets)
 
 
-def test_a_draft_that_hangs_up_before_the_mailboxes_are_offered_leaves_no_descriptors(
+def test_a_draft_that_hangs_up_before_the_mailbox_offer_leaks_no_descriptors(
     service: DraftService,
 ) -> None:
     def descriptors() -> int:
@@ -200,13 +200,13 @@ def test_a_draft_that_hangs_up_before_the_mailboxes_are_offered_leaves_no_descri
         with pytest.raises(ConnectionLost):
             target.carrier.open_bulk(target.hello.target_id)
         assert target.carrier.rounds is None
-    gc.collect()  # mappings have descriptors of their own
+    gc.collect()  # frees mappings, which own descriptors
     assert descriptors() <= before
     target.leave()
 
 
-def test_targets_that_come_and_go_leave_nothing(service: DraftService) -> None:
-    """Without the garbage collector, which may not run for long."""
+def test_targets_that_come_and_go_leak_nothing(service: DraftService) -> None:
+    """Must not depend on the garbage collector, which may not run for a long time."""
 
     def visit() -> None:
         target = IpcTarget(service, rounds=True).start()
@@ -247,7 +247,7 @@ def test_targets_that_come_and_go_leave_nothing(service: DraftService) -> None:
         ({"hidden_size": 65}, "hidden"),
     ],
 )
-def test_a_target_that_does_not_fit_is_told_why(
+def test_an_incompatible_target_receives_the_reason(
     service: DraftService, hello: dict[str, object], named: str
 ) -> None:
     target = IpcTarget(service, **hello)
@@ -265,8 +265,8 @@ def shaken(service: DraftService) -> FrameSocket:
     return frames
 
 
-def told(frames: FrameSocket) -> common_pb2.ErrorDetail:
-    """Return the draft's last words, after which it must have hung up."""
+def last_error(frames: FrameSocket) -> common_pb2.ErrorDetail:
+    """Return the draft's last message, after which it must have hung up."""
     received = frames.receive(TIMEOUT_S)
     assert received is not None
     assert received[0] is FrameKind.ERROR
@@ -276,28 +276,26 @@ def told(frames: FrameSocket) -> common_pb2.ErrorDetail:
     return common_pb2.ErrorDetail.FromString(received[1])
 
 
-def test_bytes_that_are_no_frames_are_hung_up_on(service: DraftService) -> None:
+def test_bytes_that_are_not_frames_close_the_connection(service: DraftService) -> None:
     frames = FrameSocket(connect(address(service).streams, 1.0))
     frames._socket.send(b"GET / HTTP/1.1\r\n\r\n")
-    assert "frame" in told(frames).message.lower()
+    assert "frame" in last_error(frames).message.lower()
 
 
-def test_a_hello_that_does_not_parse_is_hung_up_on(service: DraftService) -> None:
+def test_a_hello_that_does_not_parse_closes_the_connection(service: DraftService) -> None:
     frames = FrameSocket(connect(address(service).streams, 1.0))
     frames.send(FrameKind.HELLO, b"\xff\xff\xff")
-    assert "parse" in told(frames).message
+    assert "parse" in last_error(frames).message
 
 
 @pytest.mark.parametrize("kind", [FrameKind.SESSION, FrameKind.MAILBOX, FrameKind.ERROR])
-def test_a_stream_that_does_not_begin_with_hello_is_hung_up_on(
-    service: DraftService, kind: FrameKind
-) -> None:
+def test_a_stream_that_does_not_begin_with_hello_is_closed(service: DraftService, kind: FrameKind) -> None:
     frames = FrameSocket(connect(address(service).streams, 1.0))
     frames.send(kind, b"")
-    assert "HELLO" in told(frames).message
+    assert "HELLO" in last_error(frames).message
 
 
-def test_a_bulk_stream_of_nobody_is_hung_up_on(service: DraftService) -> None:
+def test_a_bulk_stream_of_an_unknown_target_is_closed(service: DraftService) -> None:
     frames = FrameSocket(connect(address(service).streams, 1.0))
     frames.send(FrameKind.BULK_HELLO, draft_pb2.BulkHello(target_id="nobody").SerializeToString())
     with pytest.raises(EndOfStream):
@@ -312,11 +310,13 @@ def test_a_bulk_stream_of_nobody_is_hung_up_on(service: DraftService) -> None:
         draft_pb2.MailboxOffer(session=draft_pb2.Mailbox(slots=1 << 30, slot_bytes=64)),
     ],
 )
-def test_a_mailbox_beyond_the_limits_is_refused(service: DraftService, offer: draft_pb2.MailboxOffer) -> None:
+def test_a_mailbox_outside_the_limits_is_refused(
+    service: DraftService, offer: draft_pb2.MailboxOffer
+) -> None:
     frames = shaken(service)
     files = [os.memfd_create("x") for _ in range(2)]
     frames.send(FrameKind.MAILBOX, offer.SerializeToString(), files)
-    assert "beyond the limits" in told(frames).message
+    assert "outside the limits" in last_error(frames).message
     for file in files:
         os.close(file)
 
@@ -324,7 +324,7 @@ def test_a_mailbox_beyond_the_limits_is_refused(service: DraftService, offer: dr
 def test_a_mailbox_without_its_descriptors_is_refused(service: DraftService) -> None:
     frames = shaken(service)
     frames.send(FrameKind.MAILBOX, draft_pb2.MailboxOffer().SerializeToString())
-    assert "descriptors" in told(frames).message
+    assert "descriptors" in last_error(frames).message
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_a_mailbox_without_its_descriptors_is_refused(service: DraftService) -> 
     ],
     ids=["bytes", "empty", "hello", "width"],
 )
-def test_nonsense_on_a_session_stream_ends_it_and_frees_its_sessions(
+def test_an_invalid_session_message_ends_the_stream_and_frees_its_sessions(
     service: DraftService, payload: bytes
 ) -> None:
     target = IpcTarget(service).start()
@@ -349,7 +349,7 @@ def test_nonsense_on_a_session_stream_ends_it_and_frees_its_sessions(
     IpcTarget(service, "next").start().leave()
 
 
-def test_a_slot_that_was_not_written_ends_the_stream(service: DraftService) -> None:
+def test_naming_an_unwritten_slot_ends_the_stream(service: DraftService) -> None:
     target = IpcTarget(service).start()
     target.open(7)
     request = commit_request(1, [(7, [*PROMPT, 8], len(PROMPT))], None)
@@ -362,7 +362,7 @@ def test_a_slot_that_was_not_written_ends_the_stream(service: DraftService) -> N
     target.leave()
 
 
-def test_a_frame_cut_off_in_the_middle_ends_with_its_target(service: DraftService) -> None:
+def test_a_truncated_frame_ends_with_its_target(service: DraftService) -> None:
     target = IpcTarget(service).start()
     target.open(7)
     target.carrier._session._socket.send(HEADER.pack(1000, FrameKind.SESSION) + b"half")

@@ -1,4 +1,4 @@
-"""The projector crosses the wire whole: the target's link rebuilds the head's own feature spec, the epsilon of its norms included."""
+"""The projector over the wire: the target rebuilds the head's exact feature spec, with the norms' epsilon."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_target_rebuilds_the_feature_spec(tmp_path: Path, normed: bool) -> N
         service.stop()
 
 
-def test_info_tells_sessions_pages_and_metrics(tmp_path: Path) -> None:
+def test_info_reports_sessions_pages_and_metrics(tmp_path: Path) -> None:
     target_dir = make_toy_target(tmp_path / "target", vocab_size=40, hidden_size=32)
     head_dir = make_toy_eagle3(tmp_path / "head", target_dir)
     values = {

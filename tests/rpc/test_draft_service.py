@@ -1,4 +1,4 @@
-"""The draft service over real gRPC on a unix socket: handshake, drafting, faults of the target, and nothing leaks."""
+"""The draft service over real gRPC on a unix socket: handshake, drafting, faulty targets, no leaks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def wait_for_idle(service: DraftService) -> draft_pb2.GetInfoReply:
-    """Return the state once every session is gone; what frees them runs after the stream has ended."""
+    """Return the state once every session is gone. Sessions are freed only after their stream has ended."""
     deadline = time.monotonic() + 10
     with ScriptedTarget(service.address, "observer") as observer:
         while (
@@ -93,7 +93,7 @@ def test_a_round_is_answered_with_a_valid_tree_under_the_same_fence(service: Dra
         assert all(token < VOCAB for token in tree.token_ids)
 
 
-def test_a_commit_that_overtakes_the_bulk_stream_is_answered_when_the_features_are_complete(
+def test_a_commit_ahead_of_its_bulk_features_is_answered_once_they_are_complete(
     service: DraftService,
 ) -> None:
     with opened(service) as target:
@@ -104,7 +104,7 @@ def test_a_commit_that_overtakes_the_bulk_stream_is_answered_when_the_features_a
         assert target.expect("frame").frame.round == 1
 
 
-def test_a_gap_asks_for_a_resync_of_that_one_sequence_and_reopening_heals_it(service: DraftService) -> None:
+def test_a_gap_requests_a_resync_of_one_sequence_and_reopening_repairs_it(service: DraftService) -> None:
     with opened(service) as target:
         target.send(open_request(8, PROMPT))
         target.expect("open")
@@ -185,7 +185,7 @@ def test_a_new_stream_of_the_same_target_takes_over(service: DraftService) -> No
         ),
     ],
 )
-def test_a_target_that_does_not_fit_is_refused_with_what_to_change(
+def test_an_incompatible_target_is_refused_with_the_fix(
     service: DraftService, changes: dict[str, int], complaint: str
 ) -> None:
     values = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, **changes}
@@ -246,7 +246,7 @@ def test_a_draft_without_target_weights_borrows_them_over_the_wire(
             )
             assert list(target.stub.PutTensor(chunks).still_missing) == []
             assert warm == [torch.device("cpu")], (
-                "kernels are compiled before the target goes on, not when it first asks"
+                "kernels are compiled before the target continues, not at its first request"
             )
             target.send(open_request(7, PROMPT))
             target.expect("open")

@@ -1,4 +1,4 @@
-"""Tensors survive the wire, and nothing that is damaged, out of order or too large is accepted."""
+"""Tensors on the wire: round trips are exact; damaged, misordered and oversized data is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft whose folder has another tokenizer than the target's is refused at start: in process, beside the folder, and by Hello."""
+"""A draft with another tokenizer than the target's is refused at start-up, in process and over Hello."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def settings(draft: Path, **more: object) -> DraftSettings:
     return DraftSettings.load({"draft": draft, "device": "cpu", "kv_tokens": 4096, **more})
 
 
-def test_a_fingerprint_is_of_the_tokens_and_not_of_the_file(
+def test_the_fingerprint_depends_on_the_tokens_and_not_on_the_file(
     bare: tuple[Path, Path], target: Path, tmp_path: Path
 ) -> None:
     same = head(bare, tmp_path, dict(reversed(TOKENS.items())))
@@ -78,7 +78,7 @@ def test_a_head_in_the_targets_process_is_refused(
     assert caught.value.field == "tokenizer"
 
 
-def test_a_service_that_knows_the_targets_folder_refuses_before_it_listens(
+def test_a_service_with_the_targets_folder_refuses_before_it_listens(
     bare: tuple[Path, Path], target: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match="different tokenizers") as caught:
@@ -94,7 +94,7 @@ def test_a_service_that_knows_the_targets_folder_refuses_before_it_listens(
 def service(
     request: pytest.FixtureRequest, bare: tuple[Path, Path], tmp_path: Path
 ) -> Iterator[DraftService]:
-    """A draft that knows its target by Hello only."""
+    """A draft that learns about its target only from Hello."""
     running = DraftService(
         settings(head(bare, tmp_path, request.param), listen=f"unix:{tmp_path}/draft.sock")
     )
@@ -104,7 +104,7 @@ def service(
 
 
 @pytest.mark.parametrize("service", [OTHERS], indirect=True)
-def test_a_target_elsewhere_does_not_start_beside_it(service: DraftService, target: Path) -> None:
+def test_a_remote_target_with_another_tokenizer_refuses_to_start(service: DraftService, target: Path) -> None:
     serving = Target(
         TargetSettings.load({"model": target, "draft": service.address, "device": "cpu", "kv_tokens": 4096})
     )
@@ -117,7 +117,7 @@ def test_a_target_elsewhere_does_not_start_beside_it(service: DraftService, targ
 
 
 @pytest.mark.parametrize("service", [TOKENS, None], indirect=True)
-def test_the_same_tokenizer_and_none_are_served(service: DraftService, target: Path) -> None:
+def test_the_same_tokenizer_or_none_is_accepted(service: DraftService, target: Path) -> None:
     serving = Target(
         TargetSettings.load({"model": target, "draft": service.address, "device": "cpu", "kv_tokens": 4096})
     )

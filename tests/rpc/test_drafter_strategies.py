@@ -1,4 +1,4 @@
-"""Every way of drafting beside the heads as a service of its own, behind the target's remote drafter over real gRPC."""
+"""Drafting strategies other than heads, each as a service behind the target's remote drafter over gRPC."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def target(folder: Path) -> Decoder:
 
 @contextmanager
 def serving(tmp_path: Path, **settings: object) -> Iterator[DraftService]:
-    """Run a draft service, and check that nothing leaked when it has stopped."""
+    """Run a draft service, and check after it has stopped that nothing leaked."""
     values = {"listen": f"unix:{tmp_path}/draft.sock", "device": "cpu", "kv_tokens": 4096, **settings}
     service = DraftService(DraftSettings.load(values))
     service.start()
@@ -84,7 +84,7 @@ def test_output_is_that_of_plain_decoding(
     reports = [finished.speculation for finished in harness.sink.finished.values()]
     assert sum(report.draft_tokens for report in reports) > 0
     if algorithm == "STANDALONE":
-        assert all(report.accept_length > 3 for report in reports), "the draft is the target itself"
+        assert all(report.accept_length > 3 for report in reports), "the draft model is the target itself"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_output_is_that_of_plain_decoding(
         ("MTP", "hidden_size 48, but this target's is 64"),
     ],
 )
-def test_what_belongs_to_another_target_is_refused_at_the_handshake(
+def test_a_draft_for_another_target_is_refused_at_the_handshake(
     folder: Path, tmp_path: Path, algorithm: str, problem: str
 ) -> None:
     other = load_toy(make_toy_target(tmp_path / "other", vocab_size=40, num_layers=1))
@@ -106,7 +106,7 @@ def test_what_belongs_to_another_target_is_refused_at_the_handshake(
     assert problem in str(refusal)
 
 
-def test_a_full_model_is_a_standalone_draft_unless_it_holds_mtp_layers(folder: Path, tmp_path: Path) -> None:
+def test_a_full_model_is_a_standalone_draft_unless_it_has_mtp_layers(folder: Path, tmp_path: Path) -> None:
     plain = make_toy_target(tmp_path / "plain", vocab_size=40, num_layers=1)
     for draft, algorithm in ((plain, "STANDALONE"), (folder, "MTP")):
         with serving(tmp_path, draft=draft) as service:

@@ -1,4 +1,4 @@
-"""The error table on the wire: what a servicer raises is what its caller gets, on both stacks and for all kinds of calls."""
+"""Errors over gRPC: callers receive the servicer's error unchanged, in sync and asyncio, on all calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "outrider.target.v1.Target"
 
 
 class SyncTarget(target_pb2_grpc.TargetServicer):
-    """Raises what the test put there, from a unary call, before the first reply, and after one."""
+    """Raises the given error from a unary call, before a stream's first reply, and after it."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -97,7 +97,7 @@ def test_a_domain_error_crosses_a_synchronous_call_unchanged(error: OutriderErro
             stub = target_pb2_grpc.TargetStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
                 stub.GetInfo(target_pb2.GetInfoRequest(), timeout=10)
-            # UNAVAILABLE is retried by the channel; what arrives in the end is the same error.
+            # The channel retries UNAVAILABLE; the final error is the same.
             assert caught.value.code() is STATUS_OF_CODE[error.code]
             assert same(error_from_rpc(caught.value), error)
 
@@ -131,7 +131,7 @@ async def test_a_domain_error_crosses_an_asyncio_call_unchanged(error: OutriderE
         await server.stop(0)
 
 
-def test_an_unknown_exception_is_internal_and_tells_nothing() -> None:
+def test_an_unknown_exception_is_internal_and_reveals_nothing() -> None:
     server = sync_server(
         "127.0.0.1:0", [(ADD, SyncTarget(RuntimeError("secret path")))], [NAME], max_workers=2
     )
@@ -196,7 +196,7 @@ async def test_bytes_that_do_not_parse_are_the_callers_fault_on_both_stacks(meth
 
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: error.reason)
-def test_an_error_inside_a_stream_comes_back_as_it_was(error: OutriderError) -> None:
+def test_an_error_inside_a_stream_round_trips_unchanged(error: OutriderError) -> None:
     assert same(
         error_from_proto(common_pb2.ErrorDetail.FromString(error_to_proto(error).SerializeToString())), error
     )
@@ -206,14 +206,14 @@ def test_an_unknown_status_of_a_newer_peer_counts_as_internal() -> None:
     assert error_from_proto(common_pb2.ErrorDetail(status=418, message="teapot")).code is ErrorCode.INTERNAL
 
 
-def test_a_peer_without_our_details_is_mapped_by_its_status() -> None:
-    # Nobody listens there: the transport itself reports UNAVAILABLE.
+def test_an_error_without_our_details_is_mapped_by_its_grpc_status() -> None:
+    # No server listens there, so the transport itself reports UNAVAILABLE.
     with connect("127.0.0.1:1") as channel, pytest.raises(grpc.RpcError) as caught:
         target_pb2_grpc.TargetStub(channel).GetInfo(target_pb2.GetInfoRequest(), timeout=5)
     assert error_from_rpc(caught.value).code is ErrorCode.UNAVAILABLE
 
 
-async def test_what_an_inner_interceptor_raises_refuses_calls_of_every_kind() -> None:
+async def test_an_inner_interceptors_error_refuses_calls_of_every_kind() -> None:
     error = OutriderError("no key", code=ErrorCode.UNAUTHENTICATED, reason="invalid_api_key")
 
     class Refusing(grpc.ServerInterceptor):

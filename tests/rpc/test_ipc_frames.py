@@ -1,4 +1,4 @@
-"""Frames on a unix socket: whole whatever the socket does with them, bounded in size and time, and ended at once when the peer is."""
+"""Frames on a unix socket: they arrive whole, sizes and waits are bounded, and the end of a peer is seen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.fixture
 def raw() -> Iterator[tuple[socket.socket, FrameSocket]]:
-    """A peer that writes bytes of its own."""
+    """A raw socket that writes arbitrary bytes, and a `FrameSocket` at its other end."""
     peer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     end.setblocking(False)
     frames = FrameSocket(end)
@@ -52,7 +52,7 @@ def raw() -> Iterator[tuple[socket.socket, FrameSocket]]:
     payloads=st.lists(st.binary(max_size=400_000), min_size=1, max_size=12),
     cuts=st.lists(st.integers(1, 70_000), min_size=1),
 )
-def test_frames_arrive_whole_and_in_order_however_they_are_cut(
+def test_frames_arrive_whole_and_in_order_however_the_bytes_are_split(
     payloads: list[bytes], cuts: list[int]
 ) -> None:
     peer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -82,11 +82,11 @@ def test_frames_arrive_whole_and_in_order_however_they_are_cut(
 
 @settings(max_examples=20, deadline=None)
 @given(payloads=st.lists(st.binary(max_size=300_000), min_size=1, max_size=20))
-def test_what_a_full_socket_does_not_take_is_sent_later_in_order(payloads: list[bytes]) -> None:
+def test_bytes_refused_by_a_full_socket_are_sent_later_in_order(payloads: list[bytes]) -> None:
     writer, reader = make_pair(buffer_bytes=4096)
     try:
         for payload in payloads:
-            writer.send(FrameKind.SESSION, payload)  # nobody reads: must not wait
+            writer.send(FrameKind.SESSION, payload)  # there is no reader, so this must not wait
         received = []
         while len(received) < len(payloads):
             frame = reader.receive()
@@ -126,7 +126,7 @@ def test_waiting_is_bounded(pair: Pair) -> None:
     assert 0.05 <= time.monotonic() - started < 2.0
 
 
-def test_half_a_frame_is_waited_for_no_longer(raw: tuple[socket.socket, FrameSocket]) -> None:
+def test_an_incomplete_frame_does_not_extend_the_wait(raw: tuple[socket.socket, FrameSocket]) -> None:
     peer, frames = raw
     peer.sendall(HEADER.pack(100, FrameKind.SESSION) + b"x" * 50)
     assert frames.receive(0.05) is None
@@ -145,7 +145,7 @@ def test_garbage_is_a_protocol_error(raw: tuple[socket.socket, FrameSocket], hea
         frames.receive(5.0)
 
 
-def test_too_large_a_message_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_too_large_is_not_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames_module, "MAX_FRAME_BYTES", 10)
     with pytest.raises(ProtocolError, match="limit of 10"):
         pair[0].send(FrameKind.SESSION, b"x" * 11)
@@ -158,7 +158,7 @@ def test_a_peer_that_never_reads_counts_as_gone(pair: Pair, monkeypatch: pytest.
         for _ in range(100):
             pair[0].send(FrameKind.SESSION, b"x" * 100_000)
 
-    with pytest.raises(EndOfStream, match="does not read"):
+    with pytest.raises(EndOfStream, match="too many bytes unread"):
         flood()
 
 
@@ -194,7 +194,7 @@ def test_descriptors_travel_beside_a_frame(pair: Pair) -> None:
     read, write = os.pipe()
     pair[0].send(FrameKind.MAILBOX, b"two", [read, write])
     assert pair[1].receive(5.0) == (FrameKind.MAILBOX, b"two")
-    with pytest.raises(ProtocolError, match="3 descriptors were announced, 2 came"):
+    with pytest.raises(ProtocolError, match="announced 3 descriptors but sent 2"):
         pair[1].take_files(3)
     there = pair[1].take_files(2)
     os.write(there[1], b"through")
@@ -203,7 +203,7 @@ def test_descriptors_travel_beside_a_frame(pair: Pair) -> None:
         os.close(descriptor)
 
 
-def test_descriptors_that_nobody_takes_are_closed(pair: Pair) -> None:
+def test_unclaimed_descriptors_are_closed(pair: Pair) -> None:
     read, write = os.pipe()
     pair[0].send(FrameKind.MAILBOX, b"", [write])
     os.close(write)

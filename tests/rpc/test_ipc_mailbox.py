@@ -1,4 +1,4 @@
-"""Mailboxes in shared memory: rows arrive as they were, slots are used again only when released, and a lying peer costs itself."""
+"""Mailboxes in shared memory: exact rows, slots reused only after release, misbehaving peers detected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Ends = tuple[SharedTensorWriter, SharedTensorReader, SharedMemory]
 
 
 def make_ends(slots: int = 3, rows: int = 4) -> Ends:
-    """Return both ends, mapped apart as two processes map them, and the reader's memory."""
+    """Return both ends, each with its own mapping as in two processes, and the reader's memory."""
     layout = SlotLayout(slots, rows * COLUMNS * 4)
     written, file = SharedMemory.create(layout)
     read = SharedMemory.attach(layout, file)
@@ -56,7 +56,10 @@ def rows(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch
 def test_rows_arrive_in_order_through_slots_or_inline(
     steps: list[int | None], slots: int, dtype: torch.dtype
 ) -> None:
-    """A number writes so many rows, None reads one message; more than `slots` unread ones travel inline."""
+    """A number writes that many rows; None reads one message.
+
+    More than `slots` unread messages travel inline.
+    """
     writer, reader, _ = make_ends(slots)
     waiting: deque[tuple[common_pb2.TensorData, torch.Tensor]] = deque()
     unread_slots = 0
@@ -78,7 +81,7 @@ def test_rows_arrive_in_order_through_slots_or_inline(
             assert torch.equal(got, expected)
 
 
-def test_what_was_read_does_not_change_with_the_slot() -> None:
+def test_rows_that_were_read_do_not_change_with_the_slot() -> None:
     writer, reader, _ = make_ends(slots=1)
     first = reader.read(writer.write([rows(2, 1)]), "rows", COLUMNS)
     second = reader.read(writer.write([rows(2, 2)]), "rows", COLUMNS)
@@ -106,13 +109,13 @@ def changed(data: common_pb2.TensorData, **fields: int) -> common_pb2.TensorData
         ({"num_bytes": 1 << 40}, "rows"),
     ],
 )
-def test_a_message_that_names_something_else_is_refused(fields: dict[str, int], named: str) -> None:
+def test_a_message_with_a_wrong_slot_reference_is_refused(fields: dict[str, int], named: str) -> None:
     writer, reader, _ = make_ends()
     data = writer.write([rows(2)])
     with pytest.raises(ProtocolError) as error:
         reader.read(changed(data, **fields), "rows", COLUMNS)
     assert error.value.field == named
-    assert torch.equal(reader.read(data, "rows", COLUMNS), rows(2)), "the true message still counts"
+    assert torch.equal(reader.read(data, "rows", COLUMNS), rows(2)), "the correct message is still accepted"
 
 
 def test_more_rows_than_a_slot_holds_are_refused() -> None:
@@ -152,7 +155,7 @@ def test_other_widths_and_types_are_refused() -> None:
         max_size=20,
     )
 )
-def test_nonsense_in_the_counters_breaks_neither_side(nonsense: list[tuple[int, int, int]]) -> None:
+def test_invalid_counters_break_neither_side(nonsense: list[tuple[int, int, int]]) -> None:
     writer, reader, memory = make_ends()
     for step, (slot, which, value) in enumerate(nonsense):
         memory.set_counter(slot, which, value)
@@ -162,7 +165,7 @@ def test_nonsense_in_the_counters_breaks_neither_side(nonsense: list[tuple[int, 
             assert torch.equal(reader.read(data, "rows", COLUMNS), sent)
 
 
-def test_a_slot_that_is_written_while_it_is_read_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwriting_a_slot_during_its_read_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader, memory = make_ends()
     data = writer.write([rows(2)])
     clone = torch.Tensor.clone
@@ -172,28 +175,28 @@ def test_a_slot_that_is_written_while_it_is_read_is_not_believed(monkeypatch: py
         return clone(tensor)
 
     monkeypatch.setattr(torch.Tensor, "clone", overtaken)
-    with pytest.raises(ProtocolError, match="written anew"):
+    with pytest.raises(ProtocolError, match="was overwritten"):
         reader.read(data, "rows", COLUMNS)
 
 
 @pytest.mark.parametrize("nonsense", [3, 99_999, (1 << 64) - 1])
-def test_a_slot_that_could_never_be_free_again_is_an_error(nonsense: int) -> None:
-    """Rows that wait for a free slot would wait for ever, and the draft for them, over a connection that looks healthy."""
+def test_a_slot_that_could_never_become_free_is_an_error(nonsense: int) -> None:
+    """Otherwise rows would wait forever for a free slot, on a connection that seems healthy."""
     writer, reader, memory = make_ends(slots=2)
     reader.read(writer.write([rows(2)]), "rows", COLUMNS)
     unread = [writer.write([rows(2)]) for _ in range(2)]
-    assert writer.offer(rows(2)) is None, "slots that are not read yet are no error"
+    assert writer.offer(rows(2)) is None, "slots that are still unread are no error"
     for slot in (0, 1):
         memory.set_counter(slot, RELEASED, nonsense)
-    with pytest.raises(ProtocolError, match="was given back"):
+    with pytest.raises(ProtocolError, match="the peer released generation"):
         writer.offer(rows(2))
-    with pytest.raises(ProtocolError, match="was given back"):
+    with pytest.raises(ProtocolError, match="the peer released generation"):
         writer.write([rows(2)])
     assert torch.equal(reader.read(unread[0], "rows", COLUMNS), rows(2))
 
 
 class Event:
-    """Of a copy: done when the test says so."""
+    """The event of a copy; done when the test sets it."""
 
     done = False
 
@@ -205,10 +208,10 @@ class Event:
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside"])
-def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
+def test_overwriting_a_gpu_slot_during_its_copy_is_detected(
     monkeypatch: pytest.MonkeyPatch, wait: bool
 ) -> None:
-    """By the reader's own steps, on the host: the copies are made at once, and said to be done later."""
+    """Uses the reader's own code on the host: copies run immediately but are reported as done later."""
     layout = SlotLayout(2, 64, slots_inside=False)
     ledger, file = SharedMemory.create(layout)
     os.close(file)
@@ -239,21 +242,23 @@ def test_a_slot_of_a_gpu_that_is_written_while_it_is_copied_is_not_believed(
         return common_pb2.TensorData(shape=(1, columns), dtype=common_pb2.DATA_TYPE_FLOAT32, cuda_ipc=where)
 
     assert torch.equal(reader.read(message(4), "rows", 4), slots[:4].view(1, 4))
-    assert ledger.counter(0, RELEASED) == wait, "what is not waited for is given back when it is done"
+    assert ledger.counter(0, RELEASED) == wait, (
+        "without waiting, the slot is released only when the copy is done"
+    )
     overtaken = True
     if wait:
-        with pytest.raises(ProtocolError, match="written anew"):
+        with pytest.raises(ProtocolError, match="was overwritten"):
             reader.read(message(4), "rows", 4)
     else:
         reader.read(message(4), "rows", 4)
         Event.done = True
-        with pytest.raises(ProtocolError, match="written anew"):
+        with pytest.raises(ProtocolError, match="was overwritten"):
             reader.read(common_pb2.TensorData(), "rows", 4)
         assert ledger.counter(0, RELEASED) == 1
-    assert ledger.counter(1, RELEASED) == 0, "it is not given back"
+    assert ledger.counter(1, RELEASED) == 0, "the slot is not released"
 
 
-def test_the_ledger_goes_round() -> None:
+def test_the_ledger_reuses_slots_in_turn() -> None:
     layout = SlotLayout(2, 64, slots_inside=False)
     memory, file = SharedMemory.create(layout)
     os.close(file)
@@ -268,7 +273,7 @@ def test_the_ledger_goes_round() -> None:
             reader.release(slot, generation)
 
 
-def test_memory_that_could_be_cut_or_has_another_size_is_refused() -> None:
+def test_unsealed_memory_or_memory_of_another_size_is_refused() -> None:
     layout = SlotLayout(2, 4096)
     file = os.memfd_create("plain")
     os.ftruncate(file, layout.total_bytes)
@@ -291,8 +296,8 @@ def test_memory_that_could_be_cut_or_has_another_size_is_refused() -> None:
 @pytest.mark.parametrize(
     "layout", [SlotLayout(0, 64), SlotLayout(65, 64), SlotLayout(1, 0), SlotLayout(1, 1 << 40)]
 )
-def test_sizes_beyond_the_limits_are_refused(layout: SlotLayout) -> None:
-    with pytest.raises(ProtocolError, match="beyond the limits"):
+def test_sizes_outside_the_limits_are_refused(layout: SlotLayout) -> None:
+    with pytest.raises(ProtocolError, match="outside the limits"):
         layout.check()
 
 
@@ -322,7 +327,7 @@ def test_device_memory_is_refused_by_a_draft_on_the_cpu() -> None:
         os.fstat(files[0])
 
 
-def test_a_handshake_that_is_lost_keeps_no_descriptor() -> None:
+def test_an_interrupted_handshake_leaks_no_descriptor() -> None:
     carrier = IpcCarrier(IpcAddress("/nobody"), CPU, rounds=True)
     try:
         kept = []

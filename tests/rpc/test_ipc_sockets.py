@@ -1,4 +1,4 @@
-"""Who may connect, and what happens to socket files: other users are refused on both ends, a dead listener's file is replaced."""
+"""Unix sockets: both ends refuse other users, dead listeners are replaced, and addresses are checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_only_the_owner_can_open_the_socket(tmp_path: Path) -> None:
     assert not Path(f"{tmp_path}/s").exists()
 
 
-def test_a_process_of_another_user_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_from_another_user_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     users = iter([os.geteuid() + 1, os.geteuid()])
     listener = Listener(f"{tmp_path}/s")
     clients = [socket.socket(socket.AF_UNIX) for _ in range(2)]
@@ -44,9 +44,9 @@ def test_a_process_of_another_user_is_hung_up_on(tmp_path: Path, monkeypatch: py
         served = listener.accept()
         assert served is not None
         clients[0].settimeout(5.0)
-        assert clients[0].recv(1) == b"", "the first was hung up on"
+        assert clients[0].recv(1) == b"", "the first connection was closed"
         served.send(b"x")
-        assert clients[1].recv(1) == b"x", "the second was not"
+        assert clients[1].recv(1) == b"x", "the second was accepted"
         served.close()
     finally:
         for client in clients:
@@ -54,11 +54,13 @@ def test_a_process_of_another_user_is_hung_up_on(tmp_path: Path, monkeypatch: py
         listener.close()
 
 
-def test_a_listener_of_another_user_is_not_talked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_to_another_users_listener_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     listener = Listener(f"{tmp_path}/s")
     try:
         monkeypatch.setattr(sockets, "peer_uid", lambda connection: os.geteuid() + 1)
-        with pytest.raises(ProtocolError, match="run both as one user"):
+        with pytest.raises(ProtocolError, match="Run both as the same user"):
             connect(f"{tmp_path}/s", 1.0)
     finally:
         listener.close()
@@ -73,17 +75,17 @@ def test_the_file_of_a_dead_listener_is_replaced(tmp_path: Path) -> None:
     listener.close()
 
 
-def test_a_living_listener_is_not_replaced(tmp_path: Path) -> None:
+def test_a_running_listener_is_not_replaced(tmp_path: Path) -> None:
     listener = Listener(f"{tmp_path}/s")
-    with pytest.raises(ConfigurationError, match="another process does"):
+    with pytest.raises(ConfigurationError, match="another process already does"):
         Listener(f"{tmp_path}/s")
     connect(f"{tmp_path}/s", 1.0).close()
     listener.close()
 
 
-def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("mine")
-    with pytest.raises(ConfigurationError, match="is no socket"):
+    with pytest.raises(ConfigurationError, match="is not a socket"):
         Listener(f"{tmp_path}/s")
     assert (tmp_path / "s").read_text() == "mine"
 
@@ -94,7 +96,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(ConfigurationError, match="mkdir -m 700"):
         Listener(f"{folder}/s")
-    with pytest.raises(ConfigurationError, match="make the folder first"):
+    with pytest.raises(ConfigurationError, match="Create the folder first"):
         Listener(f"{tmp_path}/missing/s")
 
 
@@ -109,7 +111,10 @@ def test_closing_ends_accept(tmp_path: Path) -> None:
 
 
 class Full:
-    """A socket of a process without a descriptor left, and the event that `accept` waits on: set at the last of `tries`."""
+    """Simulates a process without free descriptors, and the event that `accept` waits on.
+
+    The event is set at the last of `tries`.
+    """
 
     def __init__(self, number: int, tries: int) -> None:
         self.number, self.tries, self.asked, self.waits = number, tries, 0, 0
@@ -140,11 +145,11 @@ def test_without_descriptors_accept_pauses_between_tries_and_can_be_closed(
         with monkeypatch.context() as patched:
             patched.setattr(listener, "_socket", full)
             patched.setattr(listener, "_closed", full)
-            assert listener.accept() is None, "closed while it paused"
+            assert listener.accept() is None, "closed during the pause"
         assert full.asked == full.waits == 5
         with connect(f"{tmp_path}/s", 1.0):
             served = listener.accept()
-            assert served is not None, "descriptors are there again"
+            assert served is not None, "descriptors are available again"
             served.close()
     finally:
         listener.close()
@@ -168,16 +173,16 @@ def test_a_path_that_is_not_absolute_is_refused(address: str) -> None:
     assert error.value.field == "listen"
 
 
-def test_a_path_too_long_for_a_socket_is_refused() -> None:
+def test_a_path_that_is_too_long_for_a_socket_is_refused() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"longer than 103 bytes.*use a shorter one, in a folder under /run"
+        ConfigurationError, match=r"longer than 103 bytes.*Use a shorter one, in a folder under /run"
     ) as caught:
         IpcAddress.parse("ipc:///" + "x" * 103, "listen")
     assert caught.value.field == "listen"
-    with pytest.raises(ConfigurationError, match=r"longer than 107 bytes.*use a shorter one"):
+    with pytest.raises(ConfigurationError, match=r"longer than 107 bytes.*Use a shorter one"):
         check_address("unix:/" + "x" * 107, "listen")
 
 
-def test_only_a_draft_is_reached_by_ipc() -> None:
+def test_only_a_draft_may_have_an_ipc_address() -> None:
     with pytest.raises(ConfigurationError):
         check_address("ipc:///run/x", "target")

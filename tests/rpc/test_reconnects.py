@@ -1,4 +1,4 @@
-"""Drafts that come and go leave nothing with the target: no descriptor, no thread, no mapped memory."""
+"""Drafts that connect and disconnect leave nothing in the target: no descriptor, thread or mapped memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def decoder(folders: tuple[Path, Path]) -> Decoder:
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """The garbage collector does not help: it may not run for long, and on a GPU every connection has 100 MB."""
+    """Disable the garbage collector.
+
+    It may not run for a long time, and on a GPU each connection keeps 100 MB.
+    """
     gc.collect()
     gc.disable()
     yield
@@ -69,7 +72,7 @@ class Life:
         self.service.start()
 
     def end(self) -> None:
-        """As if it were killed: its sockets are closed without a word."""
+        """Simulate a kill: close the sockets without notice."""
         ipc = self.service._ipc
         for frames in list(ipc._sockets) if ipc else ():
             frames.close()
@@ -77,7 +80,7 @@ class Life:
 
 
 def generate(decoder: Decoder, drafter: RemoteDrafter) -> int:
-    """Return how many steps of a request found its rounds on the device."""
+    """Return the number of steps of a request whose rounds ran on the device."""
     harness: Harness = make_harness(decoder, drafter, overlap=OverlapPlan((1,), 6))
     harness.submit(PROMPT, 30, request_id="a", shape=(3, 1, 4))
     steps = 0
@@ -89,7 +92,7 @@ def generate(decoder: Decoder, drafter: RemoteDrafter) -> int:
 
 
 def held() -> Held:
-    """Return how many mailboxes are mapped, how many descriptors this process has, and how many threads."""
+    """Return the numbers of mapped mailboxes, open descriptors and threads."""
     mapped = sum("outrider-mailbox" in line for line in Path("/proc/self/maps").read_text().splitlines())
     return mapped, len(os.listdir("/proc/self/fd")), threading.active_count()
 
@@ -108,10 +111,10 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_drafts_that_come_and_go_leave_nothing(
+def test_drafts_that_come_and_go_leak_nothing(
     decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Ten that are used, and ten while there is no request, so that the engine hears of nothing."""
+    """Ten drafts are used; ten come while there is no request, so that the engine does not notice them."""
     address = f"ipc://{tmp_path}/draft.sock"
     identity = TargetIdentity.of(decoder)
     drafter = RemoteDrafter(
@@ -127,13 +130,14 @@ def test_drafts_that_come_and_go_leave_nothing(
         assert wait_for(lambda: drafter.state() is DrafterState.DOWN)
 
     try:
-        live(used=True)  # makes what is made once and kept
+        live(used=True)  # allocates everything that is made once and kept
         usual = held()
         for _ in range(LIVES):
             live(used=False)
         for _ in range(LIVES):
             live(used=True)
-        # Those of a server that ends may stay a moment longer, and one life's may still be there: not those of every life.
+        # Allow some slack: an ending server may keep some a moment longer, and one draft's may remain.
+        # A leak would keep every draft's.
         most = tuple(number + LIVES // 2 for number in usual)
         assert wait_for(lambda: all(now <= bound for now, bound in zip(held(), most, strict=True))), (
             usual,
@@ -144,10 +148,10 @@ def test_drafts_that_come_and_go_leave_nothing(
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_over_grpc_neither_side_keeps_the_rounds_of_connections_that_have_ended(
+def test_over_grpc_neither_side_keeps_rounds_of_ended_connections(
     decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """With a GPU they have memory that streams reach."""
+    """With a GPU, these objects own memory that streams can access."""
 
     def there_are() -> Counter[str]:
         return Counter(
@@ -169,7 +173,7 @@ def test_over_grpc_neither_side_keeps_the_rounds_of_connections_that_have_ended(
             assert wait_for(lambda ended=ended: drafter._link.connection is not ended)  # type: ignore[misc]
         del ended
         connected(drafter)
-        # Those of the present connection, and of the one that the engine last looked at.
+        # One for the present connection, and one for the connection that the engine last used.
         assert wait_for(lambda: there_are() <= Counter(StreamRounds=2, InlineRounds=1)), there_are()
     finally:
         drafter.shutdown()

@@ -1,4 +1,4 @@
-"""What every gRPC server of ours offers beside its own methods: health, reflection, limits, clean stops, clear address errors."""
+"""Common features of all gRPC servers: health, reflection, message limits, clean stops, address errors."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_health_follows_set_serving_for_every_name(server) -> None:
         assert [check(channel, name) for name in ("", NAME)] == [SERVING, SERVING]
 
 
-def test_watchers_see_the_change_and_take_no_worker(server) -> None:
+def test_watchers_see_the_change_and_occupy_no_worker(server) -> None:
     with connect(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest(service=NAME), timeout=20) for _ in range(6)]
         assert [next(watch).status for watch in watches] == [NOT_SERVING] * 6
-        # The server has two workers and six watchers: a call still gets through.
+        # The server has two workers and six watchers. A call still gets through.
         assert (
             target_pb2_grpc.TargetStub(channel).GetInfo(target_pb2.GetInfoRequest(), timeout=10).model_id
             == "toy"
@@ -88,7 +88,7 @@ def test_watchers_see_the_change_and_take_no_worker(server) -> None:
 
 
 class Call:
-    """A call's context that keeps what is to be run when the call has ended."""
+    """A call's context that keeps the callbacks for the end of the call."""
 
     def __init__(self) -> None:
         self.ended: list = []
@@ -98,13 +98,16 @@ class Call:
         return True
 
 
-def test_a_watcher_that_leaves_while_another_is_told_blocks_nobody() -> None:
-    """gRPC completes sends and ends calls in one thread: if ending a call waited for a send, both would wait for ever."""
-    servicer, leaving = PatientHealth(), Call()
-    told = []
+def test_a_watcher_that_leaves_during_a_notification_does_not_block_the_server() -> None:
+    """gRPC completes sends and ends calls on one thread.
 
-    def told_slowly(reply) -> None:
-        told.append(reply)
+    If ending a call waited for a send, both would deadlock.
+    """
+    servicer, leaving = PatientHealth(), Call()
+    replies = []
+
+    def reply_slowly(reply) -> None:
+        replies.append(reply)
         serving = threading.Thread(target=lambda: [callback() for callback in leaving.ended], daemon=True)
         serving.start()
         serving.join(5)
@@ -112,9 +115,9 @@ def test_a_watcher_that_leaves_while_another_is_told_blocks_nobody() -> None:
 
     request = health_pb2.HealthCheckRequest(service=NAME)
     servicer.Watch(request, leaving, lambda reply: None)
-    servicer.Watch(request, Call(), told_slowly)
+    servicer.Watch(request, Call(), reply_slowly)
     servicer.set(NAME, SERVING)
-    assert [reply.status for reply in told if reply is not None][-1] == SERVING
+    assert [reply.status for reply in replies if reply is not None][-1] == SERVING
 
 
 def test_reflection_lists_the_services(server) -> None:
@@ -127,7 +130,7 @@ def test_reflection_lists_the_services(server) -> None:
     assert {NAME, "grpc.health.v1.Health"} <= names
 
 
-def test_messages_of_both_directions_may_be_large_but_not_unlimited(server) -> None:
+def test_messages_may_be_large_but_not_unlimited(server) -> None:
     with connect(server.address) as channel:
         stub = target_pb2_grpc.TargetStub(channel)
         large = target_pb2.GenerateRequest(prompt_ids=range(3_000_000))
@@ -147,7 +150,7 @@ def test_stop_lets_a_stream_finish_within_the_grace_and_refuses_new_calls() -> N
 
     def feed():
         yield requests[0]
-        # By now the first reply was read and the stop has begun.
+        # By now the first reply has been read and the stop has begun.
         while not stopping:
             started.wait()
         yield target_pb2.SessionRequest(generate=target_pb2.GenerateRequest(request_id="2"))
@@ -197,18 +200,18 @@ async def test_the_asyncio_server_offers_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o177])
-def test_a_unix_socket_is_for_its_user_only(tmp_path: Path, mask: int) -> None:
+def test_a_unix_socket_is_accessible_to_its_user_only(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         server = sync_server(f"unix:{tmp_path}/s.sock", servicers(), [NAME])
-        assert os.umask(mask) == mask, "the process's own mask holds again"
+        assert os.umask(mask) == mask, "the process's own umask is restored"
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "s.sock").stat().st_mode) == 0o600
     server.stop(0)
 
 
-def test_a_taken_port_is_a_configuration_error_that_names_it() -> None:
+def test_a_port_in_use_is_a_configuration_error_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigurationError, match=address):
@@ -231,7 +234,7 @@ def test_local_addresses_may_be_listened_on(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:7001", "[::]:7001", "10.0.0.3:7001", "example.org:7001"])
-def test_addresses_that_others_can_reach_need_an_explicit_flag(address: str) -> None:
+def test_addresses_reachable_from_other_hosts_need_an_explicit_flag(address: str) -> None:
     with pytest.raises(ConfigurationError, match="--insecure"):
         check_listen_address(address, "listen", allow_remote=False)
     assert check_listen_address(address, "listen", allow_remote=True) == address

@@ -1,4 +1,4 @@
-"""The two threads that read from a stream: take-overs, unlucky moments, and waits that end in time."""
+"""The two threads that read from one stream: take-overs, races between them, and deadlines of waits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def serve() -> Iterator[Serve]:
     servers.stop()
 
 
-def test_another_thread_takes_over_and_gives_back(serve: Serve) -> None:
+def test_another_thread_borrows_the_stream_and_gives_it_back(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: to.send(message)))
     reader = Reader(stream)
     taken = [exchange(stream, reader, number.to_bytes(2, "little")) for number in range(200)]
-    assert sum(taken) >= 198  # the reader may have the first in hand
-    stream.send(b"later")  # some time after the last turn the reader is back
+    assert sum(taken) >= 198  # the reader may already have received the first
+    stream.send(b"later")  # the reader gets the stream back some time after the last borrowed read
     until = time.monotonic() + WAIT_S
     while reader.got.empty() and time.monotonic() < until:
         reader.thread.join(0.01)
@@ -37,13 +37,13 @@ def test_another_thread_takes_over_and_gives_back(serve: Serve) -> None:
     assert not reader.thread.is_alive()
 
 
-def test_messages_go_out_though_nobody_reads(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_sent_even_if_no_thread_reads(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
     heard: SimpleQueue[bytes] = SimpleQueue()
     stream = serve(Echo(lambda to, message: heard.put(message)))
     reader = Reader(stream)
     stream.receive_within(0.0)
-    stream.receive_within(0.0)  # the reader has made way, for good
+    stream.receive_within(0.0)  # the reader has stepped aside permanently
     sent = [bytes([number]) * 100_000 for number in range(50)]
     for message in sent:
         stream.send(message)
@@ -55,7 +55,9 @@ def test_messages_go_out_though_nobody_reads(serve: Serve, monkeypatch: pytest.M
     assert not reader.thread.is_alive()
 
 
-def test_the_reader_goes_on_at_once_when_it_is_let(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_continues_immediately_after_give_back(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
     monkeypatch.setattr(direct, "LONGEST_WATCH_S", 2 * WAIT_S)
     stream = serve(Echo(lambda to, message: to.send(message)))
@@ -73,10 +75,10 @@ def test_the_reader_goes_on_at_once_when_it_is_let(serve: Serve, monkeypatch: py
     assert not reader.thread.is_alive()
 
 
-def test_no_message_is_waited_for_in_vain_while_the_two_take_turns(
+def test_no_message_is_missed_while_the_two_threads_take_turns(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the reader takes in the moment of a take-over wakes the other thread: only the clock would, else."""
+    """A message that the reader receives during a take-over wakes the other thread without a timeout."""
     monkeypatch.setattr(direct, "KEEP_S", 0.0)
     monkeypatch.setattr(direct, "WATCH_S", 0.0001)
     monkeypatch.setattr(direct, "LONGEST_WATCH_S", 0.0001)
@@ -87,21 +89,22 @@ def test_no_message_is_waited_for_in_vain_while_the_two_take_turns(
         started = time.monotonic()
         taken += exchange(stream, reader, number.to_bytes(2, "little"), number % 8 * 5e-5)
         assert time.monotonic() - started < WAIT_S / 2
-        reader.thread.join(number % 5 * 1e-4)  # a moment for the reader to take the stream back
+        reader.thread.join(number % 5 * 1e-4)  # gives the reader time to take the stream back
     assert 0 < taken < 400
     stream.cancel()
     reader.thread.join(WAIT_S)
 
 
 class Crossing:
-    """The lock of who reads, at which the reader meets the test's thread in an unlucky moment, once.
+    """The stream's reading lock, which makes the reader meet the test's thread at a critical moment, once.
 
     Args:
-        stream: Whose lock it becomes.
-        before, behind: What must be so until the reader goes on, when it comes to the lock and when it has released it.
+        stream: The stream whose lock it replaces.
+        before, behind: Conditions that the reader waits for: when it comes to the lock, and after releasing
+            it.
 
     Attributes:
-        came, left: It has come to the lock, and has released it.
+        came, left: Set when the reader has come to the lock, and when it has released it.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         pause.wait(1e-3)
 
 
-def test_a_wait_ends_in_time_that_began_when_the_reader_was_about_to_read(serve: Serve) -> None:
+def test_a_wait_begun_just_before_the_reader_reads_ends_on_time(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: None))
     crossing = Crossing(stream, before=stream._reading.locked)
     reader = Reader(stream)
@@ -154,7 +157,7 @@ def test_a_wait_ends_in_time_that_began_when_the_reader_was_about_to_read(serve:
     watchdog = threading.Timer(WAIT_S, stream.cancel)
     watchdog.start()
     started = time.monotonic()
-    assert stream.receive_within(0.0) is None  # the reader has dealt with the first message
+    assert stream.receive_within(0.0) is None  # the reader has handled the first message
     assert stream.receive_within(0.05) is None
     assert time.monotonic() - started < WAIT_S / 2
     watchdog.cancel()
@@ -163,7 +166,7 @@ def test_a_wait_ends_in_time_that_began_when_the_reader_was_about_to_read(serve:
     assert not reader.thread.is_alive()
 
 
-def test_the_reader_takes_what_was_taken_in_before_it_read(serve: Serve) -> None:
+def test_the_reader_returns_messages_kept_before_it_read(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: to.send(message)))
     crossing = Crossing(stream, before=lambda: bool(stream._early))
     reader = Reader(stream)
@@ -180,7 +183,7 @@ def test_the_reader_takes_what_was_taken_in_before_it_read(serve: Serve) -> None
     reader.thread.join(WAIT_S)
 
 
-def test_a_stream_that_is_given_back_in_the_moment_of_a_take_over_goes_on(serve: Serve) -> None:
+def test_giving_the_stream_back_during_a_take_over_is_safe(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: to.send(message)))
     crossing = Crossing(stream, behind=lambda: not stream.taken)
     reader = Reader(stream)
@@ -194,10 +197,10 @@ def test_a_stream_that_is_given_back_in_the_moment_of_a_take_over_goes_on(serve:
     reader.thread.join(WAIT_S)
 
 
-def test_a_wait_ends_in_time_though_nothing_comes(serve: Serve) -> None:
+def test_a_wait_without_a_message_ends_on_time(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: None))
     reader = Reader(stream)
-    assert stream.receive_within(0.5) is None  # at once: the reader has dealt with the first message
+    assert stream.receive_within(0.5) is None  # returns immediately: the reader has handled the first message
     for seconds in (0.05, 0.02, 0.05):
         started = time.monotonic()
         assert stream.receive_within(seconds) is None
@@ -211,11 +214,11 @@ def test_a_wait_ends_in_time_though_nothing_comes(serve: Serve) -> None:
 
 
 class Sleeps(threading.Condition):
-    """What the watching thread sleeps on: notes for how long.
+    """The condition that the watching thread sleeps on; records each timeout.
 
     Args:
-        lock: Of the stream.
-        dozes: It does not sleep at all.
+        lock: The stream's lock.
+        dozes: If true, does not sleep at all.
     """
 
     def __init__(self, lock: threading.Lock, dozes: bool = False) -> None:
@@ -229,10 +232,10 @@ class Sleeps(threading.Condition):
         return self._dozes or super().wait(timeout)
 
 
-def test_a_wait_that_is_shorter_than_the_one_before_ends_in_time(
+def test_a_wait_shorter_than_the_previous_one_ends_on_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watching thread sleeps as the wait before allows, and is woken."""
+    """The watching thread sleeps for as long as the previous wait allows, and is woken up."""
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
     monkeypatch.setattr(direct, "LONGEST_WATCH_S", 1e3)
     stream = serve(Echo(lambda to, message: to.send(message)))
@@ -254,7 +257,7 @@ def test_a_wait_that_is_shorter_than_the_one_before_ends_in_time(
     assert not reader.thread.is_alive()
 
 
-def test_waits_as_long_as_the_one_before_do_not_wake_the_watch(
+def test_waits_as_long_as_the_previous_one_do_not_wake_the_watch(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "KEEP_S", 1e3)
@@ -277,8 +280,8 @@ def test_waits_as_long_as_the_one_before_do_not_wake_the_watch(
 
 
 @pytest.mark.parametrize(("seconds", "most_s"), [(1e3, 0.05), (0.02, 0.02), (0.001, 0.005)])
-def test_how_long_the_watch_sleeps_behind_a_wait(serve: Serve, seconds: float, most_s: float) -> None:
-    """Who sends meanwhile, or what comes for the reader, may have to wait for it."""
+def test_the_watch_sleeps_within_bounds_after_a_wait(serve: Serve, seconds: float, most_s: float) -> None:
+    """A sender, or a message for the reader, may have to wait for the end of this sleep."""
     stream = serve(Echo(lambda to, message: None))
     assert stream.receive_within(0.0) is None
     stream._patience = seconds
@@ -287,7 +290,7 @@ def test_how_long_the_watch_sleeps_behind_a_wait(serve: Serve, seconds: float, m
     assert sleeps.noted == pytest.approx([most_s])
 
 
-def test_a_thread_that_looks_sends_at_once_and_loses_no_message(serve: Serve) -> None:
+def test_look_sends_immediately_and_loses_no_message(serve: Serve) -> None:
     stream = serve(Echo(lambda to, message: to.send(message)))
     reader = Reader(stream)
     assert exchange(stream, reader, b"reader", 0.1) is False
@@ -298,7 +301,7 @@ def test_a_thread_that_looks_sends_at_once_and_loses_no_message(serve: Serve) ->
         message = b"ahead %d" % number
         assert stream.poll() == []
         stream.send(message)
-        reader.thread.join(number % 4 * 1e-3)  # by now it is on its way, and perhaps back already
+        reader.thread.join(number % 4 * 1e-3)  # by now the message is on its way, and perhaps already back
         came = stream.poll()
         until = time.monotonic() + WAIT_S
         while stream._sending and time.monotonic() < until:
@@ -310,8 +313,8 @@ def test_a_thread_that_looks_sends_at_once_and_loses_no_message(serve: Serve) ->
         if not came:
             receive(stream, reader, message)
     assert early >= 25 or PollWindow().enabled, (
-        "where nobody else watches the sockets, nothing comes while nobody waits"
+        "unless another thread watches the sockets, messages arrive only during waits"
     )
     stream.cancel()
     reader.thread.join(WAIT_S)
-    assert stream.poll() == [], "it has ended"
+    assert stream.poll() == [], "the stream has ended"

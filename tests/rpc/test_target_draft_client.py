@@ -1,4 +1,4 @@
-"""The remote drafter against a scripted draft, over gRPC and over sockets of one host: the protocol, and every way in which it can fail."""
+"""The remote drafter against a scripted draft, over gRPC and unix sockets: protocol and failures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def drafter(decoder: Decoder, address: str) -> Iterator[RemoteDrafter]:
 
 
 def truthful(plain: list[int]) -> Callable[[list[int], draft_pb2.Commit], draft_pb2.Tree]:
-    """Draft what the target is going to say."""
+    """Draft the tokens that the target will choose."""
     answer = PROMPT + plain
 
     def plan(tokens: list[int], commit: draft_pb2.Commit) -> draft_pb2.Tree:
@@ -66,7 +66,7 @@ def truthful(plain: list[int]) -> Callable[[list[int], draft_pb2.Commit], draft_
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
-    """Wait until a state of other threads is reached; returns how long it took."""
+    """Wait until other threads reach a state. Return the time it took."""
     started = time.monotonic()
     pause = threading.Event()
     while not condition():
@@ -80,7 +80,7 @@ def connected(drafter: RemoteDrafter) -> None:
 
 
 def refused_for(drafter: RemoteDrafter, field: str) -> str:
-    """Wait until the target refuses its draft for a field; return what it says."""
+    """Wait until the target refuses its draft for a field. Return the message."""
     wait_for(lambda: drafter.refusal() is not None)
     refusal = drafter.refusal()
     assert refusal is not None
@@ -103,7 +103,7 @@ def check_done(harness: Harness, plain: list[int], count: int = 1, max_new_token
 
 
 @pytest.mark.parametrize("most_short_bytes", [grpc_carrier.MAX_SHORT_BYTES, 0], ids=["short", "long"])
-def test_a_good_draft_is_believed(
+def test_a_correct_draft_is_accepted(
     decoder: Decoder,
     drafter: RemoteDrafter,
     address: str,
@@ -138,7 +138,7 @@ def test_a_good_draft_is_believed(
         server.stop(0)
 
 
-def test_without_a_draft_everything_is_plain(
+def test_without_a_draft_all_sequences_decode_plainly(
     decoder: Decoder, drafter: RemoteDrafter, plain: list[int]
 ) -> None:
     harness = start(decoder, drafter, count=2)
@@ -177,7 +177,7 @@ def test_garbage_costs_no_token_and_opens_the_breaker(
         check_done(harness, plain)
         assert harness.sink.finished["0"].speculation.draft_tokens == 0
         assert "bad_tree" in harness.engine.prometheus_text()
-        assert fake.asked < 20, "the breaker stops asking"
+        assert fake.asked < 20, "the open breaker stops requests"
     finally:
         server.stop(0)
 
@@ -198,13 +198,13 @@ def test_a_tree_of_another_fence_is_dropped(
         harness = start(decoder, drafter)
         harness.run()
         check_done(harness, plain)
-        assert fake.asked > 0, "it was asked, and answered for another moment"
+        assert fake.asked > 0, "the draft was asked, and answered with an outdated fence"
         assert harness.sink.finished["0"].speculation.draft_tokens == 0
     finally:
         server.stop(0)
 
 
-def test_silence_is_waited_for_once_and_drafting_resumes(
+def test_a_silent_draft_costs_one_wait_and_drafting_resumes(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -227,14 +227,14 @@ def test_silence_is_waited_for_once_and_drafting_resumes(
             fake.push(draft_pb2.SessionReply(pong=draft_pb2.Pong(nonce=nonce)))
         wait_for(lambda: drafter.state() is DrafterState.ON)
         harness.run()
-        assert any(len(one.nodes) > 1 for one in harness.sink.rounds["0"][rounds:]), "drafting resumed"
+        assert any(len(one.nodes) > 1 for one in harness.sink.rounds["0"][rounds:]), "drafting has resumed"
         check_done(harness, plain, max_new_tokens=200)
         assert fake.problems == []
     finally:
         server.stop(0)
 
 
-def test_a_restarted_draft_takes_up_running_sequences(
+def test_a_restarted_draft_resumes_running_sequences(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     first = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -269,7 +269,7 @@ def test_a_restarted_draft_takes_up_running_sequences(
         server.stop(0)
 
 
-def test_another_head_gets_features_of_its_own(
+def test_a_new_head_gets_its_own_features(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     server = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size, seed=1).serve(address)
@@ -305,7 +305,7 @@ def test_another_head_gets_features_of_its_own(
         server.stop(0)
 
 
-def test_a_lost_session_is_opened_again_alone(
+def test_only_the_lost_session_is_reopened(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -330,7 +330,7 @@ def test_a_lost_session_is_opened_again_alone(
         server.stop(0)
 
 
-def test_a_full_draft_leaves_the_sequence_plain(
+def test_without_room_in_the_draft_the_sequence_decodes_plainly(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -369,7 +369,7 @@ def test_a_head_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(("version", "older"), [(1, "draft"), (0, "draft"), (99, "target")])
-def test_a_draft_of_another_release_is_refused_and_decoding_goes_on(
+def test_a_draft_of_another_release_is_refused_and_decoding_continues(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int], version: int, older: str
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -378,14 +378,14 @@ def test_a_draft_of_another_release_is_refused_and_decoding_goes_on(
     try:
         message = refused_for(drafter, "protocol_version")
         assert (
-            f"version {version} of the draft protocol, this target version {PROTOCOL_VERSION}: update the {older}"
-            in message
+            f"version {version} of the draft protocol, this target version {PROTOCOL_VERSION}: "
+            f"update the {older}" in message
         )
         harness = start(decoder, drafter)
         harness.run()
         check_done(harness, plain)
         assert fake.opens == []
-        fake.ack.protocol_version = PROTOCOL_VERSION  # it was replaced by one that fits
+        fake.ack.protocol_version = PROTOCOL_VERSION  # simulates an update of the draft
         connected(drafter)
     finally:
         server.stop(0)
@@ -422,7 +422,7 @@ def test_a_draft_of_another_algorithm_is_refused(
         server.stop(0)
 
 
-def test_mode_off_is_never_told_to_the_draft(
+def test_sequences_with_mode_off_are_never_sent_to_the_draft(
     decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
 ) -> None:
     fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
@@ -435,6 +435,6 @@ def test_mode_off_is_never_told_to_the_draft(
         check_done(harness, plain, 1, 30)
         assert fake.opens == []
         assert harness.runner.pool.features is not None
-        assert harness.runner.pool.features.abs().sum() == 0, "nothing was captured"
+        assert harness.runner.pool.features.abs().sum() == 0, "no features were captured"
     finally:
         server.stop(0)

@@ -1,4 +1,4 @@
-"""The target service over real gRPC: streams, multiplexing, cancellation, errors, weights, health and drain."""
+"""The target service over real gRPC: streams, multiplexing, cancels, errors, weights, health and drain."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Service:
-    """A target in this process, its asyncio server on a thread of its own."""
+    """A target in this process, with its asyncio server on a separate thread."""
 
     def __init__(self, settings: TargetSettings) -> None:
         self.target = Target(settings)
@@ -88,7 +88,7 @@ def stub(service: Service) -> Iterator[target_pb2_grpc.TargetStub]:
 
 
 def pages_held(service: Service) -> int:
-    """Return the pages held once the engine is idle."""
+    """Return the number of pages in use once the engine is idle."""
     finished = threading.Event()
     for _ in range(400):
         if service.target.engine.num_live == 0:
@@ -149,7 +149,9 @@ def test_one_session_carries_many_requests(stub: target_pb2_grpc.TargetStub) -> 
                     assert one.error.field == ("max_new_tokens" if one.request_id == "bad" else "request_id")
     assert all(tokens[str(index)] == expected for index in range(8))
     assert ended["bad"] == ["error"]
-    assert sorted(ended["0"]) == ["error", "finish"], "the second use of a name is refused, the first goes on"
+    assert sorted(ended["0"]) == ["error", "finish"], (
+        "reusing a request id is refused, and the first one continues"
+    )
     assert messages < 8 * 20, "replies are batched"
 
 
@@ -227,7 +229,7 @@ def test_bad_fields_are_named(
     assert info.reason.lower() == reason
 
 
-def test_a_callers_deadline_ends_the_request(service: Service, stub: target_pb2_grpc.TargetStub) -> None:
+def test_the_callers_deadline_ends_the_request(service: Service, stub: target_pb2_grpc.TargetStub) -> None:
     with pytest.raises(grpc.RpcError) as late:
         list(stub.Generate(request(max_new_tokens=1000, timeout_ms=1), timeout=TIMEOUT_S))
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -267,7 +269,7 @@ def test_info_and_stats_describe_the_service(stub: target_pb2_grpc.TargetStub) -
     assert "outrider_time_to_first_token_seconds_bucket" in stats.prometheus_text
 
 
-async def test_a_full_queue_is_refused_with_a_time_to_retry(service: Service) -> None:
+async def test_a_full_queue_refuses_requests_with_a_retry_time(service: Service) -> None:
     async with grpc.aio.insecure_channel(service.address) as channel:
         stub = target_pb2_grpc.TargetStub(channel)
 

@@ -1,7 +1,11 @@
-"""Where the blobs of rounds lie that two processes exchange: two slots a direction, taken in turn, and the words that say what is there.
+"""Exchanges the blobs of rounds between two processes: interface, memory layout, and a version without GPUs.
 
-Two slots: a side that was released gives no more than one round, which the other may not have read yet, so a state is never overwritten
-before it is read.
+In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
+trees (`shared.spec.resident`).
+
+Each direction has two slots, used in turn, and a word that announces the last blob (`doorbells`). Two slots
+are enough: a side whose wait was released sends at most one more round, so it never overwrites a blob that
+the peer has not read yet.
 """
 
 from __future__ import annotations
@@ -18,14 +22,22 @@ from outrider.shared.rpc.ipc.slots import MAX_SLOT_BYTES, SharedMemory, SlotLayo
 
 SLOTS = 2
 STATE_BYTES = 8 * 1024 * 1024
-"""64 sequences with 6 rows of 4096 in bf16 take 3 MiB, 64 with 16 rows 8; larger batches go the host's way."""
+"""Largest state. In bf16, 64 sequences with 6 rows of 4096 take 3 MiB, with 16 rows 8 MiB.
+
+Rounds of larger batches go through the host.
+"""
 TREES_BYTES = 256 * 1024
 POLL_S = 2e-5
 
 
 @dataclass(frozen=True, slots=True)
 class BlobLayout:
-    """Bytes of a state's and of a tree's slot. `inside`: the slots lie behind the words in the shared memory, else on a device."""
+    """Bytes of one state's slot and of one trees' slot.
+
+    Attributes:
+        state_bytes, trees_bytes: Size of a slot.
+        inside: Whether the slots lie behind the words in the shared memory; otherwise they lie on a device.
+    """
 
     state_bytes: int = STATE_BYTES
     trees_bytes: int = TREES_BYTES
@@ -33,12 +45,12 @@ class BlobLayout:
 
     @property
     def slots_bytes(self) -> int:
-        """All slots together."""
+        """Size of all slots together."""
         return SLOTS * (self.state_bytes + self.trees_bytes)
 
     @property
     def memory(self) -> SlotLayout:
-        """Of the shared memory: its first page holds the words."""
+        """Layout of the shared memory, whose first page contains the words."""
         return SlotLayout(1, self.slots_bytes if self.inside else 1)
 
     def state_slot(self, number: int) -> int:
@@ -50,57 +62,59 @@ class BlobLayout:
         return SLOTS * self.state_bytes + number % SLOTS * self.trees_bytes
 
     def check(self) -> BlobLayout:
-        """Return the layout of a peer if its sizes can be served; raise ProtocolError otherwise."""
+        """Return this layout of a peer if its sizes are acceptable; raise ProtocolError otherwise."""
         sizes = (self.state_bytes, self.trees_bytes)
         if not all(0 < size <= MAX_SLOT_BYTES // 8 and size % 256 == 0 for size in sizes):
             raise ProtocolError(
-                f"A mailbox for rounds of {sizes[0]} and {sizes[1]} bytes is beyond the limits.",
+                f"A mailbox for rounds has slots of {sizes[0]} and {sizes[1]} bytes, "
+                "which is outside the limits.",
                 field="rounds",
             )
         return self
 
 
 class BlobMailbox(Protocol):
-    """One side of the exchange. `send` and `receive` are for one thread, `close` for any.
+    """One side of the exchange. `send` and `receive` belong to one thread; `close` may be called from any.
 
     Attributes:
-        layout: Largest blobs.
-        broken: A wait was ended since `mend` without what it was for; the peer is late or gone.
+        layout: Sizes of the largest blobs.
+        broken: Whether a wait has ended without its blob since `mend`; the peer is late or gone.
     """
 
     layout: BlobLayout
 
     @property
     def broken(self) -> bool:
-        """See above."""
+        """Whether a wait has ended without its blob since `mend`."""
         ...
 
     def send(self, number: int, blob: torch.Tensor) -> None:
-        """Give this side's blob of a round, ``[n] uint8``; its header is set to the number. In stream order."""
+        """Send this side's blob of a round, ``[n] uint8``, with the number in its header. In stream order."""
         ...
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """Have the peer's blob of a round come into `blob`, in stream order, and set ``expected [1] int32`` to the number.
+        """Receive the peer's blob of a round into `blob`, and set ``expected [1] int32`` to the number.
 
-        What comes after the limit does not come: `blob` then holds another number in its header.
+        In stream order. A blob that arrives after the limit is not received: `blob` then has another number
+        in its header.
         """
         ...
 
     def skip(self, number: int) -> None:
-        """Say that nothing comes for a round, in stream order."""
+        """Announce that no blob follows for a round. In stream order."""
         ...
 
     def mend(self) -> bool:
-        """Forget that a wait was ended, once all are over; False while they are not."""
+        """Reset `broken` once all waits are over. Return False while they are not."""
         ...
 
     def close(self) -> None:
-        """End every wait, now and from now on."""
+        """End all waits, current and future."""
         ...
 
 
 class HostMailbox:
-    """`BlobMailbox` between two processes without GPUs: what is enqueued elsewhere happens at once, and the host waits."""
+    """`BlobMailbox` between two processes without GPUs: every call runs immediately, and the host waits."""
 
     def __init__(self, layout: BlobLayout, memory: SharedMemory, side: Side) -> None:
         self.layout = layout
@@ -116,14 +130,14 @@ class HostMailbox:
         self._out, self._in = out, back
 
     def send(self, number: int, blob: torch.Tensor) -> None:
-        """See `BlobMailbox.send`."""
+        """Copy the blob to its slot and announce it."""
         blob[:4].view(torch.int32).fill_(number)
         start = self._out(number)
         self._slots[start : start + blob.nbytes].copy_(blob)
         self._words.give(number)
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """See `BlobMailbox.receive`."""
+        """Wait on the host for the peer's blob, and copy it."""
         expected.fill_(number)
         until = time.monotonic() + limit_s
         while self._words.awaited < number and not self._closed and not self.broken:
@@ -136,14 +150,14 @@ class HostMailbox:
         blob.copy_(self._slots[start : start + blob.nbytes])
 
     def skip(self, number: int) -> None:
-        """See `BlobMailbox.skip`."""
+        """Announce that no blob follows for a round."""
         self._words.give(number)
 
     def mend(self) -> bool:
-        """See `BlobMailbox.mend`."""
+        """Reset `broken` unless closed. Waits are never pending here, so this always returns True."""
         self.broken = self._closed
         return True
 
     def close(self) -> None:
-        """See `BlobMailbox.close`."""
+        """End the current wait and all future ones."""
         self._closed = self.broken = True

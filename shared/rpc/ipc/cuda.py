@@ -1,7 +1,8 @@
-"""The few calls of the CUDA runtime that share device memory between processes, by ctypes on the library that torch has loaded.
+"""Shares device memory between processes, by a few ctypes calls of the CUDA runtime that torch has loaded.
 
-torch shares tensors by pickling a handle per message; here one handle of 64 bytes is exchanged once. Memory for it is taken by cudaMalloc,
-not from torch's caching allocator, whose blocks start inside larger ones and may come from a pool that cannot be shared.
+torch shares tensors by pickling a handle per message. Here one handle of 64 bytes is exchanged once. The
+memory comes from cudaMalloc and not from torch's caching allocator, whose blocks start inside larger ones and
+may belong to a pool that cannot be shared.
 """
 
 from __future__ import annotations
@@ -20,23 +21,30 @@ HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
 MEMCPY_DEFAULT = 4
 LATE_WRITES_S = 3.0
-"""So long may a process that has mapped memory still read and write there after it was hung up on: longer than its streams wait."""
+"""How long device memory is kept, at least, after its connection was closed.
+
+A process that has mapped the memory may still read and write there. This time is longer than its streams
+wait.
+"""
 
 
 class IpcHandle(ctypes.Structure):
-    """cudaIpcMemHandle_t; passed by value."""
+    """cudaIpcMemHandle_t, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
 class CudaError(UnavailableError):
-    """A call of the CUDA runtime failed; the other ways of sending tensors remain."""
+    """A call of the CUDA runtime or driver failed. Tensors can still be sent in other ways."""
 
     reason = "cuda_ipc"
 
 
 class DeviceMemory:
-    """Device memory of this process that others may map, zeroed. Given back when nobody refers to it: who still writes must not lose it."""
+    """Zeroed device memory of this process that other processes can map.
+
+    Freed `LATE_WRITES_S` or more after its last reference is gone, because a peer may still be writing to it.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         pointer = ctypes.c_void_p()
@@ -48,7 +56,7 @@ class DeviceMemory:
         DISPOSAL.when_gone(self, functools.partial(_free, self.pointer, device), LATE_WRITES_S)
 
     def handle(self) -> bytes:
-        """Return what another process of this host needs to map it."""
+        """Return the handle with which another process of this host maps the memory."""
         handle = IpcHandle()
         with torch.cuda.device(self._device):
             runtime_call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(self.pointer))
@@ -56,10 +64,12 @@ class DeviceMemory:
 
 
 class PeerMemory:
-    """Device memory of another process, mapped for kernels and copies of `device`, which may be another GPU of the host.
+    """Device memory of another process, mapped for kernels and copies of `device`.
+
+    `device` may be another GPU of the host than the one that owns the memory.
 
     Raises:
-        CudaError: the GPUs do not reach each other, or the handle is of this very process.
+        CudaError: The GPUs cannot access each other's memory, or the handle belongs to this very process.
     """
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
@@ -75,7 +85,7 @@ class PeerMemory:
         self._device = device
 
     def close(self) -> None:
-        """Unmap it; safe to call more than once."""
+        """Unmap the memory. May be called more than once."""
         if self.pointer:
             with torch.cuda.device(self._device):
                 runtime_call("cudaIpcCloseMemHandle", ctypes.c_void_p(self.pointer))
@@ -88,8 +98,8 @@ def _free(pointer: int, device: torch.device) -> None:
 
 
 def copy_async(destination: int, source: int, num_bytes: int, device: torch.device) -> None:
-    """Copy between any two addresses that `device` reaches, on torch's current stream of `device`."""
-    with torch.cuda.device(device):  # stream 0 is that of the current device
+    """Copy between any two addresses that `device` can access, on torch's current stream of `device`."""
+    with torch.cuda.device(device):  # stream 0 means the default stream of the current device
         runtime_call(
             "cudaMemcpyAsync",
             ctypes.c_void_p(destination),
@@ -104,13 +114,16 @@ def runtime_call(name: str, *arguments: Any) -> None:
     runtime = _runtime()
     status = getattr(runtime, name)(*arguments)
     if status:
-        runtime.cudaGetLastError()  # or the next launch of torch would report it
+        runtime.cudaGetLastError()  # clears the error; otherwise torch's next launch would report it
         raise CudaError(f"{name}: {runtime.cudaGetErrorString(status).decode()}")
 
 
 @functools.cache
 def _runtime() -> Any:
-    """Return the runtime that torch uses: another copy of the library would have streams and devices of its own."""
+    """Return the CUDA runtime library that torch uses.
+
+    Another copy would have its own streams and devices.
+    """
     torch.cuda.init()  # type: ignore[no-untyped-call]
     loaded = {
         line.split(maxsplit=5)[-1].strip()
@@ -118,7 +131,7 @@ def _runtime() -> Any:
         if "libcudart" in line
     }
     if not loaded:
-        raise CudaError("torch has loaded no libcudart here")
+        raise CudaError("torch has not loaded libcudart in this process")
     runtime = ctypes.CDLL(sorted(loaded)[0])
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
     return runtime

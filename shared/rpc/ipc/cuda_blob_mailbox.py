@@ -1,7 +1,10 @@
-"""Rounds exchanged without the host: the streams of two processes write and await words in host memory that both have registered.
+"""Exchanges the blobs of rounds between the GPU streams of two processes, without their hosts.
 
-The words lie in host memory so that either host can write them too: a stream that waits for a process which has died, stopped or fallen
-behind goes on when `DoorbellWatchdog` says so. Blobs lie on the target's GPU, which the draft has mapped, on the same GPU or another of the host.
+Each stream writes and awaits words in host memory that both processes have registered with CUDA. The words
+are in host memory so that either host can write them too: if a peer has died, stopped or fallen behind, the
+`DoorbellWatchdog` writes the word, and the waiting stream continues.
+
+The blobs lie on the target's GPU. The draft maps that memory, from the same GPU or another one of the host.
 """
 
 from __future__ import annotations
@@ -29,25 +32,27 @@ TRIED_BYTES = 1024
 
 
 class SlotMemory(Protocol):
-    """Where the slots lie, for copies of streams: `pointer` is their address."""
+    """The memory of the slots; `pointer` is its address for copies by streams."""
 
     pointer: int
 
 
 class StreamMailbox:
-    """`BlobMailbox` of a process with a GPU. Work goes to torch's current stream of the device.
+    """`BlobMailbox` of a process with a GPU. Enqueues on torch's current stream of the device.
 
-    When nobody refers to it any more, all waits end at once; what its streams use is given back when they have passed.
+    When the last reference is gone, all waits end immediately. The memory is freed once the streams that used
+    it have passed their waits.
 
     Args:
         layout: Sizes of the slots.
-        memory: The words.
-        slots: Of ``layout.slots_bytes``; those of a peer are unmapped with the mailbox, or if there can be none.
-        side: Of this process.
-        device: Where its blobs are.
+        memory: Shared memory with the words.
+        slots: Memory of ``layout.slots_bytes``. If it belongs to a peer, it is unmapped together with the
+            mailbox, or if the mailbox cannot be made.
+        side: The side of this process.
+        device: The device of its blobs.
 
     Raises:
-        CudaError: streams cannot await words in host memory here.
+        CudaError: This driver's streams cannot wait for words in host memory.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class StreamMailbox:
         DISPOSAL.spare(self._watch)
         self._slots = slots
         self._device = device
-        # Those that it was used on, by their numbers.
+        # All streams that the mailbox was used on, by handle.
         self._streams: dict[int, torch.cuda.Stream] = {}
         try:
             self._base = _register(memory, device)
@@ -78,11 +83,14 @@ class StreamMailbox:
 
     @property
     def broken(self) -> bool:
-        """See `BlobMailbox.broken`."""
+        """Whether the watchdog has ended a wait since `mend`."""
         return self._watch.broken
 
     def send(self, number: int, blob: torch.Tensor, put: torch.cuda.Event | None = None) -> None:
-        """See `BlobMailbox.send`; `put` is recorded as soon as the blob lies in its slot."""
+        """Enqueue the blob's copy to its slot, then its announcement.
+
+        `put` is recorded once the copy is done.
+        """
         slot = self._slots.pointer + self._out(number)
         with self._current() as stream:
             if self._by_kernel(blob):
@@ -95,7 +103,10 @@ class StreamMailbox:
             _write_value(stream, self._base + self._words.given_at, number)
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """See `BlobMailbox.receive`."""
+        """Enqueue the wait for the peer's blob and its copy; see `BlobMailbox.receive`.
+
+        Skips both while `broken`.
+        """
         slot, passed = self._slots.pointer + self._in(number), self._base + self._words.passed_at
         with self._current() as stream:
             _write_value(stream, expected.data_ptr(), number)
@@ -110,22 +121,23 @@ class StreamMailbox:
                 copy_async(blob.data_ptr(), slot, blob.nbytes, self._device)
 
     def skip(self, number: int) -> None:
-        """See `BlobMailbox.skip`."""
+        """Enqueue the announcement of a round without a blob."""
         with self._current() as stream:
             _write_value(stream, self._base + self._words.given_at, number)
 
     def mend(self) -> bool:
-        """See `BlobMailbox.mend`."""
+        """Reset `broken` once all waits are over. Return False while they are not."""
         return self._watch.mend()
 
     def close(self) -> None:
-        """See `BlobMailbox.close`."""
+        """End all waits, current and future."""
         self._watch.close()
 
     def _try(self) -> None:
-        """Have the stream write a word of this side's and await it, so that a driver which cannot is found out now.
+        """Write and await a word of this side on the stream, so that a driver without this feature fails now.
 
-        Kernels are compiled here, not while a peer waits; nothing lies in the slots that round 0 copies from.
+        Also compiles the kernels, so that no peer has to wait for that later. The slots of round 0 are still
+        empty, so the test copies destroy nothing.
         """
         slot, passed = self._slots.pointer + self._in(0), self._base + self._words.passed_at
         with self._current() as stream:
@@ -137,12 +149,12 @@ class StreamMailbox:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _by_kernel(self, blob: torch.Tensor) -> bool:
-        """Whether a blob is copied by a kernel: in whole words."""
+        """Return whether a kernel copies the blob: only whole words."""
         return blob.nbytes % WORD_BYTES == 0
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[int]:
-        """Yield the device's current stream, with the device current: the driver takes stream 0 for that of the current device."""
+        """Yield the device's current stream, with that device current: the driver resolves stream 0 by it."""
         with torch.cuda.device(self._device):
             _bind_context(torch.cuda.current_device())
             stream = torch.cuda.current_stream(self._device)
@@ -152,7 +164,7 @@ class StreamMailbox:
 
 
 def _write_value(stream: int, address: int, value: int) -> None:
-    """Write 4 bytes when all work before is done and can be seen by everyone."""
+    """Enqueue a write of 4 bytes, after all earlier work is done and visible to every process."""
     _driver_call(
         "cuStreamWriteValue32_v2",
         ctypes.c_void_p(stream),
@@ -163,7 +175,7 @@ def _write_value(stream: int, address: int, value: int) -> None:
 
 
 def _wait_value(stream: int, address: int, value: int) -> None:
-    """Hold the stream until 4 bytes are at least `value`."""
+    """Make the stream wait until the 4 bytes are at least `value`."""
     flags = ctypes.c_uint(WAIT_UNTIL_AT_LEAST)
     _driver_call(
         "cuStreamWaitValue32_v2",
@@ -175,7 +187,10 @@ def _wait_value(stream: int, address: int, value: int) -> None:
 
 
 def _bind_context(device: int) -> None:
-    """Give this thread the context of its device, as the runtime does when a thread first asks it for something; the driver does not."""
+    """Bind this thread to the context of its device.
+
+    The CUDA runtime does this on its first call; the driver does not.
+    """
     context = ctypes.c_void_p()
     _driver_call("cuCtxGetCurrent", ctypes.byref(context))
     if not context.value:
@@ -184,7 +199,7 @@ def _bind_context(device: int) -> None:
 
 @functools.cache
 def _primary_context(device: int) -> int:
-    """Return the context that the runtime uses on a device; kept for good, as torch keeps it."""
+    """Return the context that the CUDA runtime uses on a device. It is retained permanently, as by torch."""
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     _driver_call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
     _driver_call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
@@ -194,7 +209,7 @@ def _primary_context(device: int) -> int:
 def _driver_call(name: str, *arguments: Any) -> None:
     status = getattr(_driver(), name)(*arguments)
     if status:
-        raise CudaError(f"{name}: error {status} of the CUDA driver")
+        raise CudaError(f"{name}: CUDA driver error {status}")
 
 
 @functools.cache
@@ -210,7 +225,7 @@ def _address(memory: SharedMemory) -> int:
 
 
 def _register(memory: SharedMemory, device: torch.device) -> int:
-    """Let streams of `device` write and await the words; returns the address of the first as they know it."""
+    """Register the words for streams of `device`. Return the device address of the first word."""
     here, there = ctypes.c_void_p(_address(memory)), ctypes.c_void_p()
     with torch.cuda.device(device):
         runtime_call(
@@ -223,8 +238,11 @@ def _register(memory: SharedMemory, device: torch.device) -> int:
 def _let_go(
     words: Doorbells, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]
 ) -> None:
-    """Undo `_register`, and unmap the slots, when none of `streams` needs them any more. Not the device is waited for: a graph may be
-    recorded on it, which that would break."""
+    """Undo `_register` and unmap the slots, after the last use on any of `streams`.
+
+    Waits for these streams and not for the whole device: a graph may be recording on it, and a device-wide
+    wait would break that capture.
+    """
     with torch.cuda.device(device):
         for stream in streams.values():
             passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -1,8 +1,12 @@
-"""Tensors through a mailbox on a GPU: the ledger is in shared memory, the slots in device memory of the writer that the reader has mapped.
+"""Transfers tensors through a GPU mailbox: counters in shared memory, slots in the writer's device memory.
 
-Order between the processes is made on the host: the writer names a slot after its copies are done, the reader gives it back after its own
-are. That a slot was written anew meanwhile it learns then; of copies that are not waited for, when the next message is read. So no stream
-ever waits for another process, which may be dead.
+The reader maps the writer's device memory. The hosts order the two processes:
+
+- The writer names a slot in a message after its copies into the slot are done.
+- The reader releases the slot after its copies out of it are done. Only then can it detect that the slot was
+  overwritten in the meantime. For copies that it does not wait for, that is when it reads the next message.
+
+So no stream ever waits for another process, which may be dead.
 """
 
 from __future__ import annotations
@@ -19,12 +23,12 @@ from outrider.shared.rpc.tensors import decode_tensor, encode_tensor, read_shape
 
 
 class CudaTensorWriter:
-    """`SlotTensorWriter` of rows of a GPU into its own memory.
+    """`SlotTensorWriter` from a GPU into memory of this process on that GPU.
 
     Args:
-        ledger: The counters; its layout says how large a slot is.
-        memory: Of ``slots * slot_bytes``.
-        device: Where the rows are.
+        ledger: The counters; its layout contains the size of a slot.
+        memory: The slots, ``slots * slot_bytes`` in total.
+        device: The device of the rows.
     """
 
     def __init__(self, ledger: SharedMemory, memory: DeviceMemory, device: torch.device) -> None:
@@ -35,7 +39,10 @@ class CudaTensorWriter:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """See `TensorWriter.write`. Waits for the copies, a few microseconds after the work that made the rows."""
+        """Return the message for rows in a slot, or inline.
+
+        Waits for the copies, a few µs after the rows are computed.
+        """
         num_bytes = sum(part.nbytes for part in parts)
         on_device = all(part.device == self._device for part in parts)
         slot = self._ledger.take() if on_device and 0 < num_bytes <= self.slot_bytes else None
@@ -44,7 +51,11 @@ class CudaTensorWriter:
         return self._fill(slot, parts, torch.cuda.current_stream(self._device))
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
-        """See `SlotTensorWriter.offer`. The copy goes past whatever the device is busy with; rows may also lie on the host."""
+        """Return the message for rows in a slot, or None if none is free or the rows are too large.
+
+        The copy uses its own stream and so overtakes the work of the current one. The rows may also be on the
+        host.
+        """
         slot = self._ledger.take() if 0 < rows.nbytes <= self.slot_bytes else None
         return None if slot is None else self._fill(slot, [rows], self._beside)
 
@@ -52,7 +63,7 @@ class CudaTensorWriter:
         self, slot: int, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream
     ) -> common_pb2.TensorData:
         there = start = self._memory.pointer + slot * self.slot_bytes
-        kept = [part.contiguous() for part in parts]  # alive until the copies are done
+        kept = [part.contiguous() for part in parts]  # keeps them alive until the copies are done
         with torch.cuda.stream(stream):
             for part in kept:
                 copy_async(there, part.data_ptr(), part.nbytes, self._device)
@@ -71,8 +82,9 @@ class CudaTensorReader:
     Args:
         ledger: The counters, mapped.
         memory: The slots, mapped.
-        device: Where tensors are returned, for its current stream.
-        wait: Wait for each copy, beside whatever the device is busy with, so that its slot is free at once: for long rows.
+        device: Device of the returned tensors, for use on its current stream.
+        wait: Whether to wait for each copy, on a separate stream, so that its slot is free again immediately.
+            For long inputs.
     """
 
     def __init__(self, ledger: SharedMemory, memory: PeerMemory, device: torch.device, *, wait: bool) -> None:
@@ -85,7 +97,12 @@ class CudaTensorReader:
         self._copying: deque[tuple[torch.cuda.Event, int, int]] = deque()
 
     def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
-        """See `TensorReader.read`. An earlier message's rows that were written anew while they were copied are an error of this one."""
+        """Return the rows of a message, copied out of their slot.
+
+        Raises:
+            ProtocolError: The message is malformed, or rows of an *earlier* message were overwritten while
+                they were being copied.
+        """
         self._release_copied()
         if data.WhichOneof("data") != "cuda_ipc":
             return decode_tensor(data, name=name, columns=columns).to(self._device)
@@ -108,7 +125,7 @@ class CudaTensorReader:
         return rows
 
     def close(self) -> None:
-        """Wait for the copies and unmap the peer's memory."""
+        """Wait for the copies, and unmap the peer's memory."""
         for done, _slot, _generation in self._copying:
             done.synchronize()
         self._memory.close()

@@ -1,9 +1,12 @@
-"""Gives back what streams of a GPU may still use, on a thread of its own: that waits for them, and the driver's calls wait for the device.
+"""Frees GPU memory and registrations of closed connections on a background thread, when no stream waits.
 
-The last reference to a connection may go on any thread and at any time, as where the garbage collector happens to run: on the thread that
-launches rounds too, which must not stand still for a connection that is over. Nor may it be held up by the driver: while cudaFree or
-cudaHostUnregister waits for a stream that waits for a word, no thread can launch anything (measured: 1.4 s of a wait of 1.5). So they are
-called when no stream waits, if there is such a moment.
+The last reference to a connection may disappear on any thread at any time, for example wherever the garbage
+collector runs. That may be the thread that launches rounds, which must not block for a connection that is
+over.
+
+The driver must not block it either. While cudaFree or cudaHostUnregister waits for a stream that waits for a
+word, no thread can launch anything (measured: 1.4 s of a wait of 1.5 s). These calls are therefore made when
+no stream waits, if such a moment comes within `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -18,43 +21,47 @@ from typing import Protocol
 from outrider.shared.obs.logging import get_logger
 
 PATIENCE_S = 30.0
-"""So long is a moment looked for at which no stream waits. Between rounds that follow each other there is none."""
+"""How long to look for a moment at which no stream waits. Consecutive rounds leave no such moment."""
 LOOK_S = 0.02
 
 log = get_logger("outrider.rpc.ipc")
 
 
 class Waiter(Protocol):
-    """Knows of waits of streams."""
+    """An object whose streams may be waiting."""
 
     @property
     def waiting(self) -> bool:
-        """Whether one is not over. Any thread."""
+        """Whether a wait is not over yet. May be read from any thread."""
         ...
 
 
 class DeferredRelease:
-    """Calls functions one after the other, on a thread that starts with the first owner and stays."""
+    """Calls release functions one after the other, on a thread that starts with the first owner and stays."""
 
     def __init__(self) -> None:
-        # From when on each may be called. A simple queue's `put` may interrupt itself, as finalizers do.
+        # Earliest time of each call, and the call. A SimpleQueue's `put` is reentrant, as finalizers require.
         self._pending: SimpleQueue[tuple[float, Callable[[], object]]] = SimpleQueue()
         self._lock = threading.Lock()
         self._started = False
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
 
     def spare(self, waiter: Waiter) -> None:
-        """Call nothing while `waiter`, as long as there is it, is waiting, but for what has waited for that for long."""
+        """Delay calls while `waiter` is waiting, for at most `PATIENCE_S` each.
+
+        Keeps only a weak reference.
+        """
         with self._lock:
             self._waiters.add(waiter)
 
     def when_gone(self, owner: object, free: Callable[[], object], after_s: float = 0.0) -> None:
-        """Have `free` called some time after the last reference to `owner` has gone, unless the process ends before.
+        """Call `free` after the last reference to `owner` is gone, unless the process ends before.
 
         Args:
-            owner: Whose end is awaited.
-            free: May wait. It must not refer to `owner`; what it refers to lives as long.
-            after_s: How long after that at least.
+            owner: The object to watch.
+            free: The function to call. It may block. It must not refer to `owner`; it keeps alive everything
+                that it refers to.
+            after_s: Least delay in seconds after the last reference is gone.
         """
         with self._lock:
             if not self._started:
@@ -73,9 +80,9 @@ class DeferredRelease:
                 time.sleep(LOOK_S)
             try:
                 free()
-            except Exception as error:  # the device may be lost; what comes after may be of another one
-                log.warning("memory of a connection could not be given back", error=str(error))
-            del free  # and with it what it refers to
+            except Exception as error:  # the device may be lost; later entries may belong to another one
+                log.warning("memory of a connection could not be freed", error=str(error))
+            del free  # and the objects that it refers to
 
     def _somebody_waits(self) -> bool:
         with self._lock:
@@ -84,4 +91,4 @@ class DeferredRelease:
 
 
 DISPOSAL = DeferredRelease()
-"""Of this process."""
+"""The instance of this process."""

@@ -1,14 +1,28 @@
-"""The words that two processes tell each other by how far their rounds are, and the watch that bounds every wait for one.
+"""Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that bounds waits.
 
-Each word is written by one side only and holds the number of a round; numbers ascend. A wait for round n ends when the peer's word is at
-least n. A side that has waited long enough, or whose peer is gone, writes the peer's word itself: what came is then of another round, which
-its number says, so the round goes on without it.
+In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
+trees (`shared.spec.resident`). Each word has one writer and contains the number of a round. Numbers ascend.
+A wait for round n ends once the peer's word is at least n. The watchdog bounds every wait.
 
-    word            written by                          means
-    STATE           the target, when it has put         the state of round n lies in slot n % 2
-    TREES           the draft                           the trees of round n lie in slot n % 2
-    TARGET_PASSED   the target, behind its wait         its wait for trees n is over
-    DRAFT_PASSED    the draft, behind its wait          its wait for state n is over
+    word            writer                               meaning
+    STATE           the target, after writing it         the state of round n is in slot n % 2
+    TREES           the draft, after writing them        the trees of round n are in slot n % 2
+    TARGET_PASSED   the target, behind its wait          its wait for trees n is over
+    DRAFT_PASSED    the draft, behind its wait           its wait for state n is over
+
+One round in time order:
+
+    target's stream                           draft's stream
+    write state n to slot n % 2
+    STATE = n                          →      wait until STATE ≥ n
+    wait until TREES ≥ n                      DRAFT_PASSED = n, copy the state
+                                              draft, write trees n to slot n % 2
+                                       ←      TREES = n
+    TARGET_PASSED = n, copy the trees
+
+If a side has waited long enough, or its peer is gone, its own host writes the peer's word. The slot then
+contains a blob of another round. The number in the blob's header shows this, and the round continues without
+it.
 """
 
 from __future__ import annotations
@@ -24,15 +38,20 @@ from enum import Enum, IntEnum
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 TICK_S, LONGEST_TICK_S = 0.002, 0.05
-"""How often the watch looks while something is awaited: each look takes the interpreter from a thread that launches rounds."""
+"""Shortest and longest interval of the watchdog's checks.
+
+Each check takes the GIL from a thread that launches rounds.
+"""
 TICKS_A_LIMIT = 8
-"""Looks before a wait may have lasted too long, if they are not closer than TICK_S then, nor farther apart than LONGEST_TICK_S. That a
-wait has begun is seen at one look, that it has lasted too long at another: it is released two ticks late at most. That is a quarter of its
-limit, but 4 ms where the limit is below 16 ms, and 0.1 s where it is above 0.4 s."""
+"""Number of checks within a wait's limit, as far as `TICK_S` and `LONGEST_TICK_S` allow.
+
+One check notices that a wait has begun, a later one that it has lasted too long. A wait is therefore released
+at most two ticks late: a quarter of its limit, but 4 ms for limits below 16 ms, and 0.1 s above 0.4 s.
+"""
 
 
 class Word(IntEnum):
-    """Byte offsets in the first page of the shared memory, a cache line each."""
+    """Byte offsets of the words in the first page of the shared memory. Each word has its own cache line."""
 
     STATE = 0
     TREES = 64
@@ -41,7 +60,7 @@ class Word(IntEnum):
 
 
 class Side(Enum):
-    """Who this process is."""
+    """The side of a process: target or draft."""
 
     TARGET = "target"
     DRAFT = "draft"
@@ -51,11 +70,13 @@ class Doorbells:
     """The words as one side sees them. `release` and the reading properties may be used from any thread.
 
     Args:
-        memory: Its first page holds the words.
-        side: Of this process.
+        memory: Its first page contains the words.
+        side: The side of this process.
 
     Attributes:
-        given_at, awaited_at, passed_at: Byte offsets of what this side gives, what it waits for, and of its own progress.
+        given_at: Byte offset of the word that announces this side's blobs.
+        awaited_at: Byte offset of the peer's word, which this side waits for.
+        passed_at: Byte offset of this side's own progress.
     """
 
     def __init__(self, memory: SharedMemory, side: Side) -> None:
@@ -64,7 +85,7 @@ class Doorbells:
         target = side is Side.TARGET
         self.given_at, self.awaited_at = (Word.STATE, Word.TREES) if target else (Word.TREES, Word.STATE)
         self.passed_at = Word.TARGET_PASSED if target else Word.DRAFT_PASSED
-        # One store of four bytes each: a word is never seen half written.
+        # Each access is one load or store of four bytes, so a half-written word is never seen.
         self._given, self._awaited, self._passed = (
             ctypes.c_uint32.from_buffer(memory.bytes, offset)
             for offset in (self.given_at, self.awaited_at, self.passed_at)
@@ -72,29 +93,32 @@ class Doorbells:
 
     @property
     def given(self) -> int:
-        """The last round that this side gave something for."""
+        """The last round for which this side announced a blob."""
         return self._given.value
 
     @property
     def awaited(self) -> int:
-        """The last round that the peer gave something for, as far as it, or `release`, said."""
+        """The last round for which the peer announced a blob, or up to which `release` ended the waits."""
         return self._awaited.value
 
     @property
     def passed(self) -> int:
-        """The last round whose wait is over."""
+        """The last round whose wait is over on this side."""
         return self._passed.value
 
     def give(self, number: int) -> None:
-        """Say from the host that this side's part of a round is there."""
+        """Announce from the host that this side's blob of a round is there."""
         self._given.value = number
 
     def release(self, number: int) -> None:
-        """End the wait for a round, and those before it."""
+        """End the wait for a round, and all earlier waits."""
         self._awaited.value = number
 
     def begun(self, number: int) -> bool:
-        """Whether this side stands still until the peer gives its part of a round, the first that it has not passed."""
+        """Return whether this side's stream stands still for a round, the first that it has not passed.
+
+        The target stands still once it has announced its state. The draft is always assumed to stand still.
+        """
         return self.side is Side.DRAFT or self.given >= number
 
 
@@ -106,14 +130,16 @@ class _Wait:
 
 
 class DoorbellWatchdog:
-    """Releases waits of a device that last longer than they may. A thread of its own, as the host may be waiting for the device.
+    """Releases waits of a device that last too long.
+
+    Uses its own thread, as the host may be waiting for the device.
 
     Args:
-        words: Of this side.
+        words: The words as this side sees them.
         clock: Monotonic seconds.
 
     Attributes:
-        broken: A wait was released since `mend`: the peer is late, or gone.
+        broken: Whether a wait was released since `mend`; the peer is late or gone.
     """
 
     def __init__(self, words: Doorbells, clock: Callable[[], float] = time.monotonic) -> None:
@@ -122,7 +148,7 @@ class DoorbellWatchdog:
         self._clock = clock
         self._waits: deque[_Wait] = deque()
         self._closed = False
-        # How long the thread sleeps before it looks again.
+        # How long the thread sleeps before its next check.
         self._tick_s = TICK_S
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -139,13 +165,13 @@ class DoorbellWatchdog:
 
     @property
     def waiting(self) -> bool:
-        """Whether a wait is not over."""
+        """Whether a watched wait is not over yet."""
         with self._changed:
             self._drop_passed()
             return bool(self._waits)
 
     def mend(self) -> bool:
-        """Forget that a wait was released, once all are over; False while they are not."""
+        """Reset `broken` once all waits are over. Return False while they are not."""
         with self._changed:
             self._drop_passed()
             if self._waits:
@@ -154,7 +180,7 @@ class DoorbellWatchdog:
             return True
 
     def close(self) -> None:
-        """Release everything that is awaited, now and from now on; the thread ends when all waits are over."""
+        """Release all waits, current and future. The thread ends once they are over."""
         with self._changed:
             self._closed = self.broken = True
             if self._waits:
@@ -162,7 +188,7 @@ class DoorbellWatchdog:
             self._changed.notify()
 
     def look(self) -> None:
-        """Release what has lasted too long."""
+        """Release all waits if the first has lasted too long, or if they were released before."""
         with self._changed:
             self._drop_passed()
             if not self._waits:
@@ -173,7 +199,7 @@ class DoorbellWatchdog:
                 first.since = first.since or now
                 self.broken = now - first.since > first.limit_s
             if self.broken:
-                # Again and again: the peer may write what it owes, a lower number, at any time.
+                # Repeat on every check: a late peer may overwrite the word with a lower number at any time.
                 self._words.release(self._waits[-1].number)
 
     def _drop_passed(self) -> None:
@@ -190,7 +216,7 @@ class DoorbellWatchdog:
                     return
             self.look()
             with self._changed:
-                # What a broken watch has released is to be released again, see `look`.
+                # A broken watch must release repeatedly (see `look`), so it checks at the shortest interval.
                 self._tick_s = (
                     TICK_S
                     if self.broken

@@ -1,4 +1,7 @@
-"""A unix socket cut into frames: a length and a kind, then the bytes of one message. Sending never waits, receiving waits a stated time."""
+"""Splits a unix socket's bytes into frames: length and kind, then one message.
+
+File descriptors may accompany a frame. Sending never waits. Receiving waits for at most a given time.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +22,40 @@ from outrider.shared.base.errors import ProtocolError
 HEADER = struct.Struct("<IB")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
-"""What a peer may leave unread; beyond it counts as gone."""
+"""Most bytes that a peer may leave unread. Beyond that it counts as gone."""
 RECEIVE_BYTES = 256 * 1024
 MAX_FILES = 4
 FILE_SPACE = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
 MANY_CORES = 8
 SPIN_S = 100e-6 if (os.cpu_count() or 1) >= MANY_CORES else 0.0
-"""How long a receiver asks again and again before it sleeps. A core that sleeps wakes late; with few cores the peer needs this one."""
+"""How long a receiver polls before it sleeps.
+
+A sleeping core wakes up late. With few cores, the peer needs this one.
+"""
 
 
 class FrameKind(IntEnum):
-    """What a frame holds."""
+    """The kinds of frames."""
 
     HELLO = 1
     BULK_HELLO = 2
     MAILBOX = 3
     SESSION = 4
     ERROR = 5
-    """A `common.v1.ErrorDetail`; the sender hangs up after it."""
+    """A `common.v1.ErrorDetail`. The sender hangs up after it."""
 
 
 class EndOfStream(ConnectionError):
-    """The peer has hung up or died, or this side has closed."""
+    """The peer has hung up or died, or this side has closed the socket."""
 
 
 class FrameSocket:
-    """Frames on a connected socket. One thread at a time may receive; `send`, `flush` and `close` may be called from any.
+    """Frames on a connected socket.
+
+    One thread at a time may receive. Any thread may call `send`, `flush` and `close`.
 
     Args:
-        connection: Non-blocking; owned from now on.
+        connection: A non-blocking socket; owned by this object from now on.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -61,24 +69,25 @@ class FrameSocket:
         self._receive_lock = threading.Lock()
 
     def fileno(self) -> int:
-        """Return the descriptor, for `poll`; -1 once closed."""
+        """Return the descriptor, for `poll`; -1 after `close`."""
         return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` is to be called when the socket can be written to."""
+        """Whether bytes are queued. If so, call `flush` when the socket becomes writable."""
         return bool(self._unsent)
 
     def send(self, kind: FrameKind, payload: bytes, files: Sequence[int] = ()) -> None:
-        """Send a frame without waiting; what the socket does not take now is kept for `flush`.
+        """Send a frame without waiting. Bytes that the socket does not accept now are queued for `flush`.
 
         Args:
-            kind: What it holds.
+            kind: The kind of the frame.
             payload: At most `MAX_FRAME_BYTES`.
-            files: Descriptors to hand over beside it; they stay open here.
+            files: Descriptors to send with the frame. They stay open on this side.
 
         Raises:
-            EndOfStream: the peer is gone, or has left too much unread.
+            EndOfStream: The peer is gone, or has left too much unread.
+            ProtocolError: The payload is too large.
         """
         if len(payload) > MAX_FRAME_BYTES:
             raise ProtocolError(
@@ -94,13 +103,13 @@ class FrameSocket:
                 self._unsent.append(frame)
                 self._unsent_bytes += len(frame)
                 if self._unsent_bytes > MAX_UNSENT_BYTES:
-                    raise EndOfStream("the peer does not read")
+                    raise EndOfStream("the peer has left too many bytes unread")
 
     def flush(self) -> None:
-        """Send what was kept, as far as the socket takes it.
+        """Send queued bytes, as far as the socket accepts them.
 
         Raises:
-            EndOfStream: the peer is gone.
+            EndOfStream: The peer is gone.
         """
         with self._send_lock:
             while self._unsent:
@@ -113,11 +122,13 @@ class FrameSocket:
                 self._unsent.popleft()
 
     def receive(self, timeout_s: float = 0.0, awake_s: float = SPIN_S) -> tuple[FrameKind, bytes] | None:
-        """Return the next frame; None if none is complete after `timeout_s`. Flushes meanwhile, and does not sleep before `awake_s`.
+        """Return the next frame, or None if none is complete after `timeout_s`.
+
+        Polls for the first `awake_s`, then sleeps. Flushes queued bytes in the meantime.
 
         Raises:
-            EndOfStream: the stream has ended.
-            ProtocolError: the peer sends no frames of ours.
+            EndOfStream: The stream has ended.
+            ProtocolError: The peer sends something other than our frames.
         """
         with self._receive_lock:
             deadline = time.monotonic() + timeout_s if timeout_s else 0.0
@@ -135,22 +146,22 @@ class FrameSocket:
                     self._sleep(deadline - now)
 
     def take_files(self, count: int) -> list[int]:
-        """Return descriptors that came with the frames so far; the caller closes them.
+        """Return descriptors that came with the frames so far. The caller closes them.
 
         Raises:
-            ProtocolError: fewer came.
+            ProtocolError: Fewer than `count` came.
         """
         if len(self._files) < count:
             raise ProtocolError(
-                f"{count} descriptors were announced, {len(self._files)} came.", field="mailbox"
+                f"The peer announced {count} descriptors but sent {len(self._files)}.", field="mailbox"
             )
         return [self._files.popleft() for _ in range(count)]
 
     def close(self) -> None:
-        """Hang up; safe to call more than once. Who waits in `receive` gets `EndOfStream`."""
+        """Hang up. May be called more than once. A thread waiting in `receive` gets `EndOfStream`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        # No thread may be inside a call on the descriptor when its number becomes free for others.
+        # No thread may be using the descriptor when the system can assign its number to another file.
         with self._receive_lock, self._send_lock:
             self._socket.close()
             while self._files:
@@ -171,14 +182,14 @@ class FrameSocket:
             known = FrameKind(kind)
         except ValueError:
             raise ProtocolError(
-                f"A frame of unknown kind {kind}; run the same release on both sides.", field="frame"
+                f"A frame has the unknown kind {kind}. Run the same release on both sides.", field="frame"
             ) from None
         payload = bytes(memoryview(self._received)[HEADER.size : end])
         del self._received[:end]
         return known, payload
 
     def _read_some(self) -> bool:
-        """Read what is there; False if nothing is."""
+        """Read the bytes that are there. Return False if there are none."""
         try:
             count, ancillary, _flags, _address = self._socket.recvmsg_into(
                 [self._buffer], FILE_SPACE, socket.MSG_CMSG_CLOEXEC
@@ -202,7 +213,7 @@ class FrameSocket:
             self.flush()
 
     def _poll(self, events: int, timeout_s: float) -> int:
-        """Sleep until one of `events` has come; returns which."""
+        """Sleep until one of `events` occurs. Return the events that occurred."""
         poll = select.poll()
         try:
             poll.register(self._socket, events)
@@ -212,7 +223,7 @@ class FrameSocket:
         return ready[0][1] if ready else 0
 
     def _send_some(self, frame: memoryview) -> memoryview:
-        """Return what the socket did not take."""
+        """Return the bytes that the socket did not accept."""
         while frame:
             try:
                 frame = frame[self._socket.send(frame, socket.MSG_NOSIGNAL) :]
@@ -223,7 +234,10 @@ class FrameSocket:
         return frame
 
     def _send_files(self, frame: memoryview, files: Sequence[int]) -> memoryview:
-        """Send the frame's beginning with the descriptors; only handshakes carry any, so that the socket has room."""
+        """Send the frame's beginning with the descriptors.
+
+        Only handshakes have any, so the socket has room.
+        """
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
         try:
             return frame[self._socket.sendmsg([frame], ancillary, socket.MSG_NOSIGNAL) :]

@@ -1,4 +1,12 @@
-"""Which mailboxes a connection has: the target offers, the draft maps them or says why it cannot, and then the target offers others."""
+"""Agrees on the mailboxes of a connection: the target offers memory, the draft maps or refuses it.
+
+In time order:
+
+    target                                       draft
+    MailboxOffer with file descriptors    →      maps the memory
+                                          ←      MailboxAck: accepted, or the reason for refusing
+    next best offer, if refused           →
+"""
 
 from __future__ import annotations
 
@@ -23,19 +31,23 @@ from outrider.shared.rpc.ipc.slots import SharedMemory, SlotLayout
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, TensorReader, TensorWriter
 
 SESSION_LAYOUT = (4, 4 * 1024 * 1024)
-"""Slots and bytes: a frame holds the rows of one round, 3 MiB for 64 sequences of 6 rows of 4096 in bf16."""
+"""Slots and their bytes for the rows of rounds.
+
+A frame has one round's rows: 3 MiB for 64 sequences of 6 rows of 4096 in bf16.
+"""
 BULK_LAYOUT = (8, MAX_CHUNK_BYTES)
-"""Rows of prompts in host memory; on a GPU, where one slot holds those of 512 tokens of 4096 in bf16:"""
+"""Slots and their bytes for the rows of prompts, in host memory."""
 BULK_LAYOUT_ON_GPU = (16, 4 * 1024 * 1024)
+"""The same on a GPU. One slot has room for 512 tokens of 4096 in bf16."""
 
 log = get_logger("outrider.rpc.ipc")
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Mailboxes of the writing side, freed when nobody refers to them. `files` go beside the offer, then `sent` closes them.
+    """Mailboxes of the writing side, freed when they are no longer referenced.
 
-    `rounds` is of use only if the answer says so.
+    Send `files` with the offer, then call `sent`. Use `rounds` only if the answer accepts it.
     """
 
     offer: draft_pb2.MailboxOffer
@@ -45,14 +57,14 @@ class Offered:
     rounds: BlobMailbox | None = None
 
     def sent(self) -> None:
-        """Close the descriptors, which the peer has now."""
+        """Close the descriptors after they were sent to the peer."""
         for file in self.files:
             os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Mailboxes of the reading side; those of tensors are closed by the thread that reads them."""
+    """Mailboxes of the reading side. The thread that reads the tensors closes their mailboxes."""
 
     session: TensorReader
     bulk: TensorReader
@@ -60,7 +72,15 @@ class Mapped:
 
 
 def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[], Offered]]:
-    """Return what a writer whose rows are on `device` offers, best first; a way may raise `CudaError`. `rounds`: also for rounds."""
+    """Return the possible offers of a writer whose rows are on `device`, best first.
+
+    Args:
+        device: The device of the rows.
+        rounds: Whether to include a mailbox for rounds.
+
+    Returns:
+        Functions that make an offer. Each may raise `CudaError`.
+    """
     if device.type == "cpu":
         return [functools.partial(_offer, _shared, BULK_LAYOUT, _rounds_on_host if rounds else None)]
     on_gpu = functools.partial(_on_gpu, device=device)
@@ -72,7 +92,7 @@ def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[
 
 
 Made = tuple[draft_pb2.Mailbox, int, SlotTensorWriter]
-"""A mailbox's description, its descriptor, and what writes to it."""
+"""A mailbox's description, its descriptor, and its writer."""
 
 
 MadeRounds = tuple[draft_pb2.RoundsMailbox, int, BlobMailbox]
@@ -97,7 +117,7 @@ def _offer(
                 offer.rounds.CopyFrom(rounds)
                 files.append(third)
             except CudaError as error:
-                log.warning("no rounds on the device", reason=error.message)
+                log.warning("rounds go through the host", reason=error.message)
         made.pop_all()
     return Offered(offer, files, writer, bulk_writer, mailbox)
 
@@ -136,16 +156,16 @@ def _on_gpu(sizes: tuple[int, int], made: contextlib.ExitStack, device: torch.de
 
 
 def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device) -> Mapped:
-    """Map what was offered.
+    """Map the offered mailboxes.
 
     Args:
-        offer: Of the target.
-        files: One per mailbox, the one for rounds last; closed here.
-        device: Where rows are wanted.
+        offer: The target's offer.
+        files: One descriptor per mailbox, the one for rounds last. This function closes them.
+        device: Device of the tensors to return.
 
     Raises:
-        CudaError: the device memory cannot be mapped from `device`.
-        ProtocolError: the offer is malformed.
+        CudaError: The device memory cannot be mapped from `device`.
+        ProtocolError: The offer is malformed.
     """
     with contextlib.ExitStack() as opened:
         for file in files:
@@ -168,32 +188,39 @@ def _reader(
     if device.type != "cuda":
         raise CudaError("the draft runs on the CPU")
     if len(box.cuda_handle) != HANDLE_BYTES:
-        raise ProtocolError(f"A CUDA IPC handle of {len(box.cuda_handle)} bytes.", field="cuda_handle")
+        raise ProtocolError(
+            f"A CUDA IPC handle has the wrong size: {len(box.cuda_handle)} bytes.", field="cuda_handle"
+        )
     reader = CudaTensorReader(memory, PeerMemory(box.cuda_handle, device), device, wait=wait)
     mapped.callback(reader.close)
     return reader
 
 
 def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> BlobMailbox | None:
-    """Map a mailbox for rounds; None where that cannot be: they then go the host's way."""
+    """Map a mailbox for rounds. Return None if that is impossible; rounds then go through the host."""
     layout = BlobLayout(box.state_bytes, box.trees_bytes, inside=not box.cuda_handle).check()
     memory = SharedMemory.attach(layout.memory, file)
     if not box.cuda_handle:
         return HostMailbox(layout, memory, Side.DRAFT) if device.type == "cpu" else None
     if len(box.cuda_handle) != HANDLE_BYTES:
-        raise ProtocolError(f"A CUDA IPC handle of {len(box.cuda_handle)} bytes.", field="cuda_handle")
+        raise ProtocolError(
+            f"A CUDA IPC handle has the wrong size: {len(box.cuda_handle)} bytes.", field="cuda_handle"
+        )
     try:
         slots = PeerMemory(box.cuda_handle, device)
         return StreamMailbox(layout, memory, slots, Side.DRAFT, device)
     except CudaError as error:
-        log.warning("no rounds on the device", reason=error.message)
+        log.warning("rounds go through the host", reason=error.message)
         return None
 
 
 def acknowledge(
     offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device
 ) -> tuple[draft_pb2.MailboxAck, Mapped | None]:
-    """Answer an offer: mapped, or refused with the reason; a malformed one raises ProtocolError."""
+    """Answer an offer: accepted with its mailboxes, or refused with the reason.
+
+    A malformed offer raises ProtocolError.
+    """
     try:
         mapped = accept(offer, files, device)
     except CudaError as error:

@@ -1,4 +1,4 @@
-"""Tensors through a mailbox of shared memory. What finds no free slot, or no room in one, travels inline, or waits for one."""
+"""Transfers tensors through a mailbox of shared memory. Without a free slot, rows are sent inline or wait."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ class SlotTensorWriter(TensorWriter, Protocol):
     """A `TensorWriter` into a mailbox.
 
     Attributes:
-        slot_bytes: The most that a slot holds.
+        slot_bytes: Size of a slot.
     """
 
     slot_bytes: int
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
-        """Return the message of ``[rows, columns]`` in a slot, None while none is free. All work that makes the rows is done."""
+        """Return the message for ``[rows, columns]`` in a slot, or None if none is free.
+
+        The work that computes the rows must be done.
+        """
         ...
 
 
 class SharedTensorWriter:
-    """`SlotTensorWriter` into shared memory; rows of a GPU are copied there (and waited for)."""
+    """`SlotTensorWriter` into shared memory. Rows on a GPU are copied synchronously."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self.slot_bytes = memory.layout.slot_bytes
@@ -37,7 +40,7 @@ class SharedTensorWriter:
         self._ledger = SlotWriter(memory)
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """See `TensorWriter.write`."""
+        """Return the message for the concatenated parts, in a slot if possible and otherwise inline."""
         found = self._into_slot(parts)
         return (
             found
@@ -46,7 +49,7 @@ class SharedTensorWriter:
         )
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
-        """See `SlotTensorWriter.offer`."""
+        """Return the message for rows in a slot, or None if none is free or the rows are too large."""
         return self._into_slot([rows])
 
     def _into_slot(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData | None:
@@ -66,11 +69,11 @@ class SharedTensorWriter:
 
 
 class SharedTensorReader:
-    """`TensorReader` of shared memory.
+    """`TensorReader` of a `SharedTensorWriter`'s mailbox.
 
     Args:
-        memory: As the writer made it.
-        device: Where tensors are returned.
+        memory: The writer's memory, mapped.
+        device: Device of the returned tensors.
     """
 
     def __init__(self, memory: SharedMemory, device: torch.device) -> None:
@@ -79,19 +82,19 @@ class SharedTensorReader:
         self._device = device
 
     def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
-        """See `TensorReader.read`."""
+        """Return the rows of a message, copied out of their slot."""
         if data.WhichOneof("data") != "shared_memory":
             return decode_tensor(data, name=name, columns=columns).to(self._device)
         where = data.shared_memory
         shape, dtype = read_shape(data, where.num_bytes, name, columns)
         self._ledger.check(where.slot, where.generation, where.num_bytes)
         if not prod(shape):
-            raise ProtocolError(f"{name}: a slot without rows.", field=name)
+            raise ProtocolError(f"{name}: the message names a slot but has no rows.", field=name)
         there = torch.frombuffer(self._memory.slot(where.slot, where.num_bytes), dtype=dtype).view(shape)
         rows = there.clone() if self._device.type == "cpu" else there.to(self._device)
         self._ledger.release(where.slot, where.generation)
         return rows
 
     def close(self) -> None:
-        """See `TensorReader.close`."""
+        """Unmap the shared memory."""
         self._memory.close()

@@ -1,10 +1,22 @@
-"""The ledger of a mailbox: which slots of a shared memory are in use, told by two counters a slot. Knows nothing of tensors.
+"""The ledger of a mailbox: two counters per slot of shared memory show whether it is in use.
 
-The writer owns `written`, the reader `released`; both count uses of the slot, so the slot is free when they are equal. The writer fills a
-free slot, raises `written` and only then names (slot, generation) in a message; the reader copies the rows out, looks again whether
-`written` still is that generation, and sets `released` to it. Each side keeps its own counters to itself and never believes the shared copy
-of them: nonsense in a slot that is to be read costs the rows of that message, and nonsense in `released` is an error of the connection, as
-the slot would never be free again. No side ever waits: without a free slot rows travel in the message, or later.
+The writer owns `written`, the reader `released`. Both count uses of the slot, so a slot is free if they are
+equal.
+
+    writer                                          reader
+    find a slot with released = written
+    fill it
+    written += 1
+    send (slot, generation = written)        →      copy the rows out
+                                                    check that written is still generation
+                                                    released = generation
+
+Each side keeps its own counters privately and never trusts the shared copies:
+
+- A wrong `written` costs only the rows of that message.
+- A wrong `released` is an error of the connection, because the slot would never be free again.
+
+Neither side ever waits. Without a free slot, the rows are sent in the message, or later.
 """
 
 from __future__ import annotations
@@ -18,10 +30,13 @@ from dataclasses import dataclass
 from outrider.shared.base.errors import ProtocolError
 
 COUNTER = struct.Struct("@Q")
-"""Native, as both sides are on one host: read and written whole, while a format with a byte order goes byte by byte."""
+"""Native byte order, as both sides are on one host.
+
+`struct` accesses a native counter as a whole, but byte by byte if its format names a byte order.
+"""
 WRITTEN, RELEASED = 0, COUNTER.size
 ENTRY_BYTES = 64
-"""Two counters a slot, a cache line apart from the next slot's."""
+"""Bytes per slot for its two counters: a cache line of its own."""
 PAGE_BYTES = 4096
 MAX_SLOTS = 64
 MAX_SLOT_BYTES = 64 * 1024 * 1024
@@ -30,7 +45,13 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """Sizes of a mailbox: `slots` of `slot_bytes` each; with `slots_inside` they lie behind the counters, else on a device."""
+    """Sizes of a mailbox.
+
+    Attributes:
+        slots: Number of slots.
+        slot_bytes: Bytes of each slot.
+        slots_inside: Whether the slots lie behind the counters; otherwise they lie on a device.
+    """
 
     slots: int
     slot_bytes: int
@@ -43,21 +64,24 @@ class SlotLayout:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of shared memory."""
+        """Size of the shared memory."""
         return self.data_start + (self.slots * self.slot_bytes if self.slots_inside else 0)
 
     def check(self) -> SlotLayout:
-        """Return the layout of a peer if its sizes can be served; raise ProtocolError otherwise."""
+        """Return this layout of a peer if its sizes are acceptable; raise ProtocolError otherwise."""
         if not (1 <= self.slots <= MAX_SLOTS and 1 <= self.slot_bytes <= MAX_SLOT_BYTES):
             raise ProtocolError(
-                f"A mailbox of {self.slots} slots of {self.slot_bytes} bytes is beyond the limits.",
+                f"A mailbox has {self.slots} slots of {self.slot_bytes} bytes, which is outside the limits.",
                 field="mailbox",
             )
         return self
 
 
 class SharedMemory:
-    """Anonymous memory that two processes have mapped. Its size is sealed: neither can make the other fault by cutting it."""
+    """Anonymous memory mapped by two processes.
+
+    Its size is sealed, so neither can make the other fault by truncating it.
+    """
 
     def __init__(self, layout: SlotLayout, file: int) -> None:
         self.layout = layout
@@ -66,7 +90,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, layout: SlotLayout) -> tuple[SharedMemory, int]:
-        """Make memory of zeros; returns it and the descriptor to hand over, which the caller closes."""
+        """Make zeroed memory. Return it with the descriptor for the peer, which the caller closes."""
         file = os.memfd_create("outrider-mailbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(file, layout.total_bytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
@@ -74,41 +98,41 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, layout: SlotLayout, file: int) -> SharedMemory:
-        """Map what a peer handed over; the caller closes `file`.
+        """Map the memory of a peer. The caller closes `file`.
 
         Raises:
-            ProtocolError: it is no sealed memory, or not of the layout's size.
+            ProtocolError: The file is not sealed memory, or does not have the layout's size.
         """
         try:
             sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
         except OSError:
             sealed = False
         if not sealed or os.fstat(file).st_size != layout.total_bytes:
-            raise ProtocolError("The mailbox is no sealed memory of the announced size.", field="mailbox")
+            raise ProtocolError("The mailbox is not sealed memory of the announced size.", field="mailbox")
         return cls(layout, file)
 
     def close(self) -> None:
-        """Unmap it. Without this it is unmapped when nobody refers to it any more."""
+        """Unmap the memory. Otherwise it is unmapped with its last reference."""
         self.bytes.release()
         self._map.close()
 
     def counter(self, slot: int, which: int) -> int:
-        """Return `WRITTEN` or `RELEASED` of a slot."""
+        """Return a slot's counter; `which` is `WRITTEN` or `RELEASED`."""
         value: int = COUNTER.unpack_from(self.bytes, slot * ENTRY_BYTES + which)[0]
         return value
 
     def set_counter(self, slot: int, which: int, value: int) -> None:
-        """Set `WRITTEN` or `RELEASED` of a slot."""
+        """Set a slot's counter; `which` is `WRITTEN` or `RELEASED`."""
         COUNTER.pack_into(self.bytes, slot * ENTRY_BYTES + which, value)
 
     def slot(self, slot: int, num_bytes: int) -> memoryview:
-        """Return the first bytes of a slot."""
+        """Return the first `num_bytes` of a slot."""
         start = self.layout.data_start + slot * self.layout.slot_bytes
         return self.bytes[start : start + num_bytes]
 
 
 class SlotWriter:
-    """The writing side's ledger. One thread at a time."""
+    """The writing side's ledger. Use from one thread at a time."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -116,10 +140,13 @@ class SlotWriter:
         self._next = 0
 
     def take(self) -> int | None:
-        """Return a free slot to fill, or None; taken again after `publish` and the reader's release only.
+        """Return a free slot to fill, or None if all are in use.
+
+        The slot is in use from `publish` until the reader releases it.
 
         Raises:
-            ProtocolError: `released` of a slot is neither what was written last nor the one before.
+            ProtocolError: The `released` counter of a slot is neither the last written generation nor the one
+                before.
         """
         slots = len(self._written)
         for offset in range(slots):
@@ -130,56 +157,60 @@ class SlotWriter:
                 return slot
             if released != written - 1:
                 raise ProtocolError(
-                    f"Slot {slot}: generation {released} was given back, {written} written last.",
+                    f"Slot {slot}: the peer released generation {released}, but {written} was written last.",
                     field="released",
                 )
         return None
 
     def publish(self, slot: int) -> int:
-        """Declare a taken slot full; returns the generation to name in the message."""
+        """Mark a filled slot as in use. Return the generation to name in the message."""
         self._written[slot] += 1
         self._memory.set_counter(slot, WRITTEN, self._written[slot])
         return self._written[slot]
 
 
 class SlotReader:
-    """The reading side's ledger. One thread at a time."""
+    """The reading side's ledger. Use from one thread at a time."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._released = [0] * memory.layout.slots
 
     def check(self, slot: int, generation: int, num_bytes: int) -> None:
-        """Check what a message names before its bytes are read.
+        """Check the slot that a message names, before its bytes are read.
 
         Raises:
-            ProtocolError: no such slot, more bytes than it holds, or the slot holds another generation.
+            ProtocolError: The slot does not exist, is smaller than `num_bytes`, or has another generation.
         """
         layout = self._memory.layout
         if slot >= layout.slots:
-            raise ProtocolError(f"Slot {slot} of a mailbox of {layout.slots}.", field="slot")
+            raise ProtocolError(f"Slot {slot} does not exist: the mailbox has {layout.slots}.", field="slot")
         if num_bytes > layout.slot_bytes:
-            raise ProtocolError(f"{num_bytes} bytes in a slot of {layout.slot_bytes}.", field="num_bytes")
+            raise ProtocolError(
+                f"A message names {num_bytes} bytes in a slot of {layout.slot_bytes}.", field="num_bytes"
+            )
         if generation != self._released[slot] + 1 or not self.holds(slot, generation):
             raise ProtocolError(
-                f"Slot {slot}: the message names generation {generation}, "
-                f"{self._memory.counter(slot, WRITTEN)} was written, {self._released[slot]} read.",
+                f"Slot {slot}: the message names generation {generation}, but "
+                f"{self._memory.counter(slot, WRITTEN)} was written last "
+                f"and {self._released[slot]} read last.",
                 field="generation",
             )
 
     def holds(self, slot: int, generation: int) -> bool:
-        """Whether the slot still holds this generation."""
+        """Return whether the slot still has this generation."""
         return self._memory.counter(slot, WRITTEN) == generation
 
     def release(self, slot: int, generation: int) -> None:
-        """Give the slot back once its bytes are copied.
+        """Release the slot after its bytes were copied.
 
         Raises:
-            ProtocolError: it was written anew while they were.
+            ProtocolError: The slot was overwritten during the copy.
         """
         if not self.holds(slot, generation):
             raise ProtocolError(
-                f"Slot {slot} was written anew while generation {generation} was read.", field="generation"
+                f"Slot {slot} was overwritten while generation {generation} was being read.",
+                field="generation",
             )
         self._released[slot] = generation
         self._memory.set_counter(slot, RELEASED, generation)

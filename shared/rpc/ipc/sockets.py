@@ -1,4 +1,8 @@
-"""Unix sockets that only this user's processes reach: a file of mode 0600 in a folder of ours, and the peer's credentials."""
+"""Listens and connects on unix sockets for processes of the same user only.
+
+The socket's file has mode 0600, its folder must not be writable for others, and both ends check the peer's
+credentials.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +23,23 @@ CREDENTIALS = struct.Struct("iII")
 BACKLOG = 16
 BUFFER_BYTES = 4 * 1024 * 1024
 FULL_PAUSE_S = 0.1
-"""How long `accept` leaves connections waiting when there is no descriptor for them: asked again at once, it would burn a core."""
+"""How long `accept` pauses when no descriptor is free for a waiting connection.
+
+Immediate retries would burn a core.
+"""
 
 log = get_logger("outrider.rpc.ipc")
 
 
 class Listener:
-    """A listening socket; its file is removed by `close`.
+    """A listening socket. `close` removes its file.
 
     Args:
-        path: Absolute. A file that a dead process left there is replaced.
+        path: An absolute path. A socket file left there by a dead process is replaced.
 
     Raises:
-        ConfigurationError: the folder is missing or others may write to it, the path is taken, or it is no socket.
+        ConfigurationError: The folder is missing or writable for others, or the path is in use or not a
+            socket.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,7 +50,7 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(path)
-            # Nobody can connect before `listen`, so the file's mode is never wider when it counts.
+            # No process can connect before `listen`, so the file's wider mode until here does no harm.
             os.chmod(path, 0o600)
             self._socket.listen(BACKLOG)
         except OSError as error:
@@ -52,7 +60,10 @@ class Listener:
             ) from None
 
     def accept(self) -> socket.socket | None:
-        """Wait for a connection of a process of this user; None once the listener is closed. Others are hung up on."""
+        """Wait for a connection from a process of this user; None once the listener is closed.
+
+        Refuse other users.
+        """
         told = False
         while True:
             try:
@@ -63,7 +74,9 @@ class Listener:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     return None
                 if not told:
-                    log.warning("no descriptor for a connection", path=self.path, reason=error.strerror)
+                    log.warning(
+                        "no file descriptor left for a connection", path=self.path, reason=error.strerror
+                    )
                 told = True
                 if self._closed.wait(FULL_PAUSE_S):
                     return None
@@ -74,10 +87,10 @@ class Listener:
             connection.close()
 
     def close(self) -> None:
-        """Stop listening and remove the file; safe to call more than once."""
+        """Stop listening and remove the file. May be called more than once."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            # Wakes a thread in `accept`, which closing alone does not.
+            # Wakes up a thread in `accept`; closing alone does not.
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._socket.fileno() >= 0:
             self._socket.close()
@@ -89,8 +102,8 @@ def connect(path: str, timeout_s: float) -> socket.socket:
     """Connect to a `Listener` of the same user.
 
     Raises:
-        OSError: nobody listens there, or not within `timeout_s`.
-        ProtocolError: who listens belongs to another user.
+        OSError: No process listens there, or none accepts within `timeout_s`.
+        ProtocolError: The listener belongs to another user.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -98,7 +111,8 @@ def connect(path: str, timeout_s: float) -> socket.socket:
         connection.connect(path)
         if (uid := peer_uid(connection)) != os.geteuid():
             raise ProtocolError(
-                f"{path} belongs to a process of user {uid}, not of {os.geteuid()}: run both as one user.",
+                f"{path} belongs to a process of user {uid}, not of {os.geteuid()}. "
+                "Run both as the same user.",
                 field="draft",
             )
     except BaseException:
@@ -108,7 +122,7 @@ def connect(path: str, timeout_s: float) -> socket.socket:
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the effective user of the process that connected (or listens), as the kernel knows it."""
+    """Return the effective user id of the process at the other end, as the kernel reports it."""
     _pid, uid, _gid = CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
     )
@@ -126,24 +140,25 @@ def _check_folder(folder: Path) -> None:
         status = folder.stat()
     except OSError as error:
         raise ConfigurationError(
-            f"listen: {folder}: {error.strerror}; make the folder first (mkdir -m 700).", field="listen"
+            f"listen: {folder}: {error.strerror}. Create the folder first (mkdir -m 700).", field="listen"
         ) from None
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigurationError(
-            f"listen: other users may write to {folder}; put the socket into a folder of your own (mkdir -m 700).",
+            f"listen: other users may write to {folder}. "
+            "Put the socket into a folder of your own (mkdir -m 700).",
             field="listen",
         )
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the file of a listener that is gone."""
+    """Remove the socket file of a listener that no longer exists."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
         raise ConfigurationError(
-            f"listen: {path} exists and is no socket; remove it or choose another path.", field="listen"
+            f"listen: {path} exists and is not a socket. Remove it or choose another path.", field="listen"
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
@@ -156,5 +171,5 @@ def _remove_stale(path: str) -> None:
         except OSError:
             pass
     raise ConfigurationError(
-        f"Cannot listen on {path}: another process does.", field="listen", reason="address_in_use"
+        f"Cannot listen on {path}: another process already does.", field="listen", reason="address_in_use"
     )

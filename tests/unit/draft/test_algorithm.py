@@ -67,9 +67,9 @@ def test_without_a_draft_the_targets_own_layers_are_meant(folders: dict[str, Pat
 def test_what_contradicts_itself_is_refused(folders: dict[str, Path]) -> None:
     for asked, draft, match in (
         (Algorithm.NONE, "eagle3", "NONE"),
-        (Algorithm.NGRAM, "eagle3", "leave --draft out"),
+        (Algorithm.NGRAM, "eagle3", "Remove --draft"),
         (Algorithm.STANDALONE, None, "small model"),
-        (Algorithm.EAGLE3, None, "ask for MTP"),
+        (Algorithm.EAGLE3, None, "select MTP"),
     ):
         with pytest.raises(ConfigurationError, match=match):
             choose(asked, folders[draft] if draft else None, folders["model"])

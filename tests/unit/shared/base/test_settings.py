@@ -1,4 +1,4 @@
-"""Flag > environment > file > default, and every mistake names the setting and where to change it."""
+"""Settings: flag > environment > file > default; every error names the setting and where to change it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_flags_win_over_environment_over_file_over_default(
     monkeypatch.setenv("OUTRIDER_TOY_PORT", "3")
     assert ToySettings.load(config_file=file).port == 3
     assert ToySettings.load({"port": 4}, config_file=file).port == 4
-    # A flag that was not given does not hide the rest.
+    # A flag that was not given does not override the other sources.
     assert ToySettings.load({"port": None}, config_file=file).port == 3
 
 
@@ -66,7 +66,7 @@ def test_an_unknown_variable_with_our_prefix_is_refused(monkeypatch: pytest.Monk
     assert "OUTRIDER_TOY_PORT" in caught.value.message
 
 
-def test_variables_of_other_services_are_none_of_our_business(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_other_services_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_TARGET", "/models/x")
     monkeypatch.setenv("OUTRIDER_TARGET_MODEL", "/models/x")
     assert ToySettings.load() == ToySettings()
@@ -75,7 +75,7 @@ def test_variables_of_other_services_are_none_of_our_business(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "text"), [("s.toml", "port = "), ("s.json", "{"), ("s.json", "[1]"), ("missing.toml", None)]
 )
-def test_a_broken_file_is_named(tmp_path: Path, name: str, text: str | None) -> None:
+def test_an_unreadable_settings_file_is_named(tmp_path: Path, name: str, text: str | None) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigurationError, match=name):

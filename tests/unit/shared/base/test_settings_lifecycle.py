@@ -1,4 +1,4 @@
-"""Stopping: signals become a flag, steps of a drain all run, logs are one line each."""
+"""Shutdown, logs and listen addresses: signals set a flag, all drain steps run, one line per event."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from outrider.shared.obs.logging import configure_logging, get_logger, log_conte
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_sets_the_flag_and_handlers_are_put_back(number: signal.Signals) -> None:
+def test_a_signal_sets_the_flag_and_handlers_are_restored(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
         assert not stop.wait(0)
         os.kill(os.getpid(), number)
         assert stop.wait(5)
         assert stop.received is number
-        # A second signal gives the default action back: the third one would end the process.
+        # The second signal restores the default action, so a third one would end the process.
         os.kill(os.getpid(), number)
         while signal.getsignal(number) is not signal.SIG_DFL:
             pass
     assert signal.getsignal(number) is before
 
 
-def test_outside_the_main_thread_the_flag_is_set_by_hand() -> None:
+def test_outside_the_main_thread_the_flag_is_set_explicitly() -> None:
     seen = []
 
     def body() -> None:
@@ -47,7 +47,7 @@ def test_outside_the_main_thread_the_flag_is_set_by_hand() -> None:
     assert seen == [True]
 
 
-async def test_a_loop_is_told_too() -> None:
+async def test_a_signal_sets_an_asyncio_event() -> None:
     stop = asyncio.Event()
     restore = watch_stop_signals(stop)
     try:
@@ -102,7 +102,7 @@ def test_logs_are_lines_with_service_and_request_id() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
-def test_a_gateway_that_others_can_reach_needs_a_key_or_the_flag(host: str) -> None:
+def test_a_gateway_reachable_from_other_hosts_needs_a_key_or_the_flag(host: str) -> None:
     with pytest.raises(ConfigurationError, match="--api-key") as caught:
         GatewaySettings(host=host).check()
     assert caught.value.field == "host"
@@ -111,7 +111,7 @@ def test_a_gateway_that_others_can_reach_needs_a_key_or_the_flag(host: str) -> N
 
 
 @pytest.mark.parametrize("published", ["0.0.0.0", "::", "10.1.2.3"])
-def test_a_published_port_that_others_can_reach_needs_a_key(published: str) -> None:
+def test_a_published_port_reachable_from_other_hosts_needs_a_key(published: str) -> None:
     for host in ("0.0.0.0", "127.0.0.1"):
         with pytest.raises(ConfigurationError, match="set OUTRIDER_API_KEY") as caught:
             GatewaySettings(host=host, published_on=published).check()
@@ -121,7 +121,7 @@ def test_a_published_port_that_others_can_reach_needs_a_key(published: str) -> N
 
 
 @pytest.mark.parametrize("published", ["127.0.0.1", "::1", "localhost"])
-def test_a_container_may_listen_everywhere_if_its_port_is_published_locally(published: str) -> None:
+def test_a_container_may_listen_on_all_addresses_if_its_port_is_published_locally(published: str) -> None:
     GatewaySettings(host="0.0.0.0", published_on=published).check()
 
 

@@ -1,4 +1,4 @@
-"""Kernels are compiled by other processes while what launches them is rehearsed."""
+"""Compiling ahead: other processes compile the kernels of work that is only rehearsed here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(tmp_path: Path)
         "forgotten": [0, "NOT_YET"],
         "asked for again": 1,
         "given up": "NO",
-        "output": 0.0,  # of ones, the norm is ones: it was not launched
+        "output": 0.0,  # the norm of ones would be ones, so the kernel was not launched
         "submitted": 1,
         "told": [[1, 1]],
         "output_again": 0.0,
@@ -42,12 +42,12 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(tmp_path: Path)
         "compiled": 1,
         "state": "YES",
         "refused": [2, 0],
-        "too slow": [1, 0],  # its process is ended
+        "too slow": [1, 0],  # its process is killed
     }
     assert [path.name for path in tmp_path.rglob("*.cubin")] == ["_stream_rows.cubin"]
 
 
-def test_a_cpu_rehearses_nothing() -> None:
+def test_there_is_no_rehearsal_on_a_cpu() -> None:
     ran: list[int] = []
     assert compile_ahead(CPU, [lambda: ran.append(1)]) == 0
     assert not ran

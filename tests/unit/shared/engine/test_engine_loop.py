@@ -1,4 +1,4 @@
-"""The engine thread: works while there is work, sleeps otherwise, survives a failing step, and always stops."""
+"""The engine thread: steps while there is work, else sleeps, survives a failing step, always stops."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def give(engine: Counter, thread: EngineThread, steps: int) -> None:
     assert engine.idle.wait(10)
 
 
-def test_it_works_sleeps_and_survives_failures() -> None:
+def test_the_engine_works_sleeps_and_survives_failures() -> None:
     engine = Counter()
     started = []
     thread = EngineThread(engine, on_start=lambda: started.append(threading.current_thread().name))
@@ -64,7 +64,7 @@ def test_it_works_sleeps_and_survives_failures() -> None:
     thread.stop()
 
 
-def test_it_wakes_by_itself_when_something_is_due() -> None:
+def test_the_engine_wakes_by_itself_when_work_is_due() -> None:
     engine = Counter()
     engine.due = time.monotonic() + 0.05
     thread = EngineThread(engine)

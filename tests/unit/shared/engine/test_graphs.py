@@ -1,4 +1,4 @@
-"""Without CUDA a graph cache runs what it is given, every time; with it, it keeps what was recorded at the start and so many others."""
+"""The graph cache: eager without CUDA; keeps start-up graphs and a bounded number of others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.shared.engine.graphs import RECORD_AFTER, GraphCache
 from outrider.shared.spec.resident import RoundState
 
 
-def test_without_cuda_functions_run_each_time() -> None:
+def test_without_cuda_functions_run_eagerly_each_time() -> None:
     cache = GraphCache("cpu")
     numbers = torch.zeros(2)
 
@@ -18,7 +18,7 @@ def test_without_cuda_functions_run_each_time() -> None:
         return numbers.clone()
 
     cache.capture("key", record)
-    assert numbers.tolist() == [0, 0], "there is nothing to record"
+    assert numbers.tolist() == [0, 0], "there are no warm-up runs, because nothing is recorded"
     assert cache.run("key", record).tolist() == [1, 1]
     assert cache.run("key", record).tolist() == [2, 2]
     assert cache.holds("key")
@@ -37,7 +37,7 @@ def test_an_idle_state_has_roots_of_zero() -> None:
     assert state.features.shape == (3, 4, 8)
 
 
-def test_only_so_many_graphs_are_kept_beside_those_of_the_start() -> None:
+def test_the_number_of_graphs_recorded_after_start_up_is_bounded() -> None:
     graphs = BoundedGraphs(most_late=2)
     with graphs.keeping():
         for key in ("first", "second", "third"):
@@ -47,7 +47,7 @@ def test_only_so_many_graphs_are_kept_beside_those_of_the_start() -> None:
     assert graphs.observer.gone == []
     graphs.run("a", list)
     graphs.run("c", list)
-    assert graphs.keys == ("first", "second", "third", "a", "c"), "b was used longest ago"
+    assert graphs.keys == ("first", "second", "third", "a", "c"), "b was least recently used"
     assert graphs.observer.gone == [5]
     assert [graphs.replays(key) for key in "abc"] == [True, False, True]
     for number in range(1000):
@@ -56,7 +56,7 @@ def test_only_so_many_graphs_are_kept_beside_those_of_the_start() -> None:
     assert graphs.keys[-2:] == (998, 999)
 
 
-def test_nothing_is_dropped_while_there_is_room() -> None:
+def test_no_graph_is_dropped_while_there_is_room() -> None:
     graphs = BoundedGraphs(most_late=6)
     with graphs.keeping():
         pass
@@ -68,16 +68,16 @@ def test_nothing_is_dropped_while_there_is_room() -> None:
     assert graphs.keys == tuple(range(1, 7))
 
 
-def test_nothing_is_dropped_before_a_start_is_over() -> None:
+def test_no_graph_is_dropped_before_start_up_is_over() -> None:
     graphs = BoundedGraphs(most_late=2)
     for key in range(10):
         graphs.run(key, list)
     assert len(graphs.keys) == 10
 
 
-def test_what_is_met_late_runs_eagerly_until_a_recording_pays() -> None:
+def test_a_key_that_is_new_after_start_up_runs_eagerly_until_a_recording_pays_off() -> None:
     graphs = BoundedGraphs(most_late=2)
-    assert graphs.due("early"), "before a start all is recorded"
+    assert graphs.due("early"), "until start-up is over, every key is recorded"
     with graphs.keeping():
         graphs.capture("start", list)
     assert graphs.due("start")
@@ -90,7 +90,7 @@ def test_what_is_met_late_runs_eagerly_until_a_recording_pays() -> None:
     assert disabled.due("anything")
 
 
-def test_what_is_dropped_is_recorded_again_when_it_comes_up() -> None:
+def test_a_dropped_graph_is_recorded_again_when_its_key_comes_up() -> None:
     graphs = BoundedGraphs(most_late=9)
     with graphs.keeping():
         graphs.capture("a", list)
@@ -103,7 +103,7 @@ def test_what_is_dropped_is_recorded_again_when_it_comes_up() -> None:
         graphs.capture("a", list)
     assert graphs.captured == ["a", "b", "a"]
     graphs.drop(["a", "b"])
-    assert graphs.pool is None, "torch takes no graph into a pool that had its last one"
+    assert graphs.pool is None, "torch accepts no graph into a pool whose last graph is gone"
 
 
 def test_keys_that_are_counted_together_become_due_together() -> None:

@@ -1,4 +1,4 @@
-"""What is given back when its owner is gone: on a thread of its own, so that nobody waits who drops a reference."""
+"""Deferred release of GPU memory: runs on its own thread, so dropping the last reference never blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 20.0
 
 
 class Owner:
-    """Something that is referred to."""
+    """An object whose last reference the tests drop."""
 
 
 class Mapped(PeerMemory):
@@ -41,13 +41,13 @@ class Mapped(PeerMemory):
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """What holds up a disposal until the test has seen that nobody waits for it."""
+    """An event that holds up a release until the test has seen that it does not block."""
     gate = threading.Event()
     yield gate
     gate.set()
 
 
-def test_who_drops_the_last_reference_does_not_wait(gate: threading.Event) -> None:
+def test_dropping_the_last_reference_does_not_wait(gate: threading.Event) -> None:
     disposal, began, done = DeferredRelease(), threading.Event(), threading.Event()
 
     def free() -> None:
@@ -57,15 +57,15 @@ def test_who_drops_the_last_reference_does_not_wait(gate: threading.Event) -> No
 
     owner = Owner()
     disposal.when_gone(owner, free)
-    assert not began.wait(0.05), "it is still referred to"
+    assert not began.wait(0.05), "there is still a reference"
     del owner
     assert began.wait(TIMEOUT_S)
-    assert not done.is_set(), "this thread went on meanwhile"
+    assert not done.is_set(), "this thread did not wait for the release"
     gate.set()
     assert done.wait(TIMEOUT_S)
 
 
-def test_one_that_fails_is_no_end_and_all_come_in_order_on_one_thread() -> None:
+def test_releases_run_in_order_on_one_thread_and_a_failure_does_not_stop_them() -> None:
     disposal, done, order, threads = DeferredRelease(), threading.Event(), list[int](), set[int]()
 
     def note(number: int) -> None:
@@ -86,7 +86,7 @@ def test_one_that_fails_is_no_end_and_all_come_in_order_on_one_thread() -> None:
     assert threading.get_ident() not in threads
 
 
-def test_what_others_may_still_write_to_is_kept_for_a_while() -> None:
+def test_memory_that_a_peer_may_still_write_to_is_kept_for_a_while() -> None:
     disposal, done = DeferredRelease(), threading.Event()
     owner = Owner()
     disposal.when_gone(owner, done.set, after_s=0.2)
@@ -97,19 +97,19 @@ def test_what_others_may_still_write_to_is_kept_for_a_while() -> None:
 
 
 class Waiting:
-    """A stream's wait."""
+    """An object whose stream waits."""
 
     def __init__(self) -> None:
         self.waiting = True
 
 
-def test_nothing_is_called_while_a_stream_waits_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releases_are_delayed_while_a_stream_waits_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     disposal, stream, done = DeferredRelease(), Waiting(), threading.Event()
     disposal.spare(stream)
     owner = Owner()
     disposal.when_gone(owner, done.set)
     del owner
-    assert not done.wait(0.1), "a launch would stand still"
+    assert not done.wait(0.1), "the release would block launches"
     stream.waiting = False
     assert done.wait(TIMEOUT_S)
     done.clear()
@@ -121,7 +121,7 @@ def test_nothing_is_called_while_a_stream_waits_but_not_for_ever(monkeypatch: py
     assert done.wait(TIMEOUT_S)
 
 
-def test_a_watch_says_whether_a_wait_is_not_over() -> None:
+def test_a_watchdog_reports_whether_a_wait_is_pending() -> None:
     layout = BlobLayout(inside=False)
     memory, file = SharedMemory.create(layout.memory)
     os.close(file)
@@ -143,7 +143,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_mailbox(slots: PeerMemory) -> tuple[StreamMailbox, Doorbells]:
-    """Make one, and return it with its words."""
+    """Make a mailbox, and return it with its words."""
     layout = BlobLayout(inside=False)
     memory, file = SharedMemory.create(layout.memory)
     os.close(file)
@@ -153,13 +153,13 @@ def make_mailbox(slots: PeerMemory) -> tuple[StreamMailbox, Doorbells]:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(
+def test_a_dropped_mailbox_ends_its_waits_immediately_and_is_freed_later(
     gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
     def call(name: str, *_arguments: object) -> None:
-        assert gate.wait(TIMEOUT_S)  # as the driver would, for the device
+        assert gate.wait(TIMEOUT_S)  # blocks as the driver would until the device is done
         calls.append(name)
 
     monkeypatch.setattr(cuda_round_mailbox, "runtime_call", call)
@@ -171,11 +171,11 @@ def test_a_mailbox_ends_its_waits_at_once_and_is_given_back_later(
     assert not slots.unmapped.is_set()
     gate.set()
     assert slots.unmapped.wait(TIMEOUT_S)
-    assert calls == ["cudaHostUnregister"], "no wait for the device, on which a graph may be recorded"
+    assert calls == ["cudaHostUnregister"], "must not wait for the device, where a graph may be recording"
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_slots_of_a_peer_do_not_stay_mapped_where_there_can_be_no_mailbox(
+def test_a_peers_slots_are_unmapped_if_the_mailbox_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_arguments: object) -> int:

@@ -1,4 +1,4 @@
-"""Messages around a blob: byte for byte what protobuf writes, and nothing else is opened."""
+"""Envelopes around a blob: the bytes equal protobuf's, and no other message is opened."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def blob_of(size: int) -> bytes:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("rounds", "number"), [(1, 1), (1 << 40, (1 << 31) - 1), (0, 0)])
-def test_what_is_sealed_is_what_protobuf_writes(size: int, rounds: int, number: int) -> None:
+def test_sealed_messages_equal_protobufs_bytes(size: int, rounds: int, number: int) -> None:
     blob = blob_of(size)
     envelopes = BlobEnvelopes.of(draft_pb2.RoundsNext(rounds=rounds, number=number))
     request = draft_pb2.SessionRequest(
@@ -59,7 +59,7 @@ def test_other_messages_are_not_opened() -> None:
     assert [envelope.open(message[:length]) for length in range(len(message))] == [None] * len(message)
 
 
-def test_no_damage_around_the_blob_yields_another_one() -> None:
+def test_a_damaged_envelope_never_yields_a_wrong_blob() -> None:
     envelope = Envelope.around(9, draft_pb2.RoundState(rounds=7, number=70_000).SerializeToString(), 3)
     message = envelope.seal(blob_of(300))
     chance = random.Random(0)

@@ -1,4 +1,4 @@
-"""The draft protocol has a version, and what it consists of does not change under it unnoticed."""
+"""Any change of the draft protocol's wire format must be noticed, and must update its version if needed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
 from outrider.shared.spec.resident import RoundState, TreesBlob
 
 WIRE = (2, "74bbfb57545c3cdd")
-"""The protocol's version, and the digest of what it consisted of then. If a change that the release before cannot follow fails here, raise
-`PROTOCOL_VERSION`; whatever the change was, state the new digest."""
+"""The protocol's version, and a digest of its wire format.
+
+If a change fails here, update the digest. Also increment `PROTOCOL_VERSION` if the previous release cannot
+handle the change.
+"""
 
 
 def test_the_wire_changes_with_its_version() -> None:
@@ -36,23 +39,26 @@ def test_equal_versions_pass() -> None:
     ("theirs", "side", "older"),
     [(1, "target", "target"), (9, "target", "draft"), (0, "draft", "draft"), (9, "draft", "target")],
 )
-def test_another_version_names_both_and_who_is_to_be_updated(theirs: int, side: str, older: str) -> None:
+def test_a_version_mismatch_names_both_versions_and_the_side_to_update(
+    theirs: int, side: str, older: str
+) -> None:
     with pytest.raises(ProtocolError) as error:
         check_version(theirs, Side(side))
     assert error.value.field == "protocol_version"
-    assert f"The {side} speaks version {theirs} " in error.value.message
+    assert f"The {side} uses version {theirs} " in error.value.message
     assert f"version {PROTOCOL_VERSION}: update the {older}" in error.value.message
 
 
 def messages() -> list[str]:
-    """Return every field of every message, and every name of every enum, one a line."""
+    """Return every field of every message and every name of every enum, one per line."""
     lines: list[str] = []
     for module in (common_pb2, draft_pb2):
         file = descriptor_pb2.FileDescriptorProto()
         module.DESCRIPTOR.CopyToProto(file)
         for message in file.message_type:
             lines += [
-                f"{message.name} {field.number} {field.name} {field.type} {field.type_name} {field.label} {field.HasField('oneof_index')}"
+                f"{message.name} {field.number} {field.name} {field.type} {field.type_name} "
+                f"{field.label} {field.HasField('oneof_index')}"
                 for field in message.field
             ]
         for enum in file.enum_type:
@@ -88,7 +94,7 @@ def blobs() -> list[str]:
 
 
 def shared_memory() -> list[str]:
-    """Return what the frames, words and slots of a connection within a host look like."""
+    """Return the layout of the frames, words and slots of a connection within one host."""
     layout = BlobLayout()
     lines = [f"{kind.name} {kind.value}" for kind in FrameKind] + [
         f"{word.name} {word.value}" for word in Word

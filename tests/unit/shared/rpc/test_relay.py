@@ -1,4 +1,4 @@
-"""What the host hands to a stream that waits for it, as far as that is the host's affair; with a GPU it is in tests/gpu."""
+"""The host's part of the relay, which passes blobs to a waiting stream; tests/gpu covers the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 2048
 
 
 class Slots:
-    """Memory that no GPU reaches."""
+    """Memory that no GPU can access."""
 
     def __init__(self, num_bytes: int) -> None:
         self.array = torch.zeros(num_bytes, dtype=torch.uint8).numpy()
@@ -25,7 +25,7 @@ class Slots:
 
 
 class Mailbox:
-    """Remembers the words, in which a stream would see what the host gives."""
+    """Keeps the words through which a stream would see the host's announcements."""
 
     def __init__(
         self, layout: object, memory: object, slots: object, side: Side, device: torch.device
@@ -37,7 +37,7 @@ class Mailbox:
 
 
 class Stream:
-    """Of a GPU that has nothing to do."""
+    """The stream of an idle GPU."""
 
     def record(self) -> None:
         pass
@@ -54,7 +54,7 @@ def side(request: pytest.FixtureRequest) -> Side:
 
 @pytest.fixture
 def waiting(side: Side, monkeypatch: pytest.MonkeyPatch) -> StreamRelay:
-    """A relay whose stream waits for a blob of round 1."""
+    """A relay whose stream waits for the blob of round 1."""
     monkeypatch.setattr(relay, "PinnedSlots", Slots)
     monkeypatch.setattr(relay, "StreamMailbox", Mailbox)
     for name in ("device", "stream"):
@@ -77,7 +77,7 @@ def slot(waiting: StreamRelay, side: Side) -> bytes:
     return bytes(waiting._slots.bytes[start : start + SIZE])
 
 
-def test_what_is_put_lies_in_its_slot_with_its_number_before_the_word_is_given(
+def test_put_writes_the_slot_and_its_number_before_it_writes_the_word(
     waiting: StreamRelay, side: Side
 ) -> None:
     waiting.put(1, bytes([7]) * SIZE)
@@ -85,13 +85,15 @@ def test_what_is_put_lies_in_its_slot_with_its_number_before_the_word_is_given(
     assert given(waiting) == 1
 
 
-def test_a_state_is_at_least_its_header_and_trees_are_whole(waiting: StreamRelay, side: Side) -> None:
+def test_a_state_may_end_after_its_header_but_trees_must_be_complete(
+    waiting: StreamRelay, side: Side
+) -> None:
     assert LEAST_STATE_BYTES == HEADER_BYTES
     least = LEAST_STATE_BYTES if side is Side.DRAFT else SIZE
     for size in (0, 1, least - 1, SIZE + 1):
         with pytest.raises(ProtocolError):
             waiting.put(1, bytes([7]) * size)
-        assert given(waiting) == 0, "the wait goes on"
+        assert given(waiting) == 0, "the wait continues"
         assert not any(slot(waiting, side))
     waiting.put(1, bytes([7]) * least)
     assert given(waiting) == 1
@@ -103,7 +105,7 @@ def test_a_blob_of_another_round_is_refused(waiting: StreamRelay) -> None:
     assert given(waiting) == 0
 
 
-def test_a_round_for_which_nothing_comes_is_released(waiting: StreamRelay, side: Side) -> None:
+def test_release_ends_the_wait_of_a_round_without_a_blob(waiting: StreamRelay, side: Side) -> None:
     waiting.release(1)
     assert given(waiting) == 1
-    assert not any(slot(waiting, side)), "what lies there is of no round"
+    assert not any(slot(waiting, side)), "the slot contains no round"

@@ -1,4 +1,4 @@
-"""The watch over waits for another process: what lasts too long is released, what goes well is left alone."""
+"""The watchdog over waits for another process: releases waits that last too long, and no others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from outrider.shared.rpc.ipc import doorbells as round_words
+from outrider.shared.rpc.ipc import doorbells
 from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout
 from outrider.shared.rpc.ipc.doorbells import Doorbells, DoorbellWatchdog, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
@@ -24,7 +24,7 @@ class Clock:
 
 @pytest.fixture
 def pair() -> tuple[Doorbells, Doorbells]:
-    """The words as target and draft see them, each through a mapping of its own."""
+    """The words as target and draft see them, each through its own mapping."""
     layout = BlobLayout(256, 256).memory
     memory, file = SharedMemory.create(layout)
     other = SharedMemory.attach(layout, file)
@@ -33,19 +33,19 @@ def pair() -> tuple[Doorbells, Doorbells]:
 
 
 def pass_round(words: Doorbells, number: int) -> None:
-    """Say that a wait is over, as the device does."""
+    """Mark a wait as over, as the device does."""
     ctypes.c_uint32.from_buffer(words.memory.bytes, words.passed_at).value = number
 
 
 class HandWatch(DoorbellWatchdog):
-    """Looks when the test says so."""
+    """A watchdog that checks only when the test calls `look`."""
 
     def _run(self) -> None:
         pass
 
 
 def breaks(watch: DoorbellWatchdog) -> bool:
-    """Wait until the watch's own thread has ended a wait; returns whether it did within some seconds."""
+    """Return whether the watchdog's own thread ends a wait within a few seconds."""
     for _ in range(1000):
         if watch.broken:
             return True
@@ -53,7 +53,7 @@ def breaks(watch: DoorbellWatchdog) -> bool:
     return False
 
 
-def test_each_side_sees_what_the_other_gives(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_each_side_sees_the_others_announcements(pair: tuple[Doorbells, Doorbells]) -> None:
     target, draft = pair
     target.give(7)
     assert (target.given, draft.awaited, draft.given, target.awaited) == (7, 7, 0, 0)
@@ -62,12 +62,14 @@ def test_each_side_sees_what_the_other_gives(pair: tuple[Doorbells, Doorbells]) 
     assert (target.awaited, draft.passed, target.passed) == (6, 7, 0)
 
 
-def test_a_wait_counts_from_where_the_device_stands_still(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_the_limit_of_a_wait_counts_from_when_the_device_stands_still(
+    pair: tuple[Doorbells, Doorbells],
+) -> None:
     target, _draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
     watch.expect(5, 0.1)
-    for _ in range(3):  # the device works on the round before: the state of this one is not there yet
+    for _ in range(3):  # the device is still working on the previous round, so this state is not there yet
         clock.now += 10.0
         watch.look()
     assert not watch.broken
@@ -83,7 +85,7 @@ def test_a_wait_counts_from_where_the_device_stands_still(pair: tuple[Doorbells,
     assert target.awaited == 5
 
 
-def test_trees_in_time_release_nothing(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_trees_on_time_release_nothing(pair: tuple[Doorbells, Doorbells]) -> None:
     target, draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
@@ -109,8 +111,8 @@ def test_a_late_peer_cannot_undo_the_release(pair: tuple[Doorbells, Doorbells]) 
     watch.look()
     clock.now += 1.0
     watch.look()
-    assert target.awaited == 6, "rounds behind it are not waited for either"
-    draft.give(4)  # what it owed, at last
+    assert target.awaited == 6, "later rounds are released too"
+    draft.give(4)  # the blob that it owed arrives late
     watch.look()
     assert target.awaited == 6
     pass_round(target, 6)
@@ -119,10 +121,10 @@ def test_a_late_peer_cannot_undo_the_release(pair: tuple[Doorbells, Doorbells]) 
     assert watch.mend()
     assert not watch.broken
     watch.look()
-    assert target.awaited == 5, "nothing is awaited, so nothing is touched"
+    assert target.awaited == 5, "without any wait, the word stays untouched"
 
 
-def test_what_is_closed_releases_what_comes_later_too(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_a_closed_watchdog_releases_later_waits_too(pair: tuple[Doorbells, Doorbells]) -> None:
     target, _draft = pair
     watch = HandWatch(target, Clock())
     watch.expect(5, 1000.0)
@@ -136,7 +138,7 @@ def test_what_is_closed_releases_what_comes_later_too(pair: tuple[Doorbells, Doo
     assert watch.broken, "there is no peer any more"
 
 
-def test_the_watch_looks_by_itself(pair: tuple[Doorbells, Doorbells]) -> None:
+def test_the_watchdog_thread_releases_waits_on_its_own(pair: tuple[Doorbells, Doorbells]) -> None:
     _target, draft = pair
     watch = DoorbellWatchdog(draft)
     watch.expect(1, 0.02)
@@ -147,11 +149,11 @@ def test_the_watch_looks_by_itself(pair: tuple[Doorbells, Doorbells]) -> None:
 
 
 class ReleasedError(Exception):
-    """A wait was released."""
+    """Raised when a wait is released."""
 
 
 class Pauses(threading.Condition):
-    """Where the watch sleeps: the test's clock goes on instead, and the device stands still right behind the first look."""
+    """The watchdog's sleep: advances the test's clock. The device stands still just after the first check."""
 
     def __init__(self, clock: Clock, words: Doorbells, number: int, watch: DoorbellWatchdog) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ class Pauses(threading.Condition):
 
 
 @pytest.mark.parametrize("limit_s", [0.003, 0.008, 0.016, 0.03, 0.08, 0.4, 2.0])
-def test_a_wait_is_released_two_ticks_late_at_most(pair: tuple[Doorbells, Doorbells], limit_s: float) -> None:
+def test_a_wait_is_released_at_most_two_ticks_late(pair: tuple[Doorbells, Doorbells], limit_s: float) -> None:
     target, _draft = pair
     clock = Clock()
     watch = HandWatch(target, clock)
@@ -183,7 +185,7 @@ def test_a_wait_is_released_two_ticks_late_at_most(pair: tuple[Doorbells, Doorbe
     assert 0.0 < late <= min(max(limit_s / 4, 0.004), 0.1) + 1e-9
 
 
-def test_long_waits_are_looked_at_seldom_and_a_shorter_one_is_not_kept_waiting(
+def test_long_waits_are_checked_rarely_and_a_shorter_one_is_still_on_time(
     pair: tuple[Doorbells, Doorbells], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _target, draft = pair
@@ -194,11 +196,11 @@ def test_long_waits_are_looked_at_seldom_and_a_shorter_one_is_not_kept_waiting(
             super().look()
             looks.release()
 
-    monkeypatch.setattr(round_words, "LONGEST_TICK_S", 1000.0)
+    monkeypatch.setattr(doorbells, "LONGEST_TICK_S", 1000.0)
     watch = Counted(draft)
     watch.expect(1, 1e6)
     assert looks.acquire(timeout=10.0)
-    assert not looks.acquire(timeout=20 * round_words.TICK_S), "it looks all the time"
+    assert not looks.acquire(timeout=20 * doorbells.TICK_S), "the watchdog must not check all the time"
     pass_round(draft, 1)
     watch.expect(2, 0.02)
     assert breaks(watch)

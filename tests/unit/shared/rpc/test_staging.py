@@ -1,4 +1,4 @@
-"""Blobs between a device and messages."""
+"""Blob staging: copies of blobs between a device and messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.blob_staging import BlobStaging
 
 
-def test_a_blob_comes_back_as_it_was_with_the_number_of_its_round() -> None:
+def test_a_blob_round_trip_keeps_the_bytes_and_sets_the_round_number() -> None:
     there, back = BlobStaging(), BlobStaging()
     for number, size in ((7, 300), (8, 300), (9, 4096)):
         blob = torch.randint(0, 256, (size,), dtype=torch.uint8)
@@ -21,7 +21,7 @@ def test_a_blob_comes_back_as_it_was_with_the_number_of_its_round() -> None:
         assert torch.equal(other[4:], blob[4:])
 
 
-def test_what_lacks_at_the_end_stays_as_it_was() -> None:
+def test_missing_bytes_at_the_end_leave_the_blob_unchanged() -> None:
     back, blob = BlobStaging(), torch.zeros(64, dtype=torch.uint8)
     back.load(bytes([5]) * 64, 1, blob)
     back.load(bytes([6]) * 40, 2, blob, least_bytes=16)
