@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.shared.nn.checkpoint.checkpoint_reader import Shape, TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder
 from outrider.shared.nn.layers.blocks import RMSNorm
@@ -17,7 +17,7 @@ SPREAD = 0.02
 """Standard deviation of the weights, as published models are initialised."""
 
 
-class RandomTensors:
+class RandomTensors(TensorSource):
     """A `TensorSource` that makes what it is asked for: norms are ones, biases zeros, all else normal numbers.
 
     A tensor depends on its name and shape alone, so that processes agree on it.

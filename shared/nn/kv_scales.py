@@ -16,8 +16,9 @@ from itertools import product
 import torch
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape, TensorSource
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.tensor_file import TensorInfo
+from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 
 SPELLINGS = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
@@ -64,7 +65,7 @@ def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, f
     return scales
 
 
-class ScaledSource:
+class ScaledSource(TensorSource):
     """A `TensorSource` whose attention weights give K and V divided by their scales; everything else of another source passes.
 
     Args:

@@ -12,14 +12,10 @@ from pathlib import Path
 import torch
 
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.nn.checkpoint.checkpoint_reader import (
-    CheckpointReader,
-    ExpectedTensors,
-    Shape,
-    TensorSource,
-)
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.fp8_source import Fp8Source, expect_scales
 from outrider.shared.nn.checkpoint.json_config import ConfigReader, faults_of, read_json
+from outrider.shared.nn.checkpoint.tensor_source import ExpectedTensors, Shape, TensorSource
 from outrider.shared.nn.checkpoint.weight_sizes import gib, loaded_bytes
 from outrider.shared.nn.config.model_config import (
     CONFIG_FILE,

@@ -10,7 +10,7 @@ import torch
 
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.checkpoint.checkpoint_reader import TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.families.traits import LatentConfig
 from outrider.shared.nn.layers.blocks import Linear, RMSNorm

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.shared.nn.checkpoint.checkpoint_reader import TensorSource
 from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
+from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, HeadNorm, Linear, RMSNorm
 from outrider.shared.nn.layers.experts import Router, SparseMLP
