@@ -1,4 +1,4 @@
-"""Parses tensor files: safetensors, checking every header field, and torch's ``.bin``, without running code."""
+"""Parses tensor files: safetensors, checking the whole header, and torch's ``.bin``, without running code."""
 
 from __future__ import annotations
 

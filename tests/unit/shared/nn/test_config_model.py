@@ -85,7 +85,7 @@ def test_the_fingerprint_follows_the_content_not_the_order() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers", "positive integer"),
         ({"num_hidden_layers": True}, "num_hidden_layers", "positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "does not divide"),
-        ({"hidden_size": 66}, "head_dim", "no multiple"),
+        ({"hidden_size": 66}, "head_dim", "not a multiple"),
         ({"head_dim": 15}, "head_dim", "even"),
         ({"model_type": "mamba"}, "model_type", "'mamba' is not supported"),
         ({"hidden_act": "relu"}, "hidden_act", "'relu' is not supported"),
@@ -101,7 +101,7 @@ def test_the_fingerprint_follows_the_content_not_the_order() -> None:
         ({"rope_scaling": "linear"}, "rope_scaling", "object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "part of each head"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map", "code"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "quantized"),
         ({"eos_token_id": "</s>"}, "eos_token_id", "token id"),
     ],
 )

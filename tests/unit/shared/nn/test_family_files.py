@@ -153,7 +153,7 @@ def test_the_mtp_layer_of_deepseek_is_ignored_but_a_layer_more_is_not(folder: Pa
         (
             "model.layers.4.eh_proj.weight",
             1,
-            "multi-token prediction layers, which draft and are no part of the decoder",
+            "multi-token prediction layers, used for drafting and not part of the decoder",
         )
     ]
     save_file(
@@ -270,24 +270,24 @@ def test_fp8_scales_that_are_missing_are_named(folder: Path, tmp_path: Path) -> 
         ({"model_type": "novel", "layer_types": ["linear_attention"] * 4}, "model_type", "linear-attention"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "model_type", "encoder-decoder model"),
         ({"model_type": "whisper"}, "model_type", "encoder-decoder model"),
-        ({"model_type": "bert"}, "model_type", "generates nothing"),
+        ({"model_type": "bert"}, "model_type", "generates no text"),
         (
             {"model_type": "novel", "auto_map": {"AutoModel": "modeling_novel.X"}},
             "model_type",
             "auto_map names is never run",
         ),
         ({"architectures": ["NovelForCausalLM"]}, "model_type", "'NovelForCausalLM' is not supported"),
-        ({"model_type": "qwen2", "auto_map": {"AutoModel": "modeling_qwen.X"}}, "auto_map", "never done"),
+        ({"model_type": "qwen2", "auto_map": {"AutoModel": "modeling_qwen.X"}}, "auto_map", "never run"),
         (
             {"model_type": "mimo", "auto_map": {"AutoModel": "other/repo--modeling_mimo.X"}},
             "auto_map",
-            "never done",
+            "never run",
         ),
         ({"model_type": "mimo", "auto_map": "x"}, "auto_map", "class names"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "awq"}},
             "quantization_config",
-            r"quantised weights \(awq\)",
+            r"quantized weights \(awq\)",
         ),
         (
             {"model_type": "qwen2", "quantization_config": {"quant_method": "mxfp4"}},
@@ -298,7 +298,7 @@ def test_fp8_scales_that_are_missing_are_named(folder: Path, tmp_path: Path) -> 
         (
             {"model_type": "mistral", "sliding_window": 8, "layer_types": ["sliding_attention"]},
             "layer_types",
-            "names 1 layers",
+            "lists 1 layers",
         ),
         ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 4}, "sliding_window", "is missing"),
         (
