@@ -172,7 +172,7 @@ def load_latent_attention(
 
 
 def _halve(rows: torch.Tensor, latent: LatentConfig) -> torch.Tensor:
-    """Reorder the last `rope_dim` rows of ``[heads, rows, columns]`` from pairs to halves, as `rotate` needs."""
+    """Reorder the last `rope_dim` of ``[heads, rows, columns]`` from pairs to halves, as `rotate` needs."""
     if not latent.interleaved:
         return rows
     kept, rotated = rows[:, : -latent.rope_dim], rows[:, -latent.rope_dim :]

@@ -12,7 +12,7 @@ from torch.nn import functional
 from outrider.shared.nn.layers.blocks import RMSNorm
 
 MEMORY_SHARE = 0.02
-"""Maximum share of a device's total memory for a table. 128,256 tokens and 6,144 outputs take 1.5 GiB in bf16."""
+"""Maximum share of a device's memory for a table. 128,256 tokens and 6,144 outputs take 1.5 GiB in bf16."""
 FREE_SHARE = 0.5
 """Maximum share of the device's free memory for a table."""
 CHUNK_ROWS = 8192
