@@ -83,9 +83,18 @@ def attention_block(
     else:
         parts = _product(stream.scaled, qkv)
         q = rope_store(
-            parts, rotation.cos, rotation.sin, k_plane, v_plane, attention.slots, stream=stream, bias=qkv.bias,
-            head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0, lookup=lookup,
-        )  # fmt: skip
+            parts,
+            rotation.cos,
+            rotation.sin,
+            k_plane,
+            v_plane,
+            attention.slots,
+            stream=stream,
+            bias=qkv.bias,
+            head_norm=norm.weight if norm else None,
+            head_eps=norm.eps if norm else 0.0,
+            lookup=lookup,
+        )
     attended = attention.attend(block.layer, q, pool, block.scale, block.window, block.sinks)
     return _add(attended, block.o, stream.residual, following, reduce, None)
 

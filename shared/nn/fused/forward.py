@@ -1,4 +1,4 @@
-"""The forward pass of a dense Llama-like decoder with fused kernels, and the test for models that can use it."""
+"""The forward pass of a dense Llama-like decoder with fused kernels, and the check that a model fits it."""
 
 from __future__ import annotations
 

@@ -174,8 +174,8 @@ class Attention:
     """
 
     __slots__ = (
-        "_rotated", "_widths", "head_dim", "head_norm", "layer", "num_heads", "num_kv_heads", "o", "qkv", "scale",
-        "sinks", "window",
+        "_rotated", "_widths", "head_dim", "head_norm", "layer", "num_heads", "num_kv_heads", "o", "qkv",
+        "scale", "sinks", "window",
     )  # fmt: skip
 
     def __init__(

@@ -86,7 +86,7 @@ def test_features_may_travel_raw() -> None:
             "1 fc_norm weights for 3 aux layers",
         ),
         ({"fc.weight": (SIZE, 3 * HIDDEN), "fc_norm.1.weight": (HIDDEN,)}, {}, "fc_norm.0.weight", "missing"),
-        ({}, {}, "feature_size", "48 wide, the head asks for 12"),
+        ({}, {}, "feature_size", "48 wide, but the head needs 12"),
         ({}, {"aux_layer_ids": (1, 3, 8)}, "aux_layer_ids", "below the target's 8 layers"),
         ({}, {"aux_layer_ids": (3, 1)}, "aux_layer_ids", "ascending"),
         ({}, {"aux_layer_ids": ()}, "aux_layer_ids", "either aux layers or the final hidden state"),

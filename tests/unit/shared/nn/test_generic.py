@@ -140,11 +140,11 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "field", "message"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_phi.PhiForCausalLM"}}, "auto_map", "never done"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "quantised"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_phi.PhiForCausalLM"}}, "auto_map", "never run"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "quantized"),
         ({"architectures": ["PhiForSequenceClassification"]}, "architectures", "not a target model"),
-        ({"hidden_size": "wide"}, "model_type", "transformers refuses this 'phi' configuration"),
-        ({"num_attention_heads": 0}, "model_type", "cannot make a PhiForCausalLM|refuses this 'phi'"),
+        ({"hidden_size": "wide"}, "model_type", "transformers rejects this 'phi' configuration"),
+        ({"num_attention_heads": 0}, "model_type", "cannot create PhiForCausalLM|rejects this 'phi'"),
         ({"model_type": "gemma3"}, "model_type", "multimodal"),
         ({"model_type": "marian", "is_encoder_decoder": True}, "model_type", "encoder-decoder"),
         ({"model_type": "no_such_model"}, "model_type", "not supported"),

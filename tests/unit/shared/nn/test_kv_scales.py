@@ -173,7 +173,7 @@ def test_a_quantisation_of_the_cache_alone_is_served(
     if served:
         read_model_config(folder)
     else:
-        with pytest.raises(CheckpointError, match="quantised weights"):
+        with pytest.raises(CheckpointError, match="quantized weights"):
             read_model_config(folder)
 
 
