@@ -117,7 +117,9 @@ class FeatureProjector:
             )
         bias = self._tensors.get("fc.bias")
         if bias is not None and tuple(bias.shape) != (size,):
-            raise CheckpointError(f"fc.bias is {list(bias.shape)}, must be [{size}].", field="fc.bias")
+            raise CheckpointError(
+                f"fc.bias is {list(bias.shape)}, must be [{size}]; download the head again.", field="fc.bias"
+            )
         return Linear(weight, bias)
 
 

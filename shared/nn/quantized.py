@@ -89,7 +89,9 @@ def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) 
         ConfigurationError: The model, its GPU or its type has no FP8 products; `field` is the setting.
     """
     if isinstance(config, GenericConfig):
-        raise _refused(f"{config.architecture} runs through transformers' modules")
+        raise _refused(
+            f"{config.architecture} runs through transformers' modules, which have no FP8 products"
+        )
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) < (8, 9):
             raise _refused("the GPU has no FP8 products; they need compute capability 8.9 or higher")

@@ -347,7 +347,7 @@ class CheckpointReader(TensorSource):
             lists.append(f"{len(names)} tensor{plural} {kind}: {', '.join(names[:MAX_NAMED])}{more}")
         return CheckpointError(
             f"{self.path}: {'; '.join(lists)}. The weights do not belong to this config.json, "
-            "or the download is incomplete.",
+            "or the download is incomplete: download the checkpoint again.",
             field=field,
         )
 

@@ -90,7 +90,10 @@ def try_products(
                         products=len(work),
                     )
         except Exception as error:
-            _log.warning("tiles were not tried", error=f"{type(error).__name__}: {error}")
+            _log.warning(
+                "the trial of tiles failed; products keep their default tiles",
+                error=f"{type(error).__name__}: {error}",
+            )
         remember(name, ((entry.product, entry.tile) for entry in tried))
     wanted = {use.of(rows) for use in uses for rows in ROW_COUNTS} - {entry.product for entry in tried}
     known = [entry for entry in kept if entry.product in wanted]
@@ -169,7 +172,7 @@ class _Trial:
                 return
             run, linear = use.prepare(rows), use.linears[0]
             for tile in self._tiles(use, rows):
-                with contextlib.suppress(Exception):  # that tile will not be measured either
+                with contextlib.suppress(Exception):  # a tile that fails here is not measured
                     run(linear.weight, linear.scales, tile)
 
     def _times(self, use: ProductUse, rows: int) -> dict[Tile, float]:

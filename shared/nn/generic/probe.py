@@ -166,7 +166,7 @@ def _checked_window(layer: int, call: Call, config: PreTrainedConfig, refuse: Re
     if options.get("dropout"):
         raise refuse("attention_dropout", "is applied outside of training; set it to 0")
     if call.options.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
-        raise refuse("is_causal", f"the attention of layer {layer} looks ahead; targets are causal")
+        raise refuse("is_causal", f"the attention of layer {layer} looks ahead, but targets must be causal")
     if not isinstance(call.mask, MaskRule):
         raise refuse("model_type", f"layer {layer} makes its own attention mask, which is not supported")
     window = _window(layer, call.mask, config, refuse)

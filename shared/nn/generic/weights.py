@@ -100,7 +100,8 @@ def _fill(model_class: Any, folder: Path, settings: Any, dtype: torch.dtype) -> 
                 ) from error
             raise CheckpointError(
                 f"{folder}: tensors that become {', '.join(fused[:MAX_NAMED])} are missing or misshaped. "
-                "The weights do not belong to this config.json, or the download is incomplete.",
+                "The weights do not belong to this config.json, or the download is incomplete: "
+                "download the checkpoint again.",
                 field=fused[0],
             ) from error
 
@@ -113,7 +114,7 @@ class _Messages(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one message."""
+        """Store one message."""
         self.messages.append(record.getMessage())
 
 
@@ -179,7 +180,7 @@ def _check(folder: Path, report: Mapping[str, Collection[Any]], wrong: Mapping[s
         ]
         raise CheckpointError(
             f"{folder}: {'; '.join(lists)}. The weights do not belong to this config.json, "
-            "or the download is incomplete.",
+            "or the download is incomplete: download the checkpoint again.",
             field=next(iter(found.values()))[0].split(" ", 1)[0],
         )
 

@@ -298,7 +298,7 @@ def test_the_undamaged_pair_is_not_refused(pair: Path) -> None:
     assert not [finding for finding in report["findings"] if finding["severity"] == "refused"]
 
 
-def test_numbers_beyond_the_dtype_are_told_from_damage(pair: Path) -> None:
+def test_numbers_beyond_the_dtype_are_distinguished_from_damage(pair: Path) -> None:
     edit_tensors(pair / "target", lambda tensors: put(tensors, LAYER, 1e30))
     assert load_decoder(pair / "target", "cpu", torch.float32).dtype is torch.float32
     with pytest.raises(CheckpointError, match="beyond float16; serve with --dtype") as caught:
@@ -315,7 +315,7 @@ def test_the_damaged_part_of_a_fused_projection_is_named(pair: Path) -> None:
     assert "q_proj" not in caught.value.message
 
 
-def test_integers_and_empty_tensors_are_not_looked_at_for_nan(tmp_path: Path) -> None:
+def test_integers_and_empty_tensors_are_not_checked_for_nan(tmp_path: Path) -> None:
     save_file({"d2t": torch.arange(4), "none.weight": torch.zeros(0, 3)}, tmp_path / HEAD_FILE)
     with CheckpointReader(tmp_path) as reader:
         assert reader.take("d2t", (4,), dtype=torch.int64).tolist() == [0, 1, 2, 3]
@@ -333,7 +333,7 @@ def test_tokenizers_that_differ_are_refused_and_the_first_token_named(pair: Path
     assert "'b' is id 1 and id 2" in finding["message"]
 
 
-def test_a_tokenizer_that_exceeds_the_vocabulary_is_warned_about_since_it_is_served(pair: Path) -> None:
+def test_a_tokenizer_that_exceeds_the_vocabulary_is_only_warned_about(pair: Path) -> None:
     """As Gemma 3 is published without vision: its tokenizer has the token of images, and its embedding no row for it."""
     set_tokenizer(pair / "target", {"a": 0, "<image>": 40})
     code, report = doctor(pair)
@@ -372,7 +372,7 @@ def test_a_tokenizer_whose_tokens_cannot_be_read_is_refused_by_its_name(
 @pytest.mark.parametrize(
     "key", ["vocab_size", "hidden_size", "head_dim", "intermediate_size", "num_attention_heads"]
 )
-def test_a_size_beyond_all_sizes_is_refused_by_its_key(pair: Path, key: str) -> None:
+def test_a_size_above_the_limit_is_refused_by_its_key(pair: Path, key: str) -> None:
     file = pair / "target" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: 10**30}))
     code, report = doctor(pair)
@@ -380,7 +380,7 @@ def test_a_size_beyond_all_sizes_is_refused_by_its_key(pair: Path, key: str) -> 
     assert key in [finding["field"] for finding in report["findings"] if finding["severity"] == "refused"]
 
 
-def test_a_position_table_of_a_head_that_is_no_number_is_not_looked_at(pair: Path) -> None:
+def test_an_invalid_context_length_of_a_head_is_ignored(pair: Path) -> None:
     file = pair / "head" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": "long"}))
     assert doctor(pair)[0] == 0, "serving does not read it"

@@ -212,7 +212,7 @@ def loose_clamp(decoder: Decoder) -> None:
         ("deepseek-v3", no_temperature),
     ],
 )
-def test_the_comparison_sees_what_a_family_adds(
+def test_the_comparison_fails_without_the_features_of_a_family(
     case: str, mutate: Callable[[Decoder], None], folder: Path
 ) -> None:
     """Equality to transformers says something only if leaving the addition out breaks it."""

@@ -96,7 +96,7 @@ def test_every_tensor_is_expected_or_ignored_with_a_reason(case: str, folder: Pa
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_tensor_that_is_missing_or_too_many_is_named(case: str, folder: Path, tmp_path: Path) -> None:
+def test_a_missing_or_unexpected_tensor_is_named(case: str, folder: Path, tmp_path: Path) -> None:
     source = save(case, folder)
     tensors = load_file(source / "model.safetensors")
     gone = sorted(name for name in tensors if ".layers.2." in name)[0]
@@ -135,7 +135,7 @@ def test_deepseek_v3_as_published_is_read() -> None:
     assert set(config.ignored) == {"*rotary_emb.inv_freq", "model.layers.4.*"}
 
 
-def test_the_mtp_layer_of_deepseek_is_ignored_but_a_layer_more_is_not(folder: Path, tmp_path: Path) -> None:
+def test_the_mtp_layer_of_deepseek_is_ignored_but_an_extra_layer_is_not(folder: Path, tmp_path: Path) -> None:
     source = save("deepseek-v3", folder)
     tensors = load_file(source / "model.safetensors")
     shutil.copy(source / "config.json", tmp_path)
@@ -190,7 +190,7 @@ def test_mxfp4_experts_equal_transformers_after_dequantising(folder: Path, tmp_p
     assert_near(got, want)
 
 
-def test_a_scale_that_is_no_number_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_an_mxfp4_scale_that_is_nan_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "packed"
     pack_mxfp4(path, save("gpt-oss", folder))
     tensors = load_file(path / "model.safetensors")
@@ -323,14 +323,14 @@ def test_fp8_scales_that_are_missing_are_named(folder: Path, tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_no_family_reads_is_refused_by_name(keys: dict[str, Any], field: str, says: str) -> None:
+def test_a_model_of_no_family_is_refused_by_its_key(keys: dict[str, Any], field: str, says: str) -> None:
     with pytest.raises(CheckpointError, match=says) as caught:
         parse(**keys)
     assert caught.value.field == field
     assert "/models/x/config.json" in caught.value.message
 
 
-def test_heads_and_classifiers_are_no_targets(tmp_path: Path) -> None:
+def test_heads_and_classifiers_are_refused_as_targets(tmp_path: Path) -> None:
     for architecture in ("LlamaForCausalLMEagle3", "LlamaForSequenceClassification"):
         (tmp_path / "config.json").write_text(
             json.dumps({**SIZES, "model_type": "llama", "architectures": [architecture]})

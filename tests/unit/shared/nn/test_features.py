@@ -62,7 +62,7 @@ def test_one_norm_covers_the_concatenation() -> None:
     )
 
 
-def test_features_may_travel_raw() -> None:
+def test_features_may_be_sent_without_projection() -> None:
     assert torch.equal(project({}, feature_size=3 * HIDDEN), output().aux)
     assert torch.equal(project({}, aux_layer_ids=(), final_hidden=True, feature_size=HIDDEN), output().hidden)
 

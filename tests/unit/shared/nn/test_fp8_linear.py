@@ -70,7 +70,7 @@ def test_logits_come_from_a_rounded_copy_of_the_head(decoder: Decoder) -> None:
     assert decoder.weight_bytes == nbytes - layers + narrow + weight.nbytes + scales.nbytes
 
 
-def test_what_is_quantised_is_not_quantised_again(decoder: Decoder) -> None:
+def test_quantized_layers_are_not_quantized_again(decoder: Decoder) -> None:
     decoder.quantize_fp8()
     with pytest.raises(ConfigurationError, match="quantization fp8"):
         decoder.quantize_fp8()

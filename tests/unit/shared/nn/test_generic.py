@@ -129,7 +129,7 @@ def test_the_cap_of_scores_matters() -> None:
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused_by_its_key(name: str, tmp_path: Path) -> None:
     prefix, overrides, field, message = REFUSED[name]
     make(prefix, overrides).config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -166,7 +166,7 @@ def test_a_model_without_rms_norms_may_say_null_there(folder: Path, tmp_path: Pa
     assert read_model_config(tmp_path).model_type == "cohere2"
 
 
-def test_whatever_a_model_class_raises_is_told_of_its_file(
+def test_any_exception_of_a_model_class_names_the_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def clumsy(*_: object) -> None:
@@ -236,7 +236,7 @@ def test_masks_of_old_exports_are_left_in_the_file(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("left_out", ["up_proj", ""])
-def test_a_missing_expert_is_named_by_what_it_belongs_to(left_out: str, folder: Path, tmp_path: Path) -> None:
+def test_a_missing_expert_is_named_by_its_fused_tensor(left_out: str, folder: Path, tmp_path: Path) -> None:
     source = save("olmoe", folder)
     expert = f"model.layers.1.mlp.experts.3.{left_out}"
     tensors = {
@@ -332,7 +332,7 @@ def test_a_missing_transformers_is_named(folder: Path, monkeypatch: pytest.Monke
         read_model_config(save("phi", folder))
 
 
-def test_fingerprints_tell_weights_apart(folder: Path, tmp_path: Path) -> None:
+def test_different_weights_have_different_fingerprints(folder: Path, tmp_path: Path) -> None:
     again, other = tmp_path / "again", tmp_path / "other"
     again.mkdir()
     other.mkdir()

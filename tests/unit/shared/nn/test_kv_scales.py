@@ -121,7 +121,7 @@ def test_a_wide_cache_keeps_every_bit(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("spelling", ["{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale"])
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_spellings(tmp_path: Path, spelling: str, shape: tuple[int, ...]) -> None:
+def test_every_spelling_of_the_scales_is_found(tmp_path: Path, spelling: str, shape: tuple[int, ...]) -> None:
     usual = logits(family_models.save("llama", tmp_path / "usual"), kv_cache_dtype="fp8_e4m3")
     large = change(
         change(family_models.save("llama", tmp_path / "large"), enlarge), with_scales(spelling, shape=shape)
@@ -136,7 +136,7 @@ def test_spellings(tmp_path: Path, spelling: str, shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize(
     ("value", "shape"), [(0.0, ()), (-1.0, ()), (float("nan"), ()), (float("inf"), (1,)), (1.0, (2,))]
 )
-def test_what_is_no_scale_is_refused(tmp_path: Path, value: float, shape: tuple[int, ...]) -> None:
+def test_an_invalid_scale_is_refused(tmp_path: Path, value: float, shape: tuple[int, ...]) -> None:
     folder = change(family_models.save("llama", tmp_path), with_scales(value=value, shape=shape))
     with pytest.raises(CheckpointError, match="scale") as refused:
         load_decoder(folder, "cpu")
@@ -164,7 +164,7 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
         ({"quant_method": "other", "kv_cache_scheme": SCHEME}, False),
     ],
 )
-def test_a_quantisation_of_the_cache_alone_is_served(
+def test_a_checkpoint_with_only_a_quantized_cache_is_served(
     tmp_path: Path, section: dict[str, Any], served: bool
 ) -> None:
     folder = change(family_models.save("llama", tmp_path), with_scales())
@@ -177,7 +177,7 @@ def test_a_quantisation_of_the_cache_alone_is_served(
             read_model_config(folder)
 
 
-def test_fp16_has_no_room_for_them(tmp_path: Path) -> None:
+def test_fp16_models_ignore_the_scales(tmp_path: Path) -> None:
     folder = change(family_models.save("llama", tmp_path), with_scales(value=1 / LARGE))
     stored = load_file(str(folder / "model.safetensors"))["model.layers.0.self_attn.o_proj.weight"]
     attention: Any = load_decoder(folder, "cpu", torch.float16).layers[0].attention

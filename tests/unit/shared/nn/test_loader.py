@@ -66,7 +66,7 @@ def test_every_layout_gives_the_same_tensors(tmp_path: Path, layout: str) -> Non
         assert torch.equal(tensor, want.float() if want.is_floating_point() else want)
 
 
-def test_all_layouts_have_one_fingerprint_and_other_weights_another(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_weights_and_not_on_the_layout(tmp_path: Path) -> None:
     prints = set()
     for layout, write in LAYOUTS.items():
         folder = tmp_path / layout
@@ -139,7 +139,7 @@ def test_a_long_list_of_faults_is_cut_and_counted(tmp_path: Path) -> None:
         ("a.weight", (3, 4), torch.int64, "not int64: a.weight is float32"),
     ],
 )
-def test_take_refuses_what_is_not_as_asked(
+def test_take_refuses_tensors_that_differ_from_the_request(
     tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, says: str
 ) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -148,7 +148,7 @@ def test_take_refuses_what_is_not_as_asked(
     assert caught.value.field == name
 
 
-def test_finish_names_what_nobody_took(tmp_path: Path) -> None:
+def test_finish_names_every_tensor_that_was_not_taken(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     with CheckpointReader(tmp_path) as reader:
         reader.take("a.weight", (3, 4))
@@ -321,7 +321,7 @@ def test_a_strided_tensor_is_staged_as_it_reads() -> None:
     assert torch.equal(out, source)
 
 
-def test_large_tensors_go_through_staging_and_broken_ones_are_found_when_the_reader_is_left(
+def test_large_tensors_are_staged_and_nan_is_found_when_the_reader_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU's reader does, on a CPU: nobody waits for numbers before all is taken."""

@@ -37,7 +37,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-def test_it_stays_near_to_what_is_used(touched: list[int]) -> None:
+def test_reading_stays_within_the_maximum_lead(touched: list[int]) -> None:
     ahead = ReadAhead([torch.zeros(130, dtype=torch.bfloat16), torch.zeros(1000, dtype=torch.uint8)])
     workers = threads()
     assert len(workers) == read_ahead.THREADS
@@ -51,7 +51,7 @@ def test_it_stays_near_to_what_is_used(touched: list[int]) -> None:
     ahead.close()
 
 
-def test_it_ends_though_nothing_more_is_used(touched: list[int]) -> None:
+def test_close_stops_waiting_threads(touched: list[int]) -> None:
     ahead = ReadAhead([torch.zeros(10_000, dtype=torch.uint8)])
     ahead.close()
     assert sum(touched) <= 300
