@@ -1,4 +1,4 @@
-"""Bad checkpoints, each by its name: refused by the loader that serves, and told by `outrider doctor`, with the key or file at fault."""
+"""Damaged checkpoints: the loader and `outrider doctor` refuse each one and name the key or file at fault."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 
 
 def edit_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the safetensors header and nothing behind it."""
+    """Change the safetensors header and leave the data after it unchanged."""
     file = folder / HEAD_FILE
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -183,7 +183,7 @@ TARGET_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "auto_map",
         "never",
     ),
-    "a value that nobody foresaw": (
+    "a value of an unexpected type": (
         lambda folder: edit_config(folder, partial_rotary_factor="half"),
         "config.json",
         "could not convert",
@@ -240,12 +240,12 @@ HEAD_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "auto_map",
         "never",
     ),
-    "an architecture that is no name": (
+    "an architecture that is not a string": (
         lambda folder: edit_config(folder, architectures={"a": 1}),
         "architectures",
         "list of strings",
     ),
-    "a value that nobody foresaw": (
+    "a value of an unexpected type": (
         lambda folder: edit_config(folder, partial_rotary_factor="half"),
         "config.json",
         "could not convert",
@@ -281,7 +281,7 @@ def test_a_bad_head_is_refused_by_name(pair: Path, fault: str) -> None:
 
 
 def check_report(pair: Path, field: str, words: str) -> None:
-    """The doctor refuses the pair too, and one of its lines has both the field and the words."""
+    """Check that the doctor refuses the pair too, and that one finding has both the field and the words."""
     code, report = doctor(pair)
     assert code == 2
     assert report["verdict"] == "refused"
@@ -289,7 +289,7 @@ def check_report(pair: Path, field: str, words: str) -> None:
     assert any(
         field in finding["field"] and words in finding["message"] + finding["fix"] for finding in refused
     ), refused
-    assert all(finding["fix"] or len(finding["message"]) > 40 for finding in refused), "says what to do"
+    assert all(finding["fix"] or len(finding["message"]) > 40 for finding in refused), "each names a fix"
 
 
 def test_the_undamaged_pair_is_not_refused(pair: Path) -> None:
@@ -334,7 +334,7 @@ def test_tokenizers_that_differ_are_refused_and_the_first_token_named(pair: Path
 
 
 def test_a_tokenizer_that_exceeds_the_vocabulary_is_only_warned_about(pair: Path) -> None:
-    """As Gemma 3 is published without vision: its tokenizer has the token of images, and its embedding no row for it."""
+    """The text-only Gemma 3 is published like this: its tokenizer has an image token without an embedding."""
     set_tokenizer(pair / "target", {"a": 0, "<image>": 40})
     code, report = doctor(pair)
     assert code == 0
@@ -383,7 +383,7 @@ def test_a_size_above_the_limit_is_refused_by_its_key(pair: Path, key: str) -> N
 def test_an_invalid_context_length_of_a_head_is_ignored(pair: Path) -> None:
     file = pair / "head" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": "long"}))
-    assert doctor(pair)[0] == 0, "serving does not read it"
+    assert doctor(pair)[0] == 0, "serving does not read this key"
 
 
 def test_the_services_refuse_at_start_with_exit_code_2(pair: Path) -> None:

@@ -1,4 +1,4 @@
-"""config.json: what is read from it, and how what cannot be served is refused."""
+"""Parsing config.json: supported keys and defaults, and errors that name the unsupported key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Family files: config.json as published, what is ignored and why, MXFP4, and what is refused by name."""
+"""Published files of each family: config.json, ignored tensors and reasons, MXFP4 and FP8, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored for a drafter: norms and projection as the head's checkpoint says, and misfits refused by name."""
+"""Features for a drafter: its norms and projection are applied, and a head that does not fit is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families that transformers computes, with our attention, against transformers' eager attention; and those that are refused."""
+"""Models that run through transformers: they equal its eager attention, or are refused if unsupported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def random_tokens(seed: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     "backend", ["reference", "triton"]
-)  # without a GPU, triton is the kernels' own references
+)  # without a GPU, "triton" runs the kernels' references
 @pytest.mark.parametrize("case", list(CASES))
 def test_logits_of_chunks_and_steps_equal_transformers(case: str, backend: str, folder: Path) -> None:
     texts = [random_tokens(seed, 3 * WINDOW) for seed in (1, 2)]
@@ -181,7 +181,7 @@ def test_any_exception_of_a_model_class_names_the_file(
 
 
 def broken(folder: Path, path: Path, change: dict[str, torch.Tensor | None]) -> Path:
-    """Copy phi's checkpoint with tensors replaced, added, or (None) left out."""
+    """Copy phi's checkpoint with tensors replaced, added, or left out (None)."""
     source = save("phi", folder)
     tensors: dict[str, Any] = load_file(source / "model.safetensors") | change
     save_file(
@@ -222,7 +222,7 @@ def test_weights_that_do_not_fit_are_refused_by_tensor(
 
 
 def test_masks_of_old_exports_are_left_in_the_file(folder: Path, tmp_path: Path) -> None:
-    """Integers, which are no weights: gpt-neox was exported with its causal mask."""
+    """A stored causal mask is not a weight: old exports of gpt-neox contain one."""
     source = save("gpt-neox", folder)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     save_file(
@@ -279,7 +279,7 @@ def test_weights_can_be_borrowed_unless_the_head_has_a_bias(folder: Path) -> Non
 
 
 def test_learned_positions_end_with_their_table(folder: Path) -> None:
-    """Drafts may lie behind the last position; they must not disturb the rows before it."""
+    """Drafts may lie beyond the last position; they must not change the rows before it."""
     decoder, size = load_decoder(save("gpt2", folder)), 128
     text, sequences = random_tokens(1, size), Sequences(decoder, 1, tokens=size + 4)
     sequences.run([0], [text[:-1]])

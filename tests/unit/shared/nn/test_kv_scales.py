@@ -1,4 +1,4 @@
-"""Scales of an FP8 cache in a checkpoint: keys and values that e4m3 could not hold are kept, and nothing changes with a wide cache."""
+"""FP8 cache scales in a checkpoint: K/V beyond e4m3's range stay accurate, and a wide cache is unaffected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.shared.nn.open import load_decoder, read_model_config
 TOKENS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 79]
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3-bias", "gpt-oss"]
 LARGE = 2.0**14
-"""By how much keys and values are larger than they were: far beyond the 448 of e4m3."""
+"""Factor by which keys and values are enlarged: far beyond e4m3's maximum of 448."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +39,7 @@ def change(folder: Path, tensors: Callable[[Tensors], Tensors]) -> Path:
 
 
 def enlarge(tensors: Tensors) -> Tensors:
-    """Return weights of the same function with larger keys and values."""
+    """Return weights that compute the same function with larger keys and values."""
     normed = any(".k_norm." in name for name in tensors)
     factors = {".v_proj.weight": LARGE, ".v_proj.bias": LARGE, ".o_proj.weight": 1 / LARGE}
     if normed:
@@ -59,7 +59,7 @@ def enlarge(tensors: Tensors) -> Tensors:
 def with_scales(
     spelling: str = "{0}_scale", value: float = 0.9 * LARGE, shape: tuple[int, ...] = ()
 ) -> Callable[[Tensors], Tensors]:
-    """Return what adds scales; a little smaller than `LARGE`, the power of two above them."""
+    """Return a function that adds scales. They are slightly below `LARGE`, the next power of two."""
     names = [
         f"model.layers.{layer}.self_attn.{spelling.format(part)}"
         for layer in range(family_models.LAYERS)
@@ -105,10 +105,10 @@ def test_ranks_of_a_spread_model_scale_their_heads_like_one_process(tmp_path: Pa
     columns = on_all(ranks, lambda rank: run(rank, settings))
     got = torch.cat(columns, dim=1)[:, : want.shape[1]]
     family_models.assert_near(got, want, 1e-3)
-    assert float((got - wide).norm() / wide.norm()) > 0.01, "rounding must show"
+    assert float((got - wide).norm() / wide.norm()) > 0.01, "rounding must have an effect"
     assert [rank.token_bytes() for rank in ranks] == [
         load_decoder(large, "cpu").token_bytes() // 8
-    ] * 2  # heads by 2, bits by 4
+    ] * 2  # half the heads, and a quarter of the bits
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""Checkpoints: every layout that is read, and every fault by its name."""
+"""Loading checkpoints: every layout of files, staging through pinned memory, and an error for every fault."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_layout_gives_the_same_tensors(tmp_path: Path, layout: str) -> Non
         taken["d2t"] = reader.take("d2t", (6,), dtype=torch.int64)
         taken["t2d"] = reader.take("t2d", (3,), dtype=torch.bool)
         reader.finish()
-    for name, tensor in taken.items():  # after the files are closed
+    for name, tensor in taken.items():  # the files are closed now
         want = TENSORS[name]
         assert torch.equal(tensor, want.float() if want.is_floating_point() else want)
 
@@ -324,7 +324,7 @@ def test_a_strided_tensor_is_staged_as_it_reads() -> None:
 def test_large_tensors_are_staged_and_nan_is_found_when_the_reader_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU's reader does, on a CPU: nobody waits for numbers before all is taken."""
+    """On a CPU, act like a reader for a GPU: results are checked for NaN only after everything is taken."""
     staged: list[int] = []
 
     class Noted(WeightStaging):
@@ -368,6 +368,6 @@ def test_large_tensors_are_staged_and_nan_is_found_when_the_reader_is_closed(
     with pytest.raises(CheckpointError, match="broken holds NaN or infinite") as caught:
         take_all()
     assert caught.value.field == "broken"
-    assert len(taken) == 2, "nobody waited"
-    with pytest.raises(KeyError, match="an error of its own is not covered up"):
-        take_all(KeyError("an error of its own is not covered up"))
+    assert len(taken) == 2, "taking a tensor does not wait for the check"
+    with pytest.raises(KeyError, match="an earlier error is not hidden"):
+        take_all(KeyError("an earlier error is not hidden"))

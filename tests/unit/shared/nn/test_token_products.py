@@ -1,4 +1,4 @@
-"""Products of all embeddings: what they are, and which devices have room for them."""
+"""The table of q-k-v products: its values, and the devices that have room for it."""
 
 from __future__ import annotations
 
