@@ -107,7 +107,7 @@ class Decoder:
     def quantize_fp8(self) -> None:
         """Convert the layers' projections to FP8, and compute logits with an FP8 copy of the output head.
 
-        There is one scale per output channel. The embedding and the wide output head stay as they are: drafts
+        There is one scale per output channel. The embedding and `lm_head` stay as they are: drafts
         borrow them, and they may be the same tensor. Call this before the first pass, because recorded CUDA
         graphs would still read the old weights.
 
@@ -207,8 +207,7 @@ class Decoder:
 
         Args:
             tokens: ``[rows]``, int32 or int64.
-            positions: ``[rows]``, rotary positions. A tree node's position is its depth plus that of the
-                root.
+            positions: ``[rows]``, rotary positions. A tree node's position is the root's plus its depth.
             attention: Backend for which `AttentionBackend.plan` was called with exactly these rows.
             pool: Read up to the batch's prefix, and written at its slots.
             aux_layer_ids: Layers whose outputs are captured, in ascending order.
@@ -231,9 +230,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[rows, vocab]`` in the weights' type.
 
-        They stay in that type: an fp32 copy would be the largest tensor of a round. Readers widen each number
-            as
-        they load it.
+        An fp32 copy would be the largest tensor of a round. Instead, kernels that read the logits widen each
+        number as they load it.
 
         Args:
             hidden: ``[rows, hidden_size]`` after the final norm.

@@ -1,9 +1,9 @@
 """Deterministic decoders: a row's result is the same to the bit, whatever other rows are in the step.
 
-In the usual kernels, products, norms and softmax add in an order that depends on the number of rows, and a
-vector unit rounds the end of a buffer differently from its middle. The same token may then get different last
-bits in a tree, in a decode step and in a prompt chunk, and a near-tie may change sides. Two decoders avoid
-that:
+The usual products, norms and softmax add in an order that depends on the number of rows, and a vector unit
+rounds the end of a buffer differently from its middle. The same token may then get different last bits in a
+tree, in a decode step and in a prompt chunk, and a near-tie between two tokens may be decided differently.
+Two decoders avoid that:
 
 - `RowByRow` (CPU, any model) runs every row as a step of its own.
 - `BatchInvariant` (GPU) uses products and norms whose order of addition depends only on the weight.

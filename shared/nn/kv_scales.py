@@ -1,7 +1,7 @@
 """Moves a checkpoint's FP8 cache scales (``k_scale``, ``v_scale``) into its weights while they are loaded.
 
-The cache then stores K / s and V / s, so that the largest values just fit into e4m3. No kernel needs the
-scales:
+With a scale s, the cache stores K / s and V / s, so that the largest values just fit into e4m3. No kernel
+needs the scales:
 
 - Keys divided by s and queries multiplied by s give the same scores.
 - Values divided by s and an output projection multiplied by s give the same sum.

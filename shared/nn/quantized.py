@@ -82,8 +82,8 @@ class RoundedLinear(Linear):
 def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer:
     """Return a function that rounds the products of a layer to FP8.
 
-    It can run while a model is loaded, so that at most one layer is wide at a time, or afterwards. It raises
-    ConfigurationError for layers of a kind that has no FP8 products.
+    The function can run while a model is loaded, so that at most one layer at a time is in its original type,
+    or afterwards. It raises ConfigurationError for layers of a kind that has no FP8 products.
 
     Raises:
         ConfigurationError: The model, its GPU or its type has no FP8 products; `field` is the setting.

@@ -239,8 +239,8 @@ class PickledFile(TensorFile):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_starts_as_zip(path))
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{path} cannot be loaded without running code from it, or it is corrupt; convert it to "
-                f"safetensors on a machine where you trust it ({str(error).splitlines()[0]}).",
+                f"{path} cannot be loaded without running code from it, or it is corrupt; if you trust it, "
+                f"convert it to safetensors yourself ({str(error).splitlines()[0]}).",
                 field=str(path),
             ) from error
         except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:

@@ -15,7 +15,7 @@ GIB = 1 << 30
 def loaded_bytes(name: str, info: TensorInfo, dtype: torch.dtype) -> int:
     """Return the bytes that a stored tensor takes once it is loaded.
 
-    MXFP4 is widened: its blocks have two values per byte, and its scales disappear.
+    MXFP4 is widened: a block stores two values per byte, and the scales are multiplied into the weights.
 
     Args:
         name: The tensor's name.

@@ -129,8 +129,8 @@ def mlp_block(
 def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
     """True if `skinny_gemm` computes this product.
 
-    It computes products of few rows, and those of more rows for which a trial or its rules chose one of its
-    tiles.
+    It computes all products of few rows. With more rows, it computes those for which a measurement or rule
+    prefers one of its tiles to the library's product.
     """
     if x.shape[0] <= FEW_ROWS:
         return True

@@ -1,7 +1,7 @@
 """Lists the matrix products of a fused model, so that `trial` can time each of them with any tile.
 
 Products are grouped by shape and by the operation that follows. A timed run includes the kernel that reads
-the product, because a product in several partial sums costs time where they are added.
+the product, because a product that is stored as several partial sums costs time where they are added.
 """
 
 from __future__ import annotations

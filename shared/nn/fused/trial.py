@@ -1,8 +1,8 @@
-"""Times tiles for matrix products of few rows at startup, where no measurement for this kind of GPU exists.
+"""Times tiles for matrix products of few rows at startup, if there is no measurement for this kind of GPU.
 
-For every shape and several row counts, the trial runs the rule's tile, a few tiles near it and the library's
-product, over matrices that no cache holds. A tile replaces the rule's if it is faster by more than noise. The
-choice is stored on disk, where later starts find it.
+For every shape and several row counts, the trial times the default tile, which a fixed rule picks, a few
+tiles near it, and the library's product. The matrices together exceed every cache. A tile replaces the
+default if it is faster by more than noise. The choice is stored on disk, where later starts find it.
 """
 
 from __future__ import annotations
@@ -178,9 +178,8 @@ class _Trial:
     def _times(self, use: ProductUse, rows: int) -> dict[Tile, float]:
         """Return the microseconds per launch of each tile that runs here; tiles are measured in turns.
 
-        The choice is stored permanently, so a partial measurement is worthless: the result is empty if a tile
-            is
-        not compiled yet, or if the deadline passes before all tiles are recorded.
+        The choice is stored permanently, so a partial measurement is worthless. The result is empty if a tile
+        is not compiled yet, or if the deadline passes before all tiles are recorded.
         """
         run = use.prepare(rows)
         tiles = self._compiled(use, rows, run)
