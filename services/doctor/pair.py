@@ -20,8 +20,9 @@ from outrider.services.draft.strategies.standalone import StandaloneVocabulary
 from outrider.services.draft.strategies.tokenizer_check import check_same_tokenizer
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.vocab import DraftVocabulary
-from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, ExpectedTensors
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.fp8_source import expect_scales
+from outrider.shared.nn.checkpoint.tensor_source import ExpectedTensors
 from outrider.shared.nn.config.model_config import ConfigReader, ModelConfig
 from outrider.shared.nn.kv_scales import find_scales
 from outrider.shared.nn.open import expected_headers, read_model_config

@@ -1,1 +1,1 @@
-"""Decoders for inference: configuration, strict checkpoint loading, layers, the Llama-family decoder, features for drafters."""
+"""Decoders for inference: configuration, checkpoint loading, layers, model families, drafter features."""

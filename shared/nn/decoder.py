@@ -1,4 +1,4 @@
-"""The decoder of all target families over paged K/V."""
+"""The decoder of all target families: the forward pass over paged K/V, logits, and the pool's shape."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ _log = get_logger("outrider.decoder")
 
 Pool = TypeVar("Pool", bound=KVPool)
 Progress = Callable[[int, int], None]
-"""Called with (bytes loaded, bytes in all)."""
+"""Called with (bytes loaded, total bytes)."""
 OnLayer = Callable[[DecoderLayer], None]
-"""Changes a layer as soon as it is loaded, before the next one is: what it lets go is free again."""
+"""Changes a layer right after it is loaded, so that memory it frees is available to the next layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderOutput:
-    """What a forward pass returns.
+    """Result of a forward pass.
 
     Attributes:
-        hidden: ``[rows, hidden_size]`` after the final norm; input of `Decoder.logits`.
-        aux: ``[rows, n_aux * hidden_size]``, residual stream after each of the named layers, or None when none was named.
+        hidden: ``[rows, hidden_size]`` after the final norm; the input of `Decoder.logits`.
+        aux: ``[rows, n_aux * hidden_size]``, the residual stream after each captured layer; None if no layer
+            was captured.
     """
 
     hidden: torch.Tensor
@@ -59,16 +60,19 @@ class DecoderOutput:
 
 
 class Decoder:
-    """Embedding, decoder layers, final norm and output head. Stateless: K/V lives in the pool that each call is given.
+    """Embedding, decoder layers, final norm and output head.
+
+    A decoder is stateless: K/V is stored in the pool that is passed to each call.
 
     Attributes:
-        config, device, dtype: What was loaded, where, and the type of weights and activations.
+        config, device, dtype: Configuration, device, and the type of weights and activations.
         embedding: ``[vocab, hidden]``.
-        lm_head: ``[vocab, hidden]``; the same tensor as `embedding` when tied. As it was loaded, whatever `logits` computes with.
-        layers, norm, rotary: The parts.
+        lm_head: ``[vocab, hidden]`` as it was loaded, even if `logits` uses an FP8 copy. The same tensor as
+            `embedding` if they are tied.
+        layers, norm, rotary: The decoder layers, the final norm and the rotary embedding.
         fingerprint: Identifies configuration and weights.
-        fused: What runs in place of the layers' own operations, or None.
-        kv_dtype: Of K and V in pools that are made for it; None: `dtype`.
+        fused: Fused kernels that replace the layers' own operations, or None.
+        kv_dtype: Type of K and V in the decoder's pools; None means `dtype`.
     """
 
     kv_dtype: torch.dtype | None = None
@@ -101,13 +105,15 @@ class Decoder:
 
     @torch.inference_mode()
     def quantize_fp8(self) -> None:
-        """Keep the layers' projections in FP8 from now on, with a scale per output channel, and compute logits by such a copy of the head.
+        """Convert the layers' projections to FP8, and compute logits with an FP8 copy of the output head.
 
-        The embedding stays as it is, and so does the wide output head: drafts borrow it, and the embedding may be the same tensor. To be
-        called before the first pass: recorded graphs would still read the old weights.
+        There is one scale per output channel. The embedding and `lm_head` stay as they are: drafts
+        borrow them, and they may be the same tensor. Call this before the first pass, because recorded CUDA
+        graphs would still read the old weights.
 
         Raises:
-            ConfigurationError: Layers of another kind than dense ones with plain attention; fp32 weights on a CPU; a share of a model.
+            ConfigurationError: A layer is not dense with plain attention, the weights are fp32 on a CPU, or
+                this process has only a share of the model.
         """
         try:
             for layer in self.layers:
@@ -115,46 +121,50 @@ class Decoder:
             head = Fp8Linear.of(self._head)
         except TypeError as error:
             raise ConfigurationError(
-                f"quantization fp8: {error}. Serve this model without it.", field="quantization"
+                f"quantization fp8: {error}. Leave --quantization out for this model.", field="quantization"
             ) from error
         self.use_rounded(head)
         self._fuse()
 
     def use_rounded(self, head: Linear) -> None:
-        """Compute logits by this head from now on, as part of rounding the decoder's products to FP8; `lm_head` stays as it is."""
+        """Use `head`, an FP8 copy of the output head, for logits from now on. `lm_head` stays as it is."""
         self._head = head
         self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of embedding, output head, its rounded copy and projections (norms are negligible)."""
+        """Bytes of embedding, output head, its FP8 copy and all projections; norms are negligible."""
         layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
         rounded = self._head.nbytes if self._head.rounded else 0
         return self.embedding.nbytes + self.lm_head.nbytes + rounded + layers
 
     @property
     def computed_by(self) -> str:
-        """What computes the layers, in a few words for the log."""
+        """How the layers are computed, in a few words for the log."""
         return "torch's operations" if self.fused is None else "fused kernels"
 
     @property
     def cached(self) -> ModelConfig:
-        """What K and V this process keeps, as a configuration."""
+        """Configuration of the K/V that this process stores."""
         return self.config
 
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
-        """Make a pool of this decoder's shape on its device."""
+        """Create a KV pool of this decoder's shape on its device."""
         return self._pool_of(KVPool, num_pages, page_size, feature_size)
 
     def _pool_of(self, kind: type[Pool], num_pages: int, page_size: int, feature_size: int) -> Pool:
         kept = self.cached
         return kind(
-            num_pages, page_size, kept.num_layers, kept.num_kv_heads, kept.head_dim, self.dtype, self.device, feature_size,
-            latent=kept.latent is not None, kv_dtype=self.kv_dtype,
+            num_pages, page_size, kept.num_layers, kept.num_kv_heads, kept.head_dim, self.dtype, self.device,
+            feature_size, latent=kept.latent is not None, kv_dtype=self.kv_dtype,
         )  # fmt: skip
 
     def token_bytes(self, feature_size: int = 0) -> int:
-        """Return the bytes that a token takes in this process's part of the pool, with a feature row of that width."""
+        """Return the bytes per token in this process's part of the pool.
+
+        Args:
+            feature_size: Width of the feature row that is stored with each token.
+        """
         kept = self.cached
         return token_bytes(
             kept.num_layers, kept.num_kv_heads, kept.head_dim, self.dtype, feature_size,
@@ -162,16 +172,23 @@ class Decoder:
         )  # fmt: skip
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight that a draft may borrow, by its name in the checkpoint: the embedding or the output head.
+        """Return a weight that a draft may borrow: the embedding or the output head.
+
+        Args:
+            name: The weight's name in the checkpoint.
 
         Raises:
-            CheckpointError: Any other name.
+            CheckpointError: The name is another one.
         """
         if name == EMBEDDING:
             return self.embedding
         if name == LM_HEAD:
             return self.lm_head
-        raise CheckpointError(f"{name} cannot be borrowed; {EMBEDDING} and {LM_HEAD} can.", field=name)
+        raise CheckpointError(
+            f"{name} cannot be borrowed; only {EMBEDDING} and {LM_HEAD} can. "
+            "Use a draft head that contains the tensor.",
+            field=name,
+        )
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of ``tokens [rows]``: ``[rows, hidden_size]``."""
@@ -190,10 +207,10 @@ class Decoder:
 
         Args:
             tokens: ``[rows]``, int32 or int64.
-            positions: ``[rows]``, rotary positions (a tree node's is its depth behind the root's).
-            attention: `AttentionBackend.plan` was called for exactly these rows.
-            pool: Read up to the batch's prefix, written at its slots.
-            aux_layer_ids: Layers whose outputs are captured, ascending.
+            positions: ``[rows]``, rotary positions. A tree node's position is the root's plus its depth.
+            attention: Backend for which `AttentionBackend.plan` was called with exactly these rows.
+            pool: Read up to the batch's prefix, and written at its slots.
+            aux_layer_ids: Layers whose outputs are captured, in ascending order.
         """
         rotation = self.rotary(positions)
         if self.fused is not None and isinstance(attention, StoredAttention):
@@ -205,15 +222,19 @@ class Decoder:
             if index in aux_layer_ids:
                 aux.append(hidden)
         assert len(aux) == len(aux_layer_ids), (
-            f"aux layers {aux_layer_ids} of a decoder with {len(self.layers)}"
+            f"aux layers {aux_layer_ids} of a decoder with {len(self.layers)} layers"
         )
         return DecoderOutput(hidden=self.norm(hidden), aux=torch.cat(aux, dim=-1) if aux else None)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocab]`` for hidden rows ``[rows, hidden_size]`` after the final norm, in the weights' type.
+        """Return logits ``[rows, vocab]`` in the weights' type.
 
-        Whatever reads them widens each number as it takes it: a copy in fp32 would be the largest tensor of a round.
+        An fp32 copy would be the largest tensor of a round. Instead, kernels that read the logits widen each
+        number as they load it.
+
+        Args:
+            hidden: ``[rows, hidden_size]`` after the final norm.
         """
         if self.fused is not None:
             return self.fused.logits(hidden)
@@ -222,10 +243,10 @@ class Decoder:
     def choose(
         self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return `choose_tokens` of the rows' logits: ``[rows] int64``."""
+        """Return the tokens that `choose_tokens` picks from the rows' logits, ``[rows] int64``."""
         return choose_tokens(self.logits(hidden), sampling, positions)
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:
-    """Return what ``dtype auto`` means: bf16 on CUDA, fp32 elsewhere."""
+    """Return the type for ``dtype auto``: bf16 on CUDA, fp32 elsewhere."""
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32

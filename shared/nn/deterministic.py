@@ -1,9 +1,14 @@
-"""Decoders whose rows are computed alike, to the bit, whatever other rows are in the step.
+"""Deterministic decoders: a row's result is the same to the bit, whatever other rows are in the step.
 
-A library's product, norm or softmax adds in an order that depends on how many rows there are, and a vector unit rounds the end of a buffer
-unlike its middle. So tokens verified in a tree, decoded one by one or read in a prompt chunk differ in their last bits, and a near-tie may
-go either way. Here they do not: on a CPU rows run one after the other, each as a step of its own; on a GPU all products and norms come from
-kernels whose order of addition is a constant of the weight. Both attend by `DeterministicAttention`.
+The usual products, norms and softmax add in an order that depends on the number of rows, and a vector unit
+rounds the end of a buffer differently from its middle. The same token may then get different last bits in a
+tree, in a decode step and in a prompt chunk, and a near-tie between two tokens may be decided differently.
+Two decoders avoid that:
+
+- `RowByRow` (CPU, any model) runs every row as a step of its own.
+- `BatchInvariant` (GPU) uses products and norms whose order of addition depends only on the weight.
+
+Both attend with `DeterministicAttention`.
 """
 
 from __future__ import annotations
@@ -29,23 +34,26 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.layers.rope import Rotation, rotate
 
 FILTER_ROWS = 16
-"""Rows that the filters of sampling see at once on a GPU: sums over a vocabulary depend on how many rows there are."""
+"""Rows per call of the sampling filters on a GPU. Always the same, as sums over a vocabulary depend on it."""
 
 
 def deterministic(decoder: Decoder) -> Decoder:
-    """Return a decoder over the same weights whose rows do not depend on each other.
+    """Return a deterministic decoder over the same weights.
 
     Raises:
-        ConfigurationError: The model has layers that no such kernel computes on a GPU; `field` is the setting.
+        ConfigurationError: The model has layers without a batch-invariant kernel for the GPU; `field` is the
+            setting.
     """
     return RowByRow(decoder) if decoder.device.type == "cpu" else BatchInvariant(decoder)
 
 
 class RowByRow(Decoder):
-    """Runs each row as a step of its own, for any model. A row's K/V is stored before the rows behind it run: parents come first.
+    """Runs each row as a step of its own, for any model.
+
+    A row's K/V is stored before later rows run, so parents must come before their children.
 
     Args:
-        decoder: What computes a row.
+        decoder: Computes one row.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -54,20 +62,16 @@ class RowByRow(Decoder):
 
     @property
     def weight_bytes(self) -> int:
-        """See `Decoder.weight_bytes`."""
         return self._decoder.weight_bytes
 
     @property
     def computed_by(self) -> str:
-        """See `Decoder.computed_by`."""
         return f"{self._decoder.computed_by}, row by row"
 
     def weight(self, name: str) -> torch.Tensor:
-        """See `Decoder.weight`."""
         return self._decoder.weight(name)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.embed`."""
         return self._decoder.embed(tokens)
 
     @torch.inference_mode()
@@ -79,11 +83,11 @@ class RowByRow(Decoder):
         pool: KVPool,
         aux_layer_ids: Sequence[int] = (),
     ) -> DecoderOutput:
-        """See `Decoder.forward`. Rows that store nothing are padding: theirs are zeros."""
+        """Run each row; see `Decoder.forward`. Rows without a slot are padding, with zeros as results."""
         assert isinstance(attention, DeterministicAttention), (
-            "a deterministic decoder attends by DeterministicAttention"
+            "a deterministic decoder needs DeterministicAttention"
         )
-        assert attention.batch is not None, "plan() comes before forward()"
+        assert attention.batch is not None, "call plan() before forward()"
         size = self.config.hidden_size
         hidden = torch.zeros((tokens.shape[0], size), dtype=self.dtype, device=self.device)
         aux = (
@@ -105,14 +109,12 @@ class RowByRow(Decoder):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.logits`."""
         rows = [self._decoder.logits(hidden[row : row + 1].clone()) for row in range(hidden.shape[0])]
         return torch.cat(rows) if rows else self._decoder.logits(hidden)
 
     def choose(
         self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """See `Decoder.choose`."""
         logits = self.logits(hidden)
         rows = [
             choose_tokens(
@@ -126,13 +128,13 @@ class RowByRow(Decoder):
 
 
 class BatchInvariant(Decoder):
-    """Runs a dense decoder by kernels whose sums have one order for every number of rows.
+    """Runs a dense decoder with kernels that add in the same order for any number of rows.
 
     Args:
-        decoder: Whose weights are read; it stays as it is.
+        decoder: Supplies the weights; it is not changed.
 
     Raises:
-        ConfigurationError: It has other layers than rotary attention and gated MLPs.
+        ConfigurationError: The model has layers other than rotary attention and gated MLPs.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -144,7 +146,6 @@ class BatchInvariant(Decoder):
 
     @property
     def computed_by(self) -> str:
-        """See `Decoder.computed_by`."""
         return "batch-invariant kernels"
 
     @torch.inference_mode()
@@ -156,7 +157,6 @@ class BatchInvariant(Decoder):
         pool: KVPool,
         aux_layer_ids: Sequence[int] = (),
     ) -> DecoderOutput:
-        """See `Decoder.forward`."""
         rotation = self.rotary(positions)
         hidden = self.embed(tokens)
         aux: list[torch.Tensor] = []
@@ -171,13 +171,15 @@ class BatchInvariant(Decoder):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Decoder.logits`."""
         return invariant_gemm(hidden, self.lm_head)
 
     def choose(
         self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """See `Decoder.choose`. With filters, rows pass in groups of one size, the last filled up."""
+        """Choose the rows' tokens; see `Decoder.choose`.
+
+        With sampling filters, rows are processed in groups of a fixed size; the last group is padded.
+        """
         logits = self.logits(hidden)
         if sampling.all_greedy or not sampling.any_filter:
             return choose_tokens(logits, sampling, positions)
@@ -191,7 +193,7 @@ class BatchInvariant(Decoder):
 
 
 def sampling_rows(sampling: SamplingTensors, rows: slice | torch.Tensor) -> SamplingTensors:
-    """Return the parameters of some rows."""
+    """Return the sampling parameters of some rows."""
     return replace(
         sampling,
         temperature=sampling.temperature[rows],
@@ -204,19 +206,21 @@ def sampling_rows(sampling: SamplingTensors, rows: slice | torch.Tensor) -> Samp
 
 
 class _InvariantLayer:
-    """One decoder layer by invariant kernels. Element-wise operations are torch's: on a GPU each element is computed alike.
+    """One decoder layer with batch-invariant kernels.
+
+    Element-wise operations are torch's: on a GPU they compute every element in the same way.
 
     Args:
-        layer: Whose weights are read.
+        layer: Supplies the weights.
     """
 
     def __init__(self, layer: DecoderLayer) -> None:
         if not isinstance(layer.attention, Attention) or not isinstance(layer.mlp, GatedMLP):
             block = layer.attention if not isinstance(layer.attention, Attention) else layer.mlp
-            raise _refused(f"the model has layers of another kind ({type(block).__name__})")
+            raise _refused(f"the model has layers of an unsupported kind ({type(block).__name__})")
         for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
             if type(linear) is not Linear:
-                raise _refused(f"the model's products are of another kind ({type(linear).__name__})")
+                raise _refused(f"the model has weights of an unsupported kind ({type(linear).__name__})")
         self._norms = layer.input_norm, layer.post_attention_norm
         self._attention = layer.attention
         self._mlp = layer.mlp
@@ -273,7 +277,7 @@ def _head_norm(norm: HeadNorm, heads: torch.Tensor) -> torch.Tensor:
 
 def _refused(why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"deterministic: {why}, for which there are no batch-invariant kernels on a GPU; leave --deterministic out, or use --device cpu, "
-        "where every model is computed row by row.",
+        f"deterministic: {why}, for which there are no batch-invariant kernels on a GPU; "
+        "leave --deterministic out, or use --device cpu, where any model can run row by row.",
         field="deterministic",
     )

@@ -1,4 +1,4 @@
-"""Models with random weights, made where they run and without files: for measurements of speed, which the values do not change."""
+"""Creates decoders with random weights on the device, without files, for measurements of speed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.shared.nn.checkpoint.checkpoint_reader import Shape, TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder
 from outrider.shared.nn.layers.blocks import RMSNorm
 from outrider.shared.nn.layers.load import load_layer
 
 SPREAD = 0.02
-"""Standard deviation of the weights, as published models are initialised."""
+"""Standard deviation of the weights, as in the initialization of published models."""
 
 
-class RandomTensors:
-    """A `TensorSource` that makes what it is asked for: norms are ones, biases zeros, all else normal numbers.
+class RandomTensors(TensorSource):
+    """A `TensorSource` that generates tensors: ones for norms, zeros for biases, otherwise normal numbers.
 
-    A tensor depends on its name and shape alone, so that processes agree on it.
+    A tensor depends only on its name and shape, so that all processes generate the same one.
 
     Args:
-        device, dtype: Of the tensors, where a caller asks for no other type.
+        device: Device of the tensors.
+        dtype: Their type, unless a caller requests another one.
     """
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -33,7 +34,7 @@ class RandomTensors:
     def take(
         self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """See `TensorSource.take`."""
+        """Return one random tensor."""
         tensor = torch.empty(shape, dtype=dtype or to or self.dtype, device=self.device)
         self._fill(name, tensor)
         return tensor
@@ -45,7 +46,7 @@ class RandomTensors:
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """See `TensorSource.take_rows`."""
+        """Return several random tensors as one."""
         rows = sum(shape[0] for _, shape in parts)
         tensor = torch.empty((rows, *parts[0][1][1:]), dtype=dtype or to or self.dtype, device=self.device)
         first = 0
@@ -69,8 +70,9 @@ def random_decoder(config: ModelConfig, device: torch.device | str, dtype: torch
     """Return a decoder of this configuration with random weights.
 
     Args:
-        config: Of a family of our own (Llama, Mistral, Qwen …).
-        device, dtype: Of weights and activations.
+        config: Configuration of one of the families (Llama, Mistral, Qwen …).
+        device: Device of the weights.
+        dtype: Type of weights and activations.
     """
     source: TensorSource = RandomTensors(device, dtype)
     table = (config.vocab_size, config.hidden_size)

@@ -1,4 +1,4 @@
-"""Features for a drafter: what the target stores per token, made from the captured hidden states."""
+"""Projects captured hidden states of the target to the features that a drafter reads (norms, then ``fc``)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class FeatureProjector:
     """Applies a drafter's projector (norms, then ``fc``) to the captured states of the target.
 
     Args:
-        spec: What the drafter wants.
-        device: Where the target runs.
-        dtype: Of the stored rows.
-        hidden_size: The target's, to check the spec against.
-        num_layers: The target's, likewise.
+        spec: Features that the drafter needs, and the projector's tensors.
+        device: Device of the target.
+        dtype: Type of the stored rows.
+        hidden_size: Hidden size of the target, to check the spec.
+        num_layers: Number of layers of the target, to check the spec.
 
     Raises:
-        CheckpointError: The spec does not fit the target or itself; `field` names the tensor or key.
+        CheckpointError: The spec is inconsistent or does not fit the target; `field` names the tensor or key.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class FeatureProjector:
         ]
         if self._fc_norms and len(self._fc_norms) != len(spec.aux_layer_ids):
             raise CheckpointError(
-                f"the head has {len(self._fc_norms)} fc_norm weights for {len(spec.aux_layer_ids)} aux layers; "
-                "num_aux_hidden_states and the checkpoint must agree.",
+                f"the head has {len(self._fc_norms)} fc_norm weights "
+                f"for {len(spec.aux_layer_ids)} aux layers; num_aux_hidden_states must match the checkpoint.",
                 field="fc_norm",
             )
         self._fc = self._projection(width)
 
     def __call__(self, output: DecoderOutput) -> torch.Tensor:
-        """Return the rows to store, ``[rows, feature_size]``, for the states of one forward pass."""
+        """Return the rows to store, ``[rows, feature_size]``, from the states of a forward pass."""
         states = self._entering(output)
         return states if self._fc is None else self._fc(states)
 
     def parts(self, output: DecoderOutput) -> torch.Tensor:
-        """Return what a call returns, or ``[splits, rows, feature_size] fp32`` whose sum it is: of few rows on a GPU."""
+        """Return the same rows; for few rows on a GPU, their partial sums ``[splits, rows, size] fp32``."""
         states, fc = self._entering(output), self._fc
         if fc is None or fc.bias is not None or not states.is_cuda or states.shape[0] > MANY_ROWS:
             return states if fc is None else fc(states)
         return project(states, fc.weight)
 
     def _entering(self, output: DecoderOutput) -> torch.Tensor:
-        """Return the rows that `fc` reads."""
+        """Return the input rows of ``fc``."""
         states = output.hidden if self.spec.final_hidden else output.aux
-        assert states is not None, "forward must be given the spec's aux_layer_ids"
+        assert states is not None, "forward() needs the spec's aux_layer_ids"
         if self._fc_norms:
             parts = states.chunk(len(self._fc_norms), dim=-1)
             states = torch.cat(
@@ -91,7 +91,10 @@ class FeatureProjector:
             return None
         if weight is None or tuple(weight.shape) != (size,):
             found = "missing" if weight is None else f"of shape {list(weight.shape)}"
-            raise CheckpointError(f"{name} is {found}; this target needs [{size}].", field=name)
+            raise CheckpointError(
+                f"{name} is {found}; this target needs [{size}]. Use a head that was trained for it.",
+                field=name,
+            )
         return RMSNorm(weight, eps)
 
     def _projection(self, width: int) -> Linear | None:
@@ -100,19 +103,23 @@ class FeatureProjector:
         if weight is None:
             if size != width:
                 raise CheckpointError(
-                    f"raw features of this target are {width} wide, the head asks for {size}.",
+                    f"raw features of this target are {width} wide, but the head needs {size}; "
+                    "use a head that was trained for this target.",
                     field="feature_size",
                 )
             return None
         if tuple(weight.shape) != (size, width):
             raise CheckpointError(
-                f"fc.weight is {list(weight.shape)}; {width // self._hidden_size} captured layers of hidden size {self._hidden_size} "
-                f"need [{size}, {width}]: the head was trained for another target or another number of aux layers.",
+                f"fc.weight is {list(weight.shape)}; {width // self._hidden_size} captured layers "
+                f"of hidden size {self._hidden_size} need [{size}, {width}]: "
+                "the head was trained for another target or another number of aux layers.",
                 field="fc.weight",
             )
         bias = self._tensors.get("fc.bias")
         if bias is not None and tuple(bias.shape) != (size,):
-            raise CheckpointError(f"fc.bias is {list(bias.shape)}, must be [{size}].", field="fc.bias")
+            raise CheckpointError(
+                f"fc.bias is {list(bias.shape)}, must be [{size}]; download the head again.", field="fc.bias"
+            )
         return Linear(weight, bias)
 
 
@@ -120,11 +127,13 @@ def _check_layers(spec: FeatureSpec, num_layers: int) -> None:
     ids = spec.aux_layer_ids
     if spec.final_hidden == bool(ids):
         raise CheckpointError(
-            "a feature spec names either aux layers or the final hidden state.", field="aux_layer_ids"
+            "a feature spec must name either aux layers or the final hidden state, not both.",
+            field="aux_layer_ids",
         )
     if list(ids) != sorted(set(ids)) or any(not 0 <= layer < num_layers for layer in ids):
         raise CheckpointError(
-            f"aux layer ids {list(ids)} must be ascending, distinct and below the target's {num_layers} layers; "
-            "the head belongs to a target with more layers, or its ids count layer inputs.",
+            f"aux layer ids {list(ids)} must be ascending, distinct and below the target's "
+            f"{num_layers} layers; the head belongs to a target with more layers, "
+            "or its ids count layer inputs.",
             field="aux_layer_ids",
         )

@@ -1,10 +1,15 @@
-"""Scales of an FP8 cache that a checkpoint brings (``k_scale``, ``v_scale``), moved into its weights as they are loaded.
+"""Moves a checkpoint's FP8 cache scales (``k_scale``, ``v_scale``) into its weights while they are loaded.
 
-What is stored is K / s and V / s, so that the largest ones just fit into e4m3. Keys divided by s and queries multiplied by s give the same
-scores, and values divided by s the same sum behind an output projection multiplied by s: no kernel has to know. Scales are rounded up to
-powers of two, by which multiplying is exact in fp32 and bf16, so that with a wide cache no bit of the output changes.
+With a scale s, the cache stores K / s and V / s, so that the largest values just fit into e4m3. No kernel
+needs the scales:
 
-Spellings as vLLM reads them (`maybe_remap_kv_scale_name`): those of compressed-tensors, ModelOpt and Quark.
+- Keys divided by s and queries multiplied by s give the same scores.
+- Values divided by s and an output projection multiplied by s give the same sum.
+
+Scales are rounded up to powers of two. Multiplying by those is exact in fp32 and bf16, so that with a wide
+cache no bit of the output changes.
+
+Names follow vLLM (`maybe_remap_kv_scale_name`): those of compressed-tensors, ModelOpt and Quark.
 """
 
 from __future__ import annotations
@@ -16,19 +21,20 @@ from itertools import product
 import torch
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape, TensorSource
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.tensor_file import TensorInfo
+from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 
 SPELLINGS = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
-"""Behind ``self_attn.``, of k or v."""
+"""Names after ``self_attn.``, with k or v for ``{0}``."""
 
 
 def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[str, Shape]:
-    """Return name → shape of the scales of the layers' caches among `stored`; a latent has none.
+    """Return name → shape of the layers' cache scales among `stored`. Latent attention has none.
 
     Raises:
-        CheckpointError: One is not a single number.
+        CheckpointError: A scale is not a single number.
     """
     found: dict[str, Shape] = {}
     for layer, part, spelling in product(range(0 if config.latent else config.num_layers), "kv", SPELLINGS):
@@ -38,7 +44,7 @@ def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[s
         shape = stored[name].shape
         if math.prod(shape) != 1:
             raise CheckpointError(
-                f"{name} is {list(shape)}; the cache of a layer has one scale for K and one for V.",
+                f"{name} is {list(shape)}; a layer's cache must have one scale for K and one for V.",
                 field=name,
             )
         found[name] = shape
@@ -46,17 +52,24 @@ def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[s
 
 
 def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, float]:
-    """Return prefix of an attention and part (``….self_attn.k``) → the power of two that is its scale or the next above it.
+    """Read the scales and round them up to powers of two.
+
+    Args:
+        reader: The open checkpoint.
+        found: Names from `find_scales`.
+
+    Returns:
+        Prefix of an attention plus k or v (``….self_attn.k``) → its scale.
 
     Raises:
-        CheckpointError: A scale is not a number above 0.
+        CheckpointError: A scale is not a positive number.
     """
     scales = {}
     for name in found:
         value = reader.number(name)
         if not 0 < value < math.inf:
             raise CheckpointError(
-                f"{name} is {value:g}; a scale is a number above 0. Download the checkpoint again.",
+                f"{name} is {value:g}, but a scale must be a positive number; download the checkpoint again.",
                 field=name,
             )
         prefix, _, rest = name.rpartition(".self_attn.")
@@ -64,13 +77,16 @@ def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, f
     return scales
 
 
-class ScaledSource:
-    """A `TensorSource` whose attention weights give K and V divided by their scales; everything else of another source passes.
+class ScaledSource(TensorSource):
+    """A `TensorSource` whose attention weights produce K and V divided by their scales.
+
+    Everything else is passed through from another source.
 
     Args:
-        source: Of the stored tensors.
+        source: Supplies the stored tensors.
         scales: See `read_scales`.
-        head_norm: Whether a norm of each head of Q and K follows their projections: it carries the scale of K then.
+        head_norm: True if each head of Q and K is normed after its projection; the norm then carries K's
+            scale.
     """
 
     def __init__(self, source: TensorSource, scales: Mapping[str, float], *, head_norm: bool) -> None:
@@ -90,7 +106,7 @@ class ScaledSource:
     def take(
         self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """See `TensorSource.take`."""
+        """Return one tensor, multiplied by its factor if it has one."""
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
@@ -100,7 +116,7 @@ class ScaledSource:
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """See `TensorSource.take_rows`."""
+        """Return several tensors as one, each multiplied by its factor if it has one."""
         out = self._source.take_rows(parts, dtype=dtype, to=to)
         position = 0
         for name, shape in parts:

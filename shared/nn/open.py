@@ -1,4 +1,4 @@
-"""Opens a model folder: its configuration, and its decoder."""
+"""Opens a model folder: reads its configuration, checks its headers and loads the decoder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from pathlib import Path
 import torch
 
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.nn.checkpoint.checkpoint_reader import (
-    CheckpointReader,
-    ExpectedTensors,
-    Shape,
-    TensorSource,
-)
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.fp8_source import Fp8Source, expect_scales
 from outrider.shared.nn.checkpoint.json_config import ConfigReader, faults_of, read_json
+from outrider.shared.nn.checkpoint.tensor_source import ExpectedTensors, Shape, TensorSource
 from outrider.shared.nn.checkpoint.weight_sizes import gib, loaded_bytes
 from outrider.shared.nn.config.model_config import (
     CONFIG_FILE,
@@ -51,7 +47,8 @@ def read_model_config(path: Path | str) -> ModelConfig:
     """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face model folder.
 
     Raises:
-        CheckpointError: The folder or file is missing, not JSON, or describes a model that cannot be served; `field` names it.
+        CheckpointError: The folder or a file is missing or is not JSON, or the model cannot be served;
+            `field` is the file or key.
     """
     folder = Path(path)
     raw = read_json(folder / CONFIG_FILE)
@@ -75,14 +72,16 @@ def load_decoder(
     """Load a Hugging Face model folder.
 
     Args:
-        path: Holds ``config.json`` and ``*.safetensors`` (or ``pytorch_model*.bin``).
-        device: Where the weights go, file by file, without a second copy in host memory.
-        dtype: Of weights and activations; None is fp32 on the CPU and bf16 on CUDA.
-        progress: Told how many bytes are loaded.
-        on_layer: Changes every layer (not of models that `transformers` computes).
+        path: Folder with ``config.json`` and ``*.safetensors`` (or ``pytorch_model*.bin``).
+        device: Device to load the weights to, file by file, without a second copy in host memory.
+        dtype: Type of weights and activations; None means fp32 on a CPU and bf16 on CUDA.
+        progress: Called with the bytes loaded so far and the total.
+        on_layer: Changes each layer right after it is loaded. Not called for models that run through
+            `transformers`.
 
     Raises:
-        CheckpointError: Something is missing, unexpected, misshaped, corrupt or unsupported; nothing was allocated then.
+        CheckpointError: A file or tensor is missing, unexpected, misshaped, corrupt or unsupported. Headers
+            are checked before memory is allocated.
         ConfigurationError: The device has not enough memory.
     """
     config = read_model_config(path)
@@ -95,13 +94,14 @@ def load_decoder(
         needed = f"{_needed(path, config, dtype)} as {str(dtype).removeprefix('torch.')}"
         if on_layer is None:
             why, smaller = f": its weights need {needed}", " or a smaller dtype"
-        else:  # what they are changed to is not known here
+        else:  # the size after `on_layer` is not known here
             why, smaller = (
-                f", though its layers are rounded as they are loaded (before, its weights are {needed})",
+                f", though its layers are rounded as they are loaded (before that, they need {needed})",
                 "",
             )
         raise ConfigurationError(
-            f"{path} does not fit into the free memory of {device}{why}; choose another device{smaller}, or end what else uses it.",
+            f"{path} does not fit into the free memory of {device}{why}; choose another device{smaller}, "
+            "or stop other processes that use it.",
             field="device",
         ) from error
 
@@ -121,11 +121,11 @@ def _load(
 
 @dataclass(frozen=True, slots=True)
 class CheckedSource:
-    """An open checkpoint whose headers are what the configuration needs.
+    """An open checkpoint whose headers match the configuration.
 
     Attributes:
-        source: Of its tensors, widened where they are stored in FP8, with the scales of its cache in them.
-        fingerprint: Of configuration and weights.
+        source: Supplies the tensors, with FP8 matrices widened and the scales of an FP8 cache applied.
+        fingerprint: Identifies configuration and weights.
     """
 
     source: TensorSource
@@ -140,10 +140,17 @@ def checked_source(
     dtype: torch.dtype,
     progress: Progress | None = None,
 ) -> Iterator[CheckedSource]:
-    """Open a checkpoint of one of our own families and check its headers; the arguments are those of `load_decoder`.
+    """Open a checkpoint of one of the families and check its headers.
+
+    Args:
+        path: As for `load_decoder`.
+        config: Configuration of the model.
+        device: As for `load_decoder`.
+        dtype: Type of the weights.
+        progress: As for `load_decoder`.
 
     Raises:
-        CheckpointError: As `load_decoder`.
+        CheckpointError: As for `load_decoder`.
     """
     with CheckpointReader(path, device=device, dtype=dtype, progress=progress) as reader:
         expected = expected_headers(config)
@@ -154,7 +161,7 @@ def checked_source(
         scaled = find_scales(reader.tensors, config)
         expected.shapes |= scaled
         reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
-        if scaled and dtype is not torch.float16:  # whose range the scaled weights might leave
+        if scaled and dtype is not torch.float16:  # scaled weights might exceed the range of fp16
             _log.info(
                 "scales of an FP8 cache are moved into the weights", checkpoint=str(path), count=len(scaled)
             )
@@ -173,14 +180,14 @@ def _open_generic(
     dtype: torch.dtype,
     progress: Progress | None,
 ) -> Decoder:
-    """Load a model that `transformers` computes. Only such a model imports it."""
+    """Load a model that runs through `transformers`, which is imported only here."""
     from outrider.shared.nn.generic.model import GenericDecoder
 
     return GenericDecoder.open(path, config, device, dtype, progress)
 
 
 def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
-    """Return what the weights of a folder that could not be loaded take."""
+    """Return the memory that the weights of a folder need, as text, after they did not fit."""
     names = expected_tensors(config)
     with CheckpointReader(path) as reader:
         stored = reader.tensors.items()
@@ -194,7 +201,7 @@ def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Return name → shape of every tensor that a checkpoint of this configuration must hold."""
+    """Return name → shape of every tensor that a checkpoint of this configuration must contain."""
     if isinstance(config, GenericConfig):
         return dict(config.layout.shapes)
     return expected_headers(config).shapes
@@ -202,7 +209,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a checkpoint is loaded into."""
+    """The loaded parts of a decoder."""
 
     embedding: torch.Tensor
     layers: list[DecoderLayer]
@@ -225,14 +232,14 @@ def _load_parts(source: TensorSource, config: ModelConfig, on_layer: OnLayer | N
 
 
 def expected_headers(config: ModelConfig) -> ExpectedTensors:
-    """Return shapes and types of every tensor that a checkpoint of one of our own families must hold, scales of FP8 matrices aside."""
+    """Return the tensors that a checkpoint of one of the families must contain, without FP8 scales."""
     expected = ExpectedTensors()
     _load_parts(expected, config)
     return expected
 
 
 def _log_ignored(path: Path | str, config: ModelConfig, left: Collection[str]) -> None:
-    """Say which tensors of a checked file stay in it, and why."""
+    """Log which tensors of a checked file are not loaded, and why."""
     for pattern, reason in config.ignored.items():
         names = match_names(left, pattern)
         if names:

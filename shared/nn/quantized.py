@@ -1,8 +1,10 @@
-"""FP8 products (W8A8): weights in e4m3 with a scale per output channel, activations in e4m3 with a scale per row, made as they come.
+"""FP8 products (W8A8, ``--quantization fp8``): rounds a model's weights and activations to e4m3.
 
-On a GPU the decoder runs kernels for them. A CPU has no FP8: there operands are rounded alike and multiplied wide, which costs time and is
-for the numbers, so that what the rounding does to a model can be seen anywhere. Embedding and norms keep their type; logits come from a
-rounded copy of the output head.
+Weights have one scale per output channel. Activations have one scale per row, computed on the fly. A GPU runs
+kernels for these products. A CPU has no FP8: there, operands are rounded in the same way and multiplied in a
+wide type. That is slower, and only serves to show the effect of the rounding on any machine.
+
+Embedding and norms keep their type. Logits come from a rounded copy of the output head.
 """
 
 from __future__ import annotations
@@ -20,21 +22,28 @@ from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP
 from outrider.shared.nn.layers.fp8_linear import quantize_layer
 from outrider.shared.nn.layers.linear import Linear
 
-SMALLEST_SCALE = 1e-12  # of a row of zeros
+SMALLEST_SCALE = 1e-12  # scale of a row of zeros
 
 
 def round_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e4m3 rows and their scales, ``[rows, 1] fp32``, whose product is near the tensor ``[rows, size]``."""
+    """Round each row to e4m3.
+
+    Args:
+        tensor: ``[rows, size]``.
+
+    Returns:
+        The e4m3 rows, and their scales ``[rows, 1] fp32``. Their product approximates the tensor.
+    """
     wide = tensor.float()
     scale = (wide.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=SMALLEST_SCALE)
     return convert(wide / scale, FP8), scale
 
 
 class RoundedLinear(Linear):
-    """``x @ weight.T + bias`` with both operands rounded to FP8 and fp32 sums, on a CPU.
+    """``x @ weight.T + bias`` on a CPU, with both operands rounded to FP8 and sums in fp32.
 
     Args:
-        linear: What is rounded; it is not kept.
+        linear: Layer to round; no reference to it is kept.
     """
 
     __slots__ = ("_scale", "_wide")
@@ -52,13 +61,12 @@ class RoundedLinear(Linear):
 
     @property
     def rounded(self) -> bool:
-        """See `Linear.rounded`."""
         return True
 
     @property
     def weight(self) -> torch.Tensor:
-        """Not to be had: who reads rows would miss their scales."""
-        raise AssertionError("an FP8 weight has no rows without their scales")
+        """Not available: its rows are meaningless without their scales."""
+        raise AssertionError("the rows of an FP8 weight cannot be read without their scales")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, out]`` for ``x [rows, in]``."""
@@ -72,21 +80,24 @@ class RoundedLinear(Linear):
 
 
 def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer:
-    """Return what rounds a layer's products to FP8: while a model is loaded, so that no more than one layer is wide at once, or after.
+    """Return a function that rounds the products of a layer to FP8.
 
-    The function raises ConfigurationError for layers of a kind that has no FP8 products.
+    The function can run while a model is loaded, so that at most one layer at a time is in its original type,
+    or afterwards. It raises ConfigurationError for layers of a kind that has no FP8 products.
 
     Raises:
-        ConfigurationError: The model, its GPU or its type have none; `field` is the setting.
+        ConfigurationError: The model, its GPU or its type has no FP8 products; `field` is the setting.
     """
     if isinstance(config, GenericConfig):
-        raise _refused(f"{config.architecture} runs through transformers' modules")
+        raise _refused(
+            f"{config.architecture} runs through transformers' modules, which have no FP8 products"
+        )
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) < (8, 9):
-            raise _refused("the GPU has no FP8 products (compute capability 8.9 or higher has)")
+            raise _refused("the GPU has no FP8 products; they need compute capability 8.9 or higher")
         if dtype is not torch.bfloat16:
             raise _refused(
-                f"FP8 products give bfloat16, and the model runs in {str(dtype).removeprefix('torch.')}"
+                f"FP8 products return bfloat16, but the model runs in {str(dtype).removeprefix('torch.')}"
             )
     return partial(_round_layer, on_gpu=device.type == "cuda")
 
@@ -95,7 +106,7 @@ def _round_layer(layer: DecoderLayer, *, on_gpu: bool) -> None:
     attention, mlp = layer.attention, layer.mlp
     if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
         block = attention if not isinstance(attention, Attention) else mlp
-        raise _refused(f"the model has layers of another kind ({type(block).__name__})")
+        raise _refused(f"the model has layers of an unsupported kind ({type(block).__name__})")
     if attention.qkv.rounded:
         return
     if on_gpu:
@@ -107,12 +118,12 @@ def _round_layer(layer: DecoderLayer, *, on_gpu: bool) -> None:
 
 @torch.inference_mode()
 def quantize_fp8(decoder: Decoder) -> None:
-    """Compute the products of a decoder's layers in FP8 from now on; call before its first pass.
+    """Compute the products of a decoder's layers in FP8 from now on. Call this before its first pass.
 
     Layers that were rounded while they were loaded stay as they are.
 
     Raises:
-        ConfigurationError: The decoder's layers, its GPU or its type have no FP8 products; `field` is the setting.
+        ConfigurationError: The decoder's layers, GPU or type have no FP8 products; `field` is the setting.
     """
     round_layer = fp8_rounding(decoder.config, decoder.device, decoder.dtype)
     for layer in decoder.layers:

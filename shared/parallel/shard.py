@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.nn.checkpoint.checkpoint_reader import Shape, TensorSource
 from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
+from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.generic.layout import GenericConfig
 

@@ -218,6 +218,6 @@ def test_the_decoder_of_a_gpu_filters_rows_in_groups_of_one_size(tmp_path: Path,
 
 @pytest.mark.parametrize("case", ["mixtral", "deepseek-v2"])
 def test_a_gpu_refuses_what_has_no_invariant_kernels(tmp_path: Path, case: str) -> None:
-    with pytest.raises(ConfigurationError, match="layers of another kind") as caught:
+    with pytest.raises(ConfigurationError, match="layers of an unsupported kind") as caught:
         invariant(tmp_path, case)
     assert caught.value.field == "deterministic"

@@ -1,4 +1,4 @@
-"""Tiny random models of every target family, made with transformers' own classes and saved as `save_pretrained` does."""
+"""Tiny random models of every target family, made with transformers' classes; also FP8 and MXFP4 files."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ GPT_OSS: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
-    "mistral-narrow": ("Mistral", {"sliding_window": 4}),  # trees are deeper than the window
+    "mistral-narrow": ("Mistral", {"sliding_window": 4}),  # narrower than the trees are deep
     "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 24}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen3": ("Qwen3", {"head_dim": 24}),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
-    "mimo": ("", {}),  # transformers has none: see PlainMimo
+    "mimo": ("", {}),  # not in transformers: see PlainMimo
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class PlainMimo(nn.Module):
-    """The reference MiMo of `toy_mtp` with random weights, called as the models of `transformers` are."""
+    """The reference MiMo of `toy_mtp` with random weights and the call interface of `transformers` models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class PlainMimo(nn.Module):
         return SimpleNamespace(logits=self.model.lm_head(self.model.hidden(tokens)))
 
     def save_pretrained(self, path: Path) -> None:
-        """Save as published, naming code as MiMo-7B does."""
+        """Save the model as MiMo-7B is published, including its references to code."""
         code = {
             "AutoConfig": "configuration_mimo.MiMoConfig",
             "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
@@ -126,7 +126,10 @@ class PlainMimo(nn.Module):
 
 @functools.cache
 def reference(case: str) -> Any:
-    """Return a random transformers model (MiMo: ours); norms, biases, sinks and routing biases are random too."""
+    """Return a random model of transformers, or for MiMo the reference of this package.
+
+    Norms, biases, sinks and routing biases are random too.
+    """
     if case == "mimo":
         return PlainMimo()
     name, overrides = CASES[case]
@@ -154,9 +157,8 @@ def reference(case: str) -> Any:
                 if parameter.dim() == 1 or parameter.shape[-1] == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
             for module in model.modules():
-                if hasattr(
-                    module, "limit"
-                ):  # of gpt-oss's experts; transformers before 5.19 takes 7 whatever the configuration says
+                # gpt-oss's experts: transformers before 5.19 ignores the configured limit and uses 7.
+                if hasattr(module, "limit"):
                     module.limit = settings["swiglu_limit"]
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("e_score_correction_bias"):
@@ -180,9 +182,12 @@ def save(case: str, folder: Path) -> Path:
 def store_fp8(
     path: Path, source: Path, block: tuple[int, int], keep: Sequence[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """Write the layers of `source` in FP8 as DeepSeek-V3 is released, and return the tensors that the file stands for.
+    """Write the layers of `source` in FP8, in the format of the DeepSeek-V3 release.
 
-    Names with a part of `keep` stay as they are.
+    Tensors whose name contains an entry of `keep` stay as they are.
+
+    Returns:
+        Name → the weight that the file represents.
     """
     tensors = load_file(source / "model.safetensors")
     meant = dict(tensors)
@@ -209,7 +214,7 @@ def store_fp8(
 
 
 def reference_logits(case: str, tokens: Sequence[int]) -> torch.Tensor:
-    """Return ``[len(tokens), vocab]`` of the reference."""
+    """Return the reference's logits, ``[len(tokens), vocab]``."""
     with torch.no_grad():
         logits: torch.Tensor = reference(case)(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits
@@ -223,7 +228,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-4) 
 
 
 class Sequences:
-    """Runs rows of several sequences through a decoder, on any backend."""
+    """Runs rows of several sequences through a decoder, on any attention backend."""
 
     def __init__(
         self, decoder: Decoder, count: int, *, page_size: int = 4, tokens: int = 112, backend: str = "auto"
@@ -243,7 +248,7 @@ class Sequences:
         ancestors: torch.Tensor | None = None,
         aux: tuple[int, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits ``[rows, vocab]`` and captured states of all rows."""
+        """Return the logits ``[rows, vocab]`` and captured states of all rows."""
         leases = self.leases[: len(starts)]
         self.attention.plan(
             build_batch(self.pool, leases, starts, [len(row) for row in rows], ancestors=ancestors)
@@ -259,7 +264,7 @@ class Sequences:
 
 
 def pack_mxfp4(path: Path, source: Path) -> None:
-    """Write a gpt-oss checkpoint as released, with random blocks for the experts of `source`."""
+    """Write a gpt-oss checkpoint in its release format, with random blocks for the experts of `source`."""
     generator = torch.Generator().manual_seed(3)
     tensors = load_file(source / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:

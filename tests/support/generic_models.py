@@ -1,4 +1,4 @@
-"""Tiny random models of families that have no file here, made with transformers' own classes, and those that must be refused."""
+"""Tiny random models of `transformers` without a file in `families`, and models that must be refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GPT2_SIZES = {"n_positions": 128, "n_embd": 64, "n_head": 4, "n_layer": LAYERS}
 EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
-# Case → class prefix and what its config has beyond BASE.
+# Case → class prefix, and its configuration beyond the common settings.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 24}),
     "gemma2": (
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WINDOWED = [case for case, (_, overrides) in CASES.items() if "sliding_window" in overrides]
 
-# Class prefix, overrides, the field at fault, and a piece of the message.
+# Class prefix, overrides, the field at fault, and a part of the message.
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 def make(name: str, overrides: dict[str, Any]) -> Any:
-    """Return a random model of a class of transformers, eager; norms and biases are random too."""
+    """Return a random model of a transformers class with eager attention; norms and biases are random too."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -174,7 +174,7 @@ def save(case: str, folder: Path) -> Path:
 
 
 def reference_logits(case: str, tokens: Sequence[int]) -> torch.Tensor:
-    """Return ``[len(tokens), vocab]`` of transformers' model."""
+    """Return the logits of transformers' model, ``[len(tokens), vocab]``."""
     with torch.no_grad():
         logits: torch.Tensor = reference(case)(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return logits

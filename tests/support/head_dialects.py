@@ -1,4 +1,4 @@
-"""Draft heads in every published dialect: their config.json, their tensors, and what they must compute."""
+"""Draft heads in every published dialect: config.json, tensors, and the configuration that they mean."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Dialect:
     """One way in which heads are published.
 
     Attributes:
-        config: Its config.json.
-        tensors: Its weights.
-        flat: What the configuration comes to, for the plain head.
-        aux: Layers that it reads of a target of 8 layers; none = the last hidden state.
-        borrowed: What it takes from the target.
-        target_hidden: The target's width.
+        config: Content of config.json.
+        tensors: Name → weight.
+        flat: Keys in which the equivalent flat configuration, for the plain head, differs from the default.
+        aux: Layers that the head reads from a target of 8 layers; empty for the last hidden state.
+        borrowed: Tensors that it borrows from the target.
+        target_hidden: Hidden size of the target.
         file: See `write_head`.
     """
 
@@ -113,7 +113,7 @@ def prefixed(tensors: Tensors, *unprefixed: str) -> Tensors:
 
 
 DIALECTS: dict[str, Dialect] = {
-    # yuhuili/EAGLE-llama2-chat-7B, EAGLE-Vicuna: pickled, fc with a bias that the configuration does not mention
+    # yuhuili/EAGLE-llama2-chat-7B, EAGLE-Vicuna: pickled; fc has a bias that config.json does not mention
     "EAGLE-1 of Llama 2, .bin": Dialect(
         base_config(), eagle_tensors(), aux=(), borrowed=HEAD_ONLY, file="pytorch_model.bin"
     ),
@@ -135,7 +135,7 @@ DIALECTS: dict[str, Dialect] = {
         (),
         HEAD_ONLY,
     ),
-    # lmsys/sglang-EAGLE-llama2-chat-7B: an architecture of its own, the target's lm_head stored beside
+    # lmsys/sglang-EAGLE-llama2-chat-7B: its own architecture name, and it also stores the target's lm_head
     "EAGLE as SGLang": Dialect(
         base_config(architectures=["LlamaForCausalLMEagle"]),
         prefixed(eagle_tensors(embedding=False)) | {"lm_head.weight": torch.zeros(VOCAB, HIDDEN)},
@@ -153,7 +153,7 @@ DIALECTS: dict[str, Dialect] = {
     "EAGLE-3, official": Dialect(FLAT3, eagle3_tensors(), file="pytorch_model.bin"),
     # jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B
     "EAGLE-3, safetensors in shards": Dialect(SPECFORGE, eagle3_tensors(), file="shards"),
-    # SpecForge with its embedding, behind model.
+    # SpecForge with its own embedding, and the prefix model.
     "EAGLE-3 behind model.": Dialect(
         SPECFORGE | {"rope_scaling": LLAMA3_SCALING, "rope_theta": 10000.0},
         prefixed(eagle3_tensors(embedding=True), "d2t", "t2d", "lm_head.weight"),
@@ -169,7 +169,7 @@ DIALECTS: dict[str, Dialect] = {
         eagle3_tensors(prefix="layers.0."),
         {"rope_theta": 1e6},
     ),
-    # lmsys/EAGLE3-gpt-oss-120b-bf16: ids up to the number of layers count inputs
+    # lmsys/EAGLE3-gpt-oss-120b-bf16: ids up to the number of layers count layer inputs
     "EAGLE-3 for gpt-oss": Dialect(
         SPECFORGE | {"eagle_config": GPT_OSS_IDS}, eagle3_tensors(), aux=(1, 4, 7)
     ),
@@ -239,7 +239,7 @@ DIALECTS: dict[str, Dialect] = {
         borrowed=(),
         target_hidden=WIDE,
     ),
-    # heads for Kimi-K2 with its own kind of attention; ids that do not begin with 1 count inputs
+    # heads for Kimi-K2 with latent attention; ids that do not begin with 1 count layer inputs
     "EAGLE-3 with latent attention": Dialect(
         KIMI | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]},
         with_latent_attention(eagle3_tensors(prefix="layers.0.")),
@@ -277,7 +277,7 @@ DIALECTS: dict[str, Dialect] = {
 
 
 def canonical(tensors: Tensors) -> Tensors:
-    """Return what the file means, in double precision."""
+    """Return the tensors under canonical names, in double precision."""
     legacy = {
         f"aux_norm_{name}.weight": f"fc_norm.{index}.weight"
         for index, name in enumerate(("low", "mid", "high"))
@@ -295,7 +295,7 @@ def canonical(tensors: Tensors) -> Tensors:
 def run(
     head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return states and logits of a causal sequence."""
+    """Return the states and logits of a causal sequence."""
     pool = KVPool(8, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU, latent=head.latent)
     lease = pool.lease(ROWS)
     assert lease is not None

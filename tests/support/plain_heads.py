@@ -1,6 +1,7 @@
-"""EAGLE heads once more in the plainest form: all rows at once, an explicit mask, no cache, no fused matrices. Also what trains them.
+"""A plain reference of the EAGLE heads, and their training: explicit masks, no cache, no fused matrices.
 
-Shares no code with the service. Written after arXiv 2401.15077, 2406.16858 and 2503.01840 and the published tensor names.
+All rows of a sequence run in one pass. It shares no code with the service. Sources: arXiv 2401.15077,
+2406.16858 and 2503.01840, and published tensor names.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 
 Row = tuple[int, torch.Tensor, int]
-"""Token, feature, position."""
+"""A token, its feature and its position."""
 
 
 class PlainHead:
-    """A head of either kind over canonical names (``layers.N.*``).
+    """An EAGLE or EAGLE-3 head with canonical tensor names (``layers.N.*``).
 
     Args:
         config: The flat configuration.
         weights: Name → tensor; trainable if they require gradients.
-        embedding, lm_head: The target's, ``[vocab, hidden]``; the head's own go first.
+        embedding, lm_head: The target's, ``[vocab, hidden]``; used if the head has none of its own.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class PlainHead:
     def read(
         cls, folder: Path, target_tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float64
     ) -> PlainHead:
-        """Read a folder with ``midlayer.`` or ``layers.0.`` names and a flat configuration."""
+        """Read a head from a folder with ``midlayer.`` or ``layers.0.`` names and a flat configuration."""
         config = json.loads((folder / "config.json").read_text())
         config |= config.get("eagle_config", {})
         stored = load_file(str(folder / "model.safetensors"))
@@ -63,14 +64,17 @@ class PlainHead:
         return cls(config, weights, embedding, target_tensors["lm_head.weight"].to(dtype))
 
     def cut(self, token_ids: Sequence[int]) -> PlainHead:
-        """Return the same head over some target ids only (FR-Spec)."""
+        """Return the same head restricted to some target ids (FR-Spec)."""
         other = PlainHead(self.config, self.w, self.embedding, self.head)
         other.ids = torch.tensor(sorted(token_ids))
         other.head = self.head[other.ids]
         return other
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
-        """Return features of the target's states ``[..., n_aux * hidden]``; EAGLE-1/2 take them as they are."""
+        """Return the features for the target's states ``[..., n_aux * hidden]``.
+
+        EAGLE-1/2 use the states unchanged.
+        """
         if not self.is_eagle3:
             return states
         count = sum(name.startswith("fc_norm.") for name in self.w)
@@ -86,13 +90,13 @@ class PlainHead:
     def states(
         self, tokens: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor
     ) -> torch.Tensor:
-        """Run rows at once.
+        """Run several rows in one pass.
 
         Args:
             tokens: ``[..., rows]``.
             features: ``[..., rows, hidden]``.
             positions: ``[rows]``.
-            visible: ``[rows, rows] bool``: which rows each row sees.
+            visible: ``[rows, rows] bool``, True where a row sees another one.
         """
         window = self.config.get("sliding_window")
         if window:
@@ -130,7 +134,10 @@ class PlainHead:
         return states @ self.head.T
 
     def last_state(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Return the state of the last of rows that each see all before them: what `draft_reference.reference_tree` asks for."""
+        """Return the state of the last row; each row sees all rows before it.
+
+        `draft_reference.reference_tree` calls this.
+        """
         tokens, features, positions = zip(*rows, strict=True)
         visible = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
         with torch.no_grad():
@@ -144,7 +151,7 @@ class PlainHead:
             return torch.log_softmax(self.logits(state), -1)
 
     def target_id(self, draft_id: int) -> int:
-        """Return the target's id of a draft id."""
+        """Return the target's token id for a draft id."""
         return int(self.ids[draft_id])
 
     def _attend(
@@ -168,7 +175,7 @@ class PlainHead:
     def _attend_latent(
         self, prefix: str, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor
     ) -> torch.Tensor:
-        """DeepSeek-V2's attention, written out: keys and values of every head are made from the latent."""
+        """Attend as DeepSeek-V2 without absorption: compute K and V of every head from the latent."""
         rank, nope, rope = (
             self.config[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
         )
@@ -233,16 +240,17 @@ def train(
     rate: float,
     steps: int,
 ) -> float:
-    """Train a head by unrolling it as it is used: the target's features first, then its own states, `depth` rows deep.
+    """Train a head by unrolling it as in drafting: the target's features first, then its own states.
 
     Args:
-        head: Its weights require gradients.
+        head: Its weights must require gradients.
         tokens: ``[batches, batch, length]``.
-        states: ``[batches, batch, length, width]`` of the target, what `project` takes.
+        states: ``[batches, batch, length, width]``, the target's states that `project` reads.
         labels: ``[batches, batch, length, vocab]``, the target's logits.
-        depth: Rows behind each other; the row of depth i at position t takes token t + 1 + i and predicts token t + 2 + i.
-        rate: Of Adam, at the start of a cosine.
-        steps: Optimiser steps, over the batches in turn.
+        depth: Number of unrolled levels. The row of level i at position t reads token t + 1 + i and predicts
+            token t + 2 + i.
+        rate: Initial learning rate of Adam; follows a cosine.
+        steps: Number of optimizer steps, which cycle through the batches.
 
     Returns:
         The last loss.
@@ -260,7 +268,7 @@ def train(
         for level in range(depth):
             levels = torch.arange(level + 1).repeat_interleave(count)
             rows = row.repeat(level + 1)
-            # A row sees the first level up to its own position, and the rows of its own position of the levels between.
+            # A row sees the first level up to its own position, and its own position in the levels between.
             visible = torch.where(
                 levels[None, :] == 0, rows[None, :] <= rows[:, None], rows[None, :] == rows[:, None]
             )

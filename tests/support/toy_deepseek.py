@@ -1,7 +1,8 @@
-"""A tiny DeepSeek-V3 with chained MTP layers, trained in seconds: transformers' layers behind the published joint.
+"""A tiny DeepSeek-V3 with chained MTP layers, trained in seconds, from transformers' layers.
 
-Whole sequences, no cache, no batch of different lengths; shares no code with the service. Written after the DeepSeek-V3 report (arXiv
-2412.19437, section 2.2) and the tensor names of DeepSeek-V3, whose MTP layers are numbered behind those of the model.
+It runs whole sequences of one length without a cache, and shares no code with the service. Sources: the
+DeepSeek-V3 report (arXiv 2412.19437, section 2.2), and the tensor names of DeepSeek-V3, which numbers its MTP
+layers after the model's layers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ SIZES: dict[str, Any] = {
 
 
 class Joint(nn.Module):
-    """What stands before and behind the decoder layer of an MTP layer; parameters named as in checkpoints."""
+    """The parts of an MTP layer around its decoder layer, with the parameter names of checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,10 +57,11 @@ class Joint(nn.Module):
 
 
 class Model(nn.Module):
-    """A model of two layers, dense and sparse, and MTP layers.
+    """A model with a dense and a sparse layer, and MTP layers.
 
     Args:
-        mtp_layers: How many; they are made as further layers of the model, which does not run them.
+        mtp_layers: Number of MTP layers. They are created as additional layers of the model, which does not
+            run them.
     """
 
     def __init__(self, mtp_layers: int, layers: int = 2) -> None:
@@ -113,13 +115,14 @@ class Model(nn.Module):
     def draft(
         self, tokens: Sequence[int], depth: int, path: Sequence[int] = ()
     ) -> tuple[list[int], list[float]]:
-        """Return a chain of `depth` tokens after `tokens`, and the log-prob of each; see `toy_mtp.Model.draft`."""
+        """Return a chain of `depth` tokens after `tokens`, and their log-probs; see `toy_mtp.Model.draft`."""
         inputs = states = self.hidden(torch.tensor([list(tokens)]))[:, :-1]
         chain: list[int] = []
         logprobs: list[float] = []
         used = len(self.joints)
         for level in range(depth):
-            # The next layer takes the states of the one before; the last one, once more, its own last state one position further.
+            # The next layer reads the states of the previous one. When the last layer repeats, it reads its
+            # own last state one position further.
             inputs = states if level < used else torch.cat([inputs, states[:, -1:]], 1)
             index = min(level, used - 1)
             states = self.join(
@@ -132,7 +135,7 @@ class Model(nn.Module):
 
 
 def save(model: Model, path: Path) -> Path:
-    """Write config.json and model.safetensors as DeepSeek-V3 is published."""
+    """Write config.json and model.safetensors in the format of DeepSeek-V3."""
     model.base.save_pretrained(path)
     file = path / "model.safetensors"
     tensors = load_file(file)

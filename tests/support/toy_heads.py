@@ -1,4 +1,4 @@
-"""Builders of draft heads on disk with exactly the tensor names of the public checkpoints, scaled down; random but reproducible."""
+"""Writes random draft heads to disk with exactly the tensor names of public checkpoints, scaled down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def base_config(**changes: Any) -> dict[str, Any]:
-    """Return the keys that every flat configuration has."""
+    """Return the keys that every flat configuration has, with `changes` applied."""
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": 1,
@@ -44,7 +44,7 @@ def base_config(**changes: Any) -> dict[str, Any]:
 
 
 class Maker:
-    """Makes random tensors in one reproducible order."""
+    """Generates random tensors in a reproducible order."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ class Maker:
     def layer(
         self, prefix: str, input_size: int, *norms: str, hidden: int = HIDDEN, qkv_bias: bool = False
     ) -> Tensors:
-        """Return one decoder layer with the named norms beside post_attention_layernorm."""
+        """Return one decoder layer with post_attention_layernorm and the given norms."""
         queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
         tensors = {}
         for part, rows in (("q", queries), ("k", keys), ("v", keys)):
@@ -88,7 +88,10 @@ class Maker:
 def eagle_tensors(
     seed: int = 5, *, layers: int = 1, fc_bias: bool = True, qkv_bias: bool = False, embedding: bool = True
 ) -> Tensors:
-    """Return an EAGLE-1/2 head as SafeAILab publishes it: ``layers.N.*``, ``fc``, a copy of the target's embedding."""
+    """Return an EAGLE-1/2 head as published by SafeAILab.
+
+    It has ``layers.N.*``, ``fc`` and a copy of the target's embedding.
+    """
     make = Maker(seed)
     tensors = {"fc.weight": make.matrix(HIDDEN, 2 * HIDDEN)} | ({"fc.bias": make.bias()} if fc_bias else {})
     for index in range(layers):
@@ -110,7 +113,11 @@ def eagle3_tensors(
     embedding: bool = False,
     lm_head: bool = True,
 ) -> Tensors:
-    """Return an EAGLE-3 head: the first layer behind `prefix`, later ones as ``layers.N.``; d2t and t2d unless `draft_vocab` is None."""
+    """Return an EAGLE-3 head.
+
+    The first layer's names start with `prefix`, those of later layers with ``layers.N.``. d2t and t2d are
+    included unless `draft_vocab` is None.
+    """
     make = Maker(seed)
     tensors = {"fc.weight": make.matrix(HIDDEN, num_aux * target_hidden)}
     for index in range(layers):
@@ -139,7 +146,10 @@ LATENT = {
 def with_latent_attention(
     tensors: Tensors, seed: int = 9, *, query_rank: int | None = LATENT["q_lora_rank"]
 ) -> Tensors:
-    """Return an EAGLE-3 head whose first layer attends as DeepSeek-V3's do (``Eagle3DeepseekV2ForCausalLM``, heads for Kimi-K2)."""
+    """Replace the attention of an EAGLE-3 head's first layer by DeepSeek-V3's.
+
+    ``Eagle3DeepseekV2ForCausalLM``, the heads for Kimi-K2, has this layout.
+    """
     make = Maker(seed)
     names = [name for name in tensors if ".self_attn." in name]
     prefix = names[0][: names[0].index("self_attn.")] + "self_attn."
@@ -165,7 +175,7 @@ def with_latent_attention(
 def fc_norms(
     num_aux: int, target_hidden: int = HIDDEN, names: str = "fc_norm.{}.weight", seed: int = 7
 ) -> Tensors:
-    """Return one norm per aux state."""
+    """Return one norm per captured state."""
     make = Maker(seed)
     return {names.format(index): make.norm(target_hidden) for index in range(num_aux)}
 
@@ -173,7 +183,15 @@ def fc_norms(
 def write_head(
     folder: Path, config: Mapping[str, Any], tensors: Tensors, *, file: str = "model.safetensors"
 ) -> Path:
-    """Save a head and return its folder. ``pytorch_model.bin`` is pickled; ``shards`` are two safetensors files with an index."""
+    """Save a head and return its folder.
+
+    Args:
+        folder: Folder to write.
+        config: Content of config.json.
+        tensors: Name → tensor.
+        file: ``pytorch_model.bin`` is pickled, ``shards`` means two safetensors files with an index, and any
+            other name is a safetensors file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -1,8 +1,9 @@
-"""A tiny MiMo with chained MTP layers: trained in seconds, saved as published, and drafted from in the plainest form.
+"""A tiny MiMo with chained MTP layers, trained in seconds and saved as published, and its plain drafter.
 
-Whole sequences, no cache, no batch of different lengths, no masks but the causal one; shares no code with the service. Written after the
-reports of MiMo (arXiv 2505.07608: a decoder as Qwen2's, with q/k/v biases, RMSNorm, SwiGLU, grouped queries and rotary positions) and
-DeepSeek-V3 (arXiv 2412.19437, section 2.2: MTP), and the tensor names of MiMo-7B. `transformers` has no MiMo: this is its reference.
+It runs whole sequences of one length with only a causal mask and no cache, and shares no code with the
+service. `transformers` has no MiMo, so this is the reference. Sources: the MiMo report (arXiv 2505.07608: a
+Qwen2 decoder with q/k/v biases, RMSNorm, SwiGLU, grouped queries and rotary positions), the DeepSeek-V3
+report (arXiv 2412.19437, section 2.2: MTP), and the tensor names of MiMo-7B.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from torch.nn import functional
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 32, 48, 4, 2, 16, 96
 EPS, THETA = 1e-6, 10000.0
 STEPS = 7
-"""The toy language: tokens advance by a stride that the first token names, and now and then by another."""
+"""Number of strides of the toy language.
+
+The first token determines the stride by which tokens advance; now and then a token advances by another one.
+"""
 
 
 def sample_text(rows: int, length: int, generator: torch.Generator, noise: float = 0.15) -> Tensor:
-    """Return ``[rows, length]`` texts of the toy language."""
+    """Return texts of the toy language, ``[rows, length]``."""
     text = torch.randint(0, VOCAB, (rows, 1), generator=generator)
     stride = 1 + text % STEPS
     for _ in range(length - 1):
@@ -111,7 +115,7 @@ class MtpLayer(Layer):
 
 
 class Model(nn.Module):
-    """Names of the parameters are those of the checkpoint, but for the prefix ``model.``."""
+    """A MiMo whose parameter names are those of the checkpoint without the prefix ``model.``."""
 
     def __init__(self, layers: int, mtp_layers: int, vocab_size: int = VOCAB) -> None:
         super().__init__()
@@ -134,7 +138,7 @@ class Model(nn.Module):
         total = _cross_entropy(self.lm_head(states[:, :-1]), tokens[:, 1:])
         states = states.detach()
         for index, layer in enumerate(self.mtp_layers):
-            # Row t: the state of the layer before at t, and token t + 1 + index.
+            # Row t reads the previous layer's state at t, and token t + 1 + index.
             states = layer.join(
                 self.embed_tokens(tokens[:, 1 + index :]).detach(),
                 states[:, :-1],
@@ -156,9 +160,12 @@ class Model(nn.Module):
     def draft(
         self, tokens: Sequence[int], depth: int, path: Sequence[int] = ()
     ) -> tuple[list[int], list[float]]:
-        """Return a chain of `depth` tokens that the MTP layers expect after `tokens`, and the log-prob of each.
+        """Return the chain of `depth` tokens that the MTP layers predict after `tokens`, and their log-probs.
 
-        The last of `tokens` has no feature yet. The first tokens of the chain are those of `path`, whatever the layers expect.
+        Args:
+            tokens: The text so far; its last token has no feature yet.
+            depth: Length of the chain.
+            path: First tokens of the chain, used instead of the layers' predictions.
         """
         known = list(tokens)
         states = self.hidden(torch.tensor([known]))[:, :-1]  # rows 0 … C - 2
@@ -169,7 +176,7 @@ class Model(nn.Module):
             index = min(level, used - 1)
             if level < used:
                 inputs, behind = states, 1 + index
-            else:  # the last layer once more: its own states, each one position further
+            else:  # the last layer repeats: it reads its own states, each one position further
                 inputs, behind = torch.cat([inputs, states[:, -1:]], 1), used
             row_tokens = torch.tensor([[*known, *chain][behind : behind + inputs.shape[1]]])
             states = self.mtp_layers[index].join(
@@ -195,7 +202,7 @@ def train(layers: int, mtp_layers: int, steps: int, seed: int = 0) -> Model:
 
 
 def fit(model: Any, steps: int, seed: int = 0) -> None:
-    """Train a model that has a `loss` on the toy language."""
+    """Train any model with a `loss` method on the toy language."""
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
@@ -208,7 +215,7 @@ def fit(model: Any, steps: int, seed: int = 0) -> None:
 
 
 def save(model: Model, path: Path, **config: object) -> Path:
-    """Write config.json and model.safetensors as MiMo is published."""
+    """Write config.json and model.safetensors in the format of MiMo."""
     path.mkdir(parents=True, exist_ok=True)
     values: dict[str, object] = {
         "architectures": ["MiMoForCausalLM"],
@@ -239,7 +246,10 @@ def save(model: Model, path: Path, **config: object) -> Path:
 
 
 def reference_accept_length(model: Any, prompt: Sequence[int], count: int, depth: int) -> tuple[int, int]:
-    """Return (tokens, rounds) of greedy speculative decoding with chains, the first token given by the prompt's own pass."""
+    """Return (tokens, rounds) of greedy speculative decoding with chains.
+
+    The first token comes from the pass over the prompt.
+    """
     truth = [*prompt, *model.greedy(prompt, count + depth + 1)]
     stop, length, rounds, emitted = len(prompt) + count, len(prompt) + 1, 0, 0
     while length < stop:

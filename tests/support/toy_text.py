@@ -1,4 +1,4 @@
-"""A tokenizer folder for tests: byte-level BPE over a few sentences, special tokens, a chat template."""
+"""Writes a tokenizer folder: byte-level BPE trained on a few sentences, special tokens, a chat template."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ CORPUS = (
 
 
 def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """Write tokenizer.json and tokenizer_config.json into `folder`; ids 0–4 are the special tokens, EOS is 1."""
+    """Write tokenizer.json and tokenizer_config.json into `folder`.
+
+    Ids 0 to 4 are the special tokens, and EOS is 1.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,7 +1,8 @@
-"""Builders of tiny model pairs on disk, for tests. Every pair is random but reproducible; fp32; a vocabulary of token ids only.
+"""Writes tiny pairs of target and EAGLE-3 head to disk: random but reproducible, fp32, without a tokenizer.
 
-A pair built with ``planted > 0`` agrees often: embeddings are near one-hot, the target mostly continues token v with ``successor(v)``,
-and the head carries the same rule from level to level. With ``planted = 0`` both are plain random and agree by luck only.
+A pair with ``planted > 0`` agrees often: embeddings are nearly one-hot, the target mostly continues token v
+with ``successor(v)``, and the head applies the same rule from level to level. With ``planted = 0`` both are
+random and agree only by chance.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ DEFAULT_AUX = "published"
 
 
 def successor(vocab_size: int) -> torch.Tensor:
-    """Return the planted rule: ``[vocab_size] int64``, token v is usually followed by ``successor[v]``; a fixed permutation."""
+    """Return the planted rule: ``[vocab_size] int64``, a permutation; ``successor[v]`` usually follows v."""
     stride = 5 if vocab_size % 5 else 7
     return (
         (torch.arange(vocab_size) * stride + 3) % vocab_size
@@ -28,7 +29,7 @@ def successor(vocab_size: int) -> torch.Tensor:
 
 
 def default_aux_layers(num_layers: int) -> list[int]:
-    """Return EAGLE-3's default triple as layer *outputs*: 1, L//2 - 1, L - 4."""
+    """Return EAGLE-3's default triple of layers, as layer *outputs*: 1, L//2 - 1, L - 4."""
     return [1, num_layers // 2 - 1, num_layers - 4]
 
 
@@ -52,10 +53,13 @@ def make_toy_target(
     """Save a random Llama in Hugging Face layout (fp32 safetensors) and return `path`.
 
     Args:
-        planted: 0 = random weights; otherwise the scale of the planted rule in the logits (2 to 3 leaves a
-            distribution at temperature 1 that is sharp but not deterministic). Needs ``vocab_size <= hidden_size`` and untied embeddings.
+        path: Folder to write.
+        seed: Seed of the weights.
+        planted: 0 for random weights, otherwise the scale of the planted rule in the logits. 2 to 3 makes the
+            distribution at temperature 1 sharp, but not deterministic. Needs ``vocab_size <= hidden_size``
+            and untied embeddings.
         max_shard_size: As in transformers; a small value makes a sharded checkpoint.
-        config_overrides: Further `LlamaConfig` arguments, e.g. ``rope_scaling`` or ``eos_token_id``.
+        config_overrides: Further `LlamaConfig` arguments, such as ``rope_scaling`` or ``eos_token_id``.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -122,17 +126,24 @@ def make_toy_eagle3(
     drop: tuple[str, ...] = (),
     extra: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Save a random EAGLE-3 head in the published layout that fits the target in `target_dir`; return `path`.
+    """Save a random EAGLE-3 head for the target in `target_dir`, in the published layout, and return `path`.
 
     Args:
-        draft_vocab_size: Size of the draft vocabulary; None = half of the target's. Equal to the target's = identity, no d2t/t2d.
-        aux_layers: Layer outputs to write into ``eagle_config``; ``"published"`` = the default triple; None = leave it to the default.
-        own_embedding: Whether the head carries ``embed_tokens.weight`` (a copy of the target's) instead of borrowing it.
-        lm_head: ``draft`` (rows of the draft vocabulary), ``full`` (of the target's, with ``d2t`` absent) or ``absent`` (borrow).
+        path: Folder to write.
+        target_dir: Folder of the target.
+        seed: Seed of the weights.
+        draft_vocab_size: Size of the draft vocabulary; None for half of the target's. With the target's size,
+            the mapping is the identity, and d2t and t2d are left out.
+        aux_layers: Layer outputs to write into ``eagle_config``: ``"published"`` for the default triple, None
+            to leave the key out.
+        own_embedding: True to include ``embed_tokens.weight`` (a copy of the target's) instead of borrowing
+            it.
+        lm_head: ``draft`` (rows of the draft vocabulary), ``full`` (rows of the target's, without ``d2t``) or
+            ``absent`` (borrowed).
         layer_prefix: ``midlayer.``, ``layers.0.`` or ``model.layers.0.``.
-        planted: As in `make_toy_target`; the head then carries the rule of a planted target.
+        planted: As in `make_toy_target`; the head then applies the rule of a planted target.
         config_overrides: Keys to set in config.json; a value of None removes the key.
-        drop, extra: Tensors to leave out or to add, to make broken checkpoints.
+        drop, extra: Tensors to leave out or to add, for broken checkpoints.
     """
     target = json.loads((target_dir / "config.json").read_text())
     vocab_size, hidden = target["vocab_size"], target["hidden_size"]
@@ -212,7 +223,11 @@ def _plant_head(
     kept: torch.Tensor,
     planted: float,
 ) -> None:
-    """Make the head's feature advance from e(v) to e(successor(v)) in its MLP, and its logits name the successor of the feature."""
+    """Plant the rule in a head.
+
+    Its MLP advances the feature from e(v) to e(successor(v)), and its logits favour the successor of the
+    feature.
+    """
     if intermediate < vocab_size:
         raise ValueError("a planted head needs intermediate_size >= vocab_size")
     rule = successor(vocab_size)
@@ -226,7 +241,7 @@ def _plant_head(
     tensors[f"{prefix}mlp.down_proj.weight"] = 0.005 * tensors[f"{prefix}mlp.down_proj.weight"]
     tensors[f"{prefix}mlp.gate_proj.weight"][:vocab_size] += eye
     tensors[f"{prefix}mlp.up_proj.weight"][:vocab_size] += eye
-    # A normed one-hot row is about sqrt(hidden); silu(x) * x is then about its square.
+    # A normed one-hot row is about sqrt(hidden), so silu(x) * x is about the square of that.
     step = (eye[rule] - eye).T * EMBED_SCALE / hidden
     tensors[f"{prefix}mlp.down_proj.weight"][:, :vocab_size] += step
     head = torch.zeros(vocab_size, hidden)

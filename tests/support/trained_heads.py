@@ -1,7 +1,8 @@
-"""A target and draft heads that were really trained, in seconds, on a language of three rules; and the plain drafter to measure them by.
+"""Trains a tiny target and EAGLE heads in seconds, and measures their accept length with a plain drafter.
 
-The language: token 0 or 1, then a walk along one of two fixed permutations; or token 2, then a random motif repeated for ever. The walks
-need the rule that the first token named (the features know it), the motif needs exact positions.
+They learn a language of three rules, named by the first token. After 0 or 1, the text walks along one of two
+fixed permutations. After 2, a random motif repeats. Walks need the features, which encode the rule; motifs
+need exact positions.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from support.target_harness import load_toy, make_harness
 
 VOCAB, HIDDEN, LAYERS = 48, 48, 5
 FIRST = 3
-"""Tokens below it name rules."""
+"""Tokens below this one name rules."""
 PERIOD = 5
 LENGTH, BATCH, BATCHES = 28, 24, 80
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 96}
 AUX = [1, 2, 3]
 DRAFT_VOCAB = 44
 TOKEN_MAP = tuple(range(FIRST, VOCAB - 2))
-"""A vocabulary of FR-Spec: it lacks the rules' names and two frequent tokens."""
+"""A vocabulary for FR-Spec, without the names of the rules and two frequent tokens."""
 
 
 @dataclass(frozen=True)
 class TrainedTarget:
-    """The target on disk, and what it computes under `transformers`."""
+    """The target on disk, and its outputs under `transformers`."""
 
     folder: Path
     model: Any
@@ -47,14 +48,18 @@ class TrainedTarget:
 
     @torch.no_grad()
     def states(self, tokens: torch.Tensor, aux: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (outputs of the layers `aux` side by side, or the last hidden state after the norm when there are none; logits)."""
+        """Return the captured states and the logits.
+
+        The states are the outputs of the layers `aux` side by side; without `aux`, the last hidden state
+        after the norm.
+        """
         output = self.model(input_ids=tokens, output_hidden_states=True)
         hidden = output.hidden_states  # the input of every layer, then the normed output of the last
         return (torch.cat([hidden[layer + 1] for layer in aux], -1) if aux else hidden[-1]), output.logits
 
     @torch.no_grad()
     def continue_greedily(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return prompt and continuation."""
+        """Return the prompt and its greedy continuation by `count` tokens."""
         tokens = self.known.setdefault(tuple(prompt), list(prompt))
         while len(tokens) < len(prompt) + count:
             tokens.append(int(self.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -62,7 +67,7 @@ class TrainedTarget:
 
 
 def sentences(count: int, length: int, seed: int) -> torch.Tensor:
-    """Return ``[count, length]`` tokens of the language, the rules in turn."""
+    """Return ``[count, length]`` tokens of the language, alternating between the rules."""
     generator = torch.Generator().manual_seed(seed)
     size = VOCAB - FIRST
     rules = [
@@ -86,7 +91,7 @@ def sentences(count: int, length: int, seed: int) -> torch.Tensor:
 
 @cache
 def workplace() -> Path:
-    """Return a folder that lives as long as the test process."""
+    """Return a folder that exists as long as the test process."""
     holder = tempfile.TemporaryDirectory(prefix="trained-heads-")
     _HOLDERS.append(holder)
     return Path(holder.name)
@@ -97,7 +102,7 @@ _HOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 @cache
 def trained_target() -> TrainedTarget:
-    """Train the target."""
+    """Train the target and save it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(1)
@@ -137,20 +142,20 @@ def trained_target() -> TrainedTarget:
 
 
 def training_rows() -> torch.Tensor:
-    """Return ``[batches, batch, length]``."""
+    """Return the training texts, ``[batches, batch, length]``."""
     return sentences(BATCHES * BATCH, LENGTH, seed=0).view(BATCHES, BATCH, LENGTH)
 
 
 @cache
 def eagle2() -> Path:
-    """Train an EAGLE-1/2 head (the networks of both are the same); returns its folder."""
+    """Train a head for EAGLE-1 and EAGLE-2, whose networks are the same, and return its folder."""
     weights = _first_weights(is_eagle3=False)
     return _train("eagle2", weights, _config("LlamaForCausalLMEagle"), [])
 
 
 @cache
 def eagle3() -> Path:
-    """Train an EAGLE-3 head with a draft vocabulary."""
+    """Train an EAGLE-3 head with a draft vocabulary and return its folder."""
     weights = _first_weights(is_eagle3=True, rows=DRAFT_VOCAB)
     kept = torch.arange(FIRST - 1, FIRST - 1 + DRAFT_VOCAB)
     weights["d2t"] = kept - torch.arange(DRAFT_VOCAB)
@@ -163,7 +168,10 @@ def eagle3() -> Path:
 
 @cache
 def eagle3_deep() -> Path:
-    """Train an EAGLE-3 head of two layers that reads four layers through fc_norms and borrows the target's lm_head."""
+    """Train a two-layer EAGLE-3 head and return its folder.
+
+    It reads four layers through fc_norms and borrows the target's lm_head.
+    """
     aux = [0, 1, 2, 3]
     weights = _first_weights(is_eagle3=True, layers=2, num_aux=4)
     del weights["lm_head.weight"]
@@ -178,7 +186,7 @@ def eagle3_deep() -> Path:
 
 
 def prompts(count: int = 9, seed: int = 77) -> list[list[int]]:
-    """Return beginnings that were not trained on: a few tokens of a walk, or a motif and a half."""
+    """Return prompts that were not trained on: a few tokens of a walk, or one and a half motifs."""
     return [row[: 4 if row[0] < 2 else 2 + PERIOD + 2] for row in sentences(count, LENGTH, seed).tolist()]
 
 
@@ -190,7 +198,11 @@ def plain_accept_length(
     starts: Sequence[Sequence[int]],
     count: int,
 ) -> float:
-    """Return tokens per round of the plain drafter: its trees against what the target says, features of accepted tokens always true."""
+    """Return the tokens per round of the plain drafter.
+
+    Its trees are verified against the target's greedy text, and the features of accepted tokens are always
+    exact.
+    """
     tokens_out = rounds = 0
     for start in starts:
         text = target.continue_greedily(start, count + shape[0] + 1)
@@ -284,7 +296,10 @@ def served_accept_length(
     count: int,
     **settings: Any,
 ) -> float:
-    """Return tokens per round of the real engine with the in-process drafter, over the same rounds as `plain_accept_length`."""
+    """Return the tokens per round of the real engine with the in-process drafter.
+
+    Counts the same rounds as `plain_accept_length`.
+    """
     decoder = load_toy(target.folder)
     given = {"draft": folder, "device": str(DEVICE), "kv_tokens": 4096, **settings}
     drafter = drafter_beside(decoder, DraftSettings.load(given))

@@ -22,8 +22,9 @@ import torch
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, TensorSource
+from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.fp8_source import SCALE_SUFFIX, Fp8Source
+from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.config.model_config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
 from outrider.shared.nn.layers.blocks import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.layers.load import load_layer

@@ -1,1 +1,1 @@
-"""Checkpoint files: tensors read, checked and moved to the device."""
+"""Reads checkpoint files: parses their JSON, checks every tensor, and copies weights to the device."""

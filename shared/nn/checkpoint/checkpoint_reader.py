@@ -1,4 +1,7 @@
-"""Strict reading of a checkpoint folder: every tensor is taken or named as ignored, every shape is checked before anything is allocated."""
+"""Reads the tensors of a checkpoint strictly: checks every name, shape and type before it allocates memory.
+
+Also rejects NaN and infinite weights, logs the load speed, and computes the fingerprint of the weights.
+"""
 
 from __future__ import annotations
 
@@ -8,107 +11,52 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.checkpoint.json_config import read_json
+from outrider.shared.nn.checkpoint.checkpoint_files import CheckpointFiles
 from outrider.shared.nn.checkpoint.read_ahead import ReadAhead
-from outrider.shared.nn.checkpoint.tensor_file import Shape, TensorFile, TensorInfo, open_tensor_file
+from outrider.shared.nn.checkpoint.tensor_file import Shape, TensorFile, TensorInfo
+from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.checkpoint.weight_staging import WeightStaging, make_staging
 from outrider.shared.obs.logging import get_logger
 
-__all__ = ["CheckpointReader", "ExpectedTensors", "Shape", "TensorSource", "dtype_name", "is_weight"]
+__all__ = ["CheckpointReader", "Shape", "dtype_name", "is_weight"]
 
-LAYOUTS = (
-    ("model.safetensors.index.json", "model.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-)
 FINGERPRINT_SAMPLE_BYTES = 4096
 STAGED_BYTES = 1 << 20
-"""Smaller tensors are copied as they are."""
+"""Tensors of at least this size reach a GPU through pinned memory; smaller ones are copied directly."""
 TOLD_BYTES = 256 << 20
-"""The log says how fast so much was loaded."""
-MAX_NAMED = 12  # names listed per kind of problem
+"""Loads of at least this size are logged with their speed."""
+MAX_NAMED = 12  # tensor names that an error lists per kind of problem
 WRONG_TYPE = "of a type that is not fp32, fp16 or bf16"
 
 _log = get_logger("outrider.loader")
 
 
-class TensorSource(Protocol):
-    """Where the functions that load parts take their tensors from."""
+class CheckpointReader(TensorSource):
+    """The tensors of a model folder: one file, or shards listed in an index.
 
-    def take(
-        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """See `CheckpointReader.take`."""
-        ...
-
-    def take_rows(
-        self,
-        parts: Sequence[tuple[str, Shape]],
-        *,
-        dtype: torch.dtype | None = None,
-        to: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """See `CheckpointReader.take_rows`."""
-        ...
-
-
-class ExpectedTensors:
-    """A `TensorSource` without a file: loading from it tells what a checkpoint must hold, on the meta device.
-
-    Attributes:
-        shapes: Name → shape of everything that was taken.
-        dtypes: Name → exact type of what was taken with one.
-    """
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, Shape] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-
-    def take(
-        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """Note one tensor."""
-        return self.take_rows([(name, shape)], dtype=dtype, to=to)
-
-    def take_rows(
-        self,
-        parts: Sequence[tuple[str, Shape]],
-        *,
-        dtype: torch.dtype | None = None,
-        to: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Note several tensors that become one."""
-        self.shapes |= dict(parts)
-        if dtype is not None:
-            self.dtypes |= {name: dtype for name, _ in parts}
-        rows = sum(shape[0] for _, shape in parts)
-        return torch.empty((rows, *parts[0][1][1:]), dtype=dtype or to or torch.float32, device="meta")
-
-
-class CheckpointReader:
-    """The tensors of a model folder: one file, or shards named by an index.
-
-    Opening reads headers only. `check` compares all of them with what is expected and raises one error for everything that is wrong;
-    `take` copies a tensor to the device. Use it as a context manager: leaving it unmaps the files.
+    Opening it reads only the headers. `check` compares them all with the expected tensors and reports every
+    problem in one error. `take` copies a tensor to the device. Use the reader as a context manager: leaving
+    it unmaps the files.
 
     Args:
-        path: A folder with ``model.safetensors``, ``model.safetensors.index.json``, ``pytorch_model.bin`` or its index, or with exactly
-            one ``*.safetensors``; or one tensor file.
-        device: Where taken tensors go; on ``meta`` they have shapes only, so that headers are checked and nothing is read.
-        dtype: Type of taken floating-point tensors; None keeps what is stored.
-        progress: Called with (bytes taken, bytes in all) after each tensor.
+        path: A tensor file, or a folder. The folder contains ``model.safetensors``,
+            ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, or
+            exactly one ``*.safetensors`` file.
+        device: Device to copy tensors to. On ``meta``, headers are checked but no data is read.
+        dtype: Type to convert floating-point tensors to; None keeps the stored type.
+        progress: Called with (bytes taken, total bytes) after each tensor.
 
     Attributes:
         files: The tensor files.
-        tensors: Name → info, of all files.
+        tensors: Name → info of every tensor in all files.
         fingerprint: sha256 over names, shapes, dtypes and a sample of every tensor's bytes.
 
     Raises:
-        CheckpointError: A file is missing, truncated or corrupt; shards and index disagree.
+        CheckpointError: A file is missing, truncated or corrupt, or the shards do not match their index.
     """
 
     def __init__(
@@ -123,27 +71,27 @@ class CheckpointReader:
         self.device = torch.device(device)
         self.dtype = dtype
         self._progress = progress
-        self.files: list[TensorFile] = []
-        self._file_of: dict[str, TensorFile] = {}
+        self._files = CheckpointFiles(self.path)
         self._taken: set[str] = set()
         self._ignored: set[str] = set()
         self._ahead: ReadAhead | None = None
         self._staging: WeightStaging | None = None
         self._started: float | None = None
+        # A CUDA device runs asynchronously: looking at each result would stall every copy.
         self._at_once = self.device.type != "cuda"
-        self._unsettled: list[
-            tuple[Sequence[str], torch.dtype, torch.Tensor]
-        ] = []  # names, their type here, and whether all is finite
-        try:
-            self._open()
-        except CheckpointError:
-            self.close()
-            raise
+        # Tensors not yet checked for NaN: their names, their type here, and a ``[] bool`` that is True if all
+        # numbers are finite.
+        self._unsettled: list[tuple[Sequence[str], torch.dtype, torch.Tensor]] = []
         self.tensors: dict[str, TensorInfo] = {
-            name: file.tensors[name] for name, file in self._file_of.items()
+            name: file.tensors[name] for name, file in self._files.file_of.items()
         }
         self._taken_bytes = 0
         self._all_bytes = sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """The tensor files."""
+        return self._files.files
 
     @property
     def names(self) -> Collection[str]:
@@ -152,13 +100,15 @@ class CheckpointReader:
 
     @property
     def fingerprint(self) -> str:
-        """Identify the weights without reading all of them."""
+        """Hash of the weights, computed from a sample of each tensor instead of all bytes."""
         digest = hashlib.sha256()
         for name in sorted(self.tensors):
             info = self.tensors[name]
             digest.update(f"{name} {info.shape} {info.dtype}\n".encode())
             sample = (
-                self._file_of[name].read(name).reshape(-1)[: FINGERPRINT_SAMPLE_BYTES // info.dtype.itemsize]
+                self._files.file_of[name]
+                .read(name)
+                .reshape(-1)[: FINGERPRINT_SAMPLE_BYTES // info.dtype.itemsize]
             )
             digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
@@ -171,16 +121,17 @@ class CheckpointReader:
         floating: bool = True,
         dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Compare the headers with what will be taken, before anything is allocated.
+        """Compare the headers with the expected tensors before any memory is allocated.
 
         Args:
-            expected: Name → shape of every tensor that must be there.
-            ignored: Names, or patterns with ``*``, that may be there and will not be taken.
+            expected: Name → shape of every tensor that must be present.
+            ignored: Names, or patterns with ``*``, of tensors that may be present but are not used.
             floating: Whether expected tensors must have a floating-point type.
-            dtypes: Name → exact type, of expected tensors for which that rule does not hold.
+            dtypes: Name → exact type, for tensors that are exempt from `floating`.
 
         Raises:
-            CheckpointError: Naming every missing, unexpected, misshaped and wrongly typed tensor; `field` is the first of them.
+            CheckpointError: Lists every missing, unexpected, misshaped and wrongly typed tensor; `field` is
+                the first of them.
         """
         problems: list[tuple[str, list[str]]] = [
             ("missing", [name for name in expected if name not in self.tensors]),
@@ -222,24 +173,20 @@ class CheckpointReader:
         self._ignored |= {name for name in self.tensors if name not in expected}
 
     def read_ahead(self, names: Iterable[str]) -> None:
-        """Read the files of these tensors, several parts at a time, ahead of `take`, which will ask for them in about this order."""
+        """Start background threads that read these tensors into the page cache before `take` needs them.
+
+        Args:
+            names: Tensor names, roughly in the order in which `take` will be called.
+        """
         if self.device.type != "meta" and self._ahead is None:
-            self._ahead = ReadAhead(self._file_of[name].read(name) for name in names)
+            self._ahead = ReadAhead(self._files.file_of[name].read(name) for name in names)
 
     def take(
         self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Copy one tensor to the device.
+        """Copy one tensor to the device; see `TensorSource.take`.
 
-        Args:
-            name: Of the tensor.
-            shape: What it must be.
-            dtype: The exact stored type of an index or mask tensor (d2t: int64); None for a floating-point weight, which is converted
-                to the reader's dtype.
-            to: What a floating-point weight is converted to instead of the reader's dtype.
-
-        Raises:
-            CheckpointError: It is missing, misshaped, of another type, or holds NaN or infinite numbers (on a GPU `settle` says so).
+        On a GPU, NaN and infinite numbers are reported later, by `settle`.
         """
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
@@ -250,14 +197,14 @@ class CheckpointReader:
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Copy several tensors into one, concatenated along their first dimension (fused q-k-v, gate-up); see `take`."""
+        """Copy several tensors into one; see `TensorSource.take_rows`."""
         infos = [self._require(name, shape, dtype) for name, shape in parts]
         target = dtype or to or self.dtype or infos[0].dtype
         rows = sum(shape[0] for _, shape in parts)
         out = torch.empty((rows, *parts[0][1][1:]), dtype=target, device=self.device)
         position = 0
         for name, shape in parts:
-            self._copy(out[position : position + shape[0]], self._file_of[name].read(name))
+            self._copy(out[position : position + shape[0]], self._files.file_of[name].read(name))
             position += shape[0]
             self._taken.add(name)
             self._taken_bytes += self.tensors[name].nbytes
@@ -272,10 +219,13 @@ class CheckpointReader:
         return out
 
     def settle(self) -> None:
-        """Wait for what was taken and look at its numbers: of a GPU, which would be waited for, all at once when the reader is left.
+        """Wait for the copies and reject NaN and infinite numbers.
+
+        Called after each `take`, but on a GPU only once, when the reader is left: each check waits for the
+        device.
 
         Raises:
-            CheckpointError: See `take`.
+            CheckpointError: A tensor contains NaN or infinite numbers, in the file or after its conversion.
         """
         unsettled, self._unsettled = self._unsettled, []
         if unsettled and not bool(torch.stack([finite for _, _, finite in unsettled]).all()):
@@ -283,15 +233,18 @@ class CheckpointReader:
             raise self._not_finite(names, dtype)
 
     def number(self, name: str) -> float:
-        """Return the value of a tensor that `check` knew of and that holds one number, such as a scale."""
+        """Return the value of a tensor that contains a single number, such as a scale, and passed `check`."""
         self._taken.add(name)
-        return float(self._file_of[name].read(name).float())
+        return float(self._files.file_of[name].read(name).float())
 
     def finish(self, *, ignored: Collection[str] = ()) -> None:
-        """Raise for every tensor that was neither taken nor is ignored (names, or patterns with ``*``).
+        """Check that every tensor was taken.
+
+        Args:
+            ignored: Names, or patterns with ``*``, of tensors that may be left in the file.
 
         Raises:
-            CheckpointError: Naming them all.
+            CheckpointError: Lists every tensor that was neither taken nor ignored.
         """
         left = [
             name
@@ -308,10 +261,7 @@ class CheckpointReader:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
-        for file in self.files:
-            file.close()
-        self.files = []
-        self._file_of = {}
+        self._files.close()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -327,7 +277,7 @@ class CheckpointReader:
             self.close()
 
     def _copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a stored tensor to its place, a large one that a GPU wants by way of pinned memory."""
+        """Copy a stored tensor into place. Large tensors reach a GPU through pinned memory."""
         if self._started is None:
             self._started = time.monotonic()
             if self.device.type == "cuda":
@@ -338,70 +288,17 @@ class CheckpointReader:
             self._staging.copy(out, source)
 
     def _tell(self) -> None:
-        """Say in the log how fast much was loaded."""
+        """Log the speed of a large load."""
         if self._started is not None and self._taken_bytes >= TOLD_BYTES:
             seconds = time.monotonic() - self._started
             rate = self._taken_bytes / 1e9 / max(seconds, 1e-9)
-            _log.info("weights loaded", checkpoint=str(self.path), gb=round(self._taken_bytes / 1e9, 2), seconds=round(seconds, 2),
-                      gb_per_s=round(rate, 2))  # fmt: skip
-
-    def _open(self) -> None:
-        if self.path.is_file():
-            self._add_file(self.path)
-            return
-        if not self.path.is_dir():
-            raise CheckpointError(
-                f"{self.path} does not exist; give a Hugging Face model folder.", field=str(self.path)
+            _log.info(
+                "weights loaded",
+                checkpoint=str(self.path),
+                gb=round(self._taken_bytes / 1e9, 2),
+                seconds=round(seconds, 2),
+                gb_per_s=round(rate, 2),
             )
-        for index_name, single_name in LAYOUTS:
-            if (self.path / index_name).is_file():
-                self._open_shards(self.path / index_name)
-                return
-            if (self.path / single_name).is_file():
-                self._add_file(self.path / single_name)
-                return
-        candidates = sorted(self.path.glob("*.safetensors"))
-        if len(candidates) != 1:
-            found = (
-                f"{len(candidates)} safetensors files without model.safetensors.index.json"
-                if candidates
-                else "no weights"
-            )
-            raise CheckpointError(
-                f"{self.path} holds {found}; expected model.safetensors, its index with shards, or pytorch_model.bin.",
-                field=str(self.path),
-            )
-        self._add_file(candidates[0])
-
-    def _open_shards(self, index: Path) -> None:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise CheckpointError(
-                f"{index} has no weight_map from tensor names to files; download it again.", field=str(index)
-            )
-        for shard in sorted(set(weight_map.values())):
-            if Path(shard).name != shard:
-                raise CheckpointError(
-                    f"{index} points to {shard!r}, outside the model folder.", field=str(index)
-                )
-            self._add_file(self.path / shard)
-        for name, shard in weight_map.items():
-            if name not in self._file_of or self._file_of[name].path.name != shard:
-                raise CheckpointError(
-                    f"{index} says that {shard} holds {name}, which it does not; download both again.",
-                    field=name,
-                )
-
-    def _add_file(self, path: Path) -> None:
-        file = open_tensor_file(path)
-        self.files.append(file)
-        for name in file.tensors:
-            if name in self._file_of:
-                raise CheckpointError(
-                    f"{name} is in {self._file_of[name].path} and in {path}; remove the wrong shard.",
-                    field=name,
-                )
-            self._file_of[name] = file
 
     def _require(self, name: str, shape: Shape, dtype: torch.dtype | None) -> TensorInfo:
         info = self.tensors.get(name)
@@ -419,19 +316,21 @@ class CheckpointReader:
         return info
 
     def _not_finite(self, names: Sequence[str], dtype: torch.dtype) -> CheckpointError:
-        """Return the error for a copy with NaN or infinite numbers: the file holds them, or they are beyond what the dtype can hold."""
+        """Return the error for NaN or infinite numbers: the file is damaged, or the dtype too narrow."""
         broken = [
             name
             for name in names
-            if self.tensors[name].nbytes and not _is_finite(self._file_of[name].read(name))
+            if self.tensors[name].nbytes and not _is_finite(self._files.file_of[name].read(name))
         ]
         if broken:
             return CheckpointError(
-                f"{self.path}: {', '.join(broken)} holds NaN or infinite numbers; the weights are damaged: download the checkpoint again.",
+                f"{self.path}: {', '.join(broken)} holds NaN or infinite numbers; the weights are damaged: "
+                "download the checkpoint again.",
                 field=broken[0],
             )
         return CheckpointError(
-            f"{self.path}: {', '.join(names)} holds numbers beyond {dtype_name(dtype)}; serve with --dtype bfloat16 or float32.",
+            f"{self.path}: {', '.join(names)} holds numbers beyond {dtype_name(dtype)}; "
+            "serve with --dtype bfloat16 or float32.",
             field=names[0],
         )
 
@@ -444,11 +343,11 @@ class CheckpointReader:
         lists = []
         for kind, names in problems:
             more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            lists.append(
-                f"{len(names)} tensor{'s' if len(names) > 1 else ''} {kind}: {', '.join(names[:MAX_NAMED])}{more}"
-            )
+            plural = "s" if len(names) > 1 else ""
+            lists.append(f"{len(names)} tensor{plural} {kind}: {', '.join(names[:MAX_NAMED])}{more}")
         return CheckpointError(
-            f"{self.path}: {'; '.join(lists)}. The weights do not belong to this config.json, or the download is incomplete.",
+            f"{self.path}: {'; '.join(lists)}. The weights do not belong to this config.json, "
+            "or the download is incomplete: download the checkpoint again.",
             field=field,
         )
 
@@ -458,21 +357,25 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def is_weight(dtype: torch.dtype) -> bool:
-    """Whether a stored type is one that weights are converted from: FP8 needs its scales, and integers are no weights."""
+    """True if weights of this stored type can be converted. FP8 needs its scales; integers are no weights."""
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no number is NaN or infinite."""
+    """True if no number is NaN or infinite."""
     return bool(_finite(tensor))
 
 
 def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same as ``[] bool`` on the tensor's device: one pass, no copy but of FP8, which has no comparisons."""
+    """Return `_is_finite` as a ``[] bool`` tensor on the tensor's device, without waiting for it.
+
+    One pass, and no copy except for FP8.
+    """
+    # FP8 has no comparisons.
     low, high = torch.aminmax(tensor.half() if tensor.dtype.itemsize == 1 else tensor)
     return torch.isfinite(low) & torch.isfinite(high)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type as configurations spell it (``float16``)."""
+    """Return the name of a type as configuration files spell it (``float16``)."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,7 @@
-"""How checkpoints store experts. Whatever the layout, what is loaded is one stack: ``[experts, 2 * intermediate, hidden]`` and so on."""
+"""Loads the experts of a layer from each layout in which checkpoints store them, and de-quantizes MXFP4.
+
+Whatever the layout, the result is one stack, ``[experts, 2 * intermediate, hidden]`` and so on.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,24 @@ from dataclasses import dataclass
 import torch
 
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.nn.checkpoint.checkpoint_reader import TensorSource
 from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig, ExpertWeights
+from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 
 MXFP4_GROUP = 32  # values that share a scale
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three low bits; the fourth is the sign
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # index: three low bits; fourth bit: sign
 MXFP4_SCALE_BIAS = 127
 MXFP4_SCALE_NAN = 255
-MXFP4_SCALES = "_scales"  # end of the names of scales
+MXFP4_SCALES = "_scales"  # suffix of the names of scale tensors
 
 
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
-    """Three matrices per expert.
+    """Layout with three matrices per expert.
 
     Attributes:
-        router: Name of the router behind the layer's prefix.
-        expert: Prefix of one expert, with ``{}`` for its number.
-        gate, up, down: Its matrices.
+        router: Name of the router, after the layer's prefix.
+        expert: Prefix of one expert, with ``{}`` for its index.
+        gate, up, down: Names of its matrices.
         grain: See `ExpertFiles`.
     """
 
@@ -38,7 +41,7 @@ class SeparateExperts:
     def load(
         self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
     ) -> ExpertWeights:
-        """See `ExpertFiles.load`."""
+        """Load the experts of the layer whose tensors start with `prefix`."""
         size, experts = (
             config.intermediate_size,
             [prefix + self.expert.format(index) for index in range(config.num_experts)],
@@ -56,7 +59,10 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """gpt-oss in bf16: all experts in one tensor, input dimension first, columns of gate and up alternating."""
+    """Layout of gpt-oss in bf16: all experts in one tensor.
+
+    The input dimension comes first, and the columns of gate and up alternate.
+    """
 
     router: str = "mlp.router"
     grain: int = 1
@@ -64,7 +70,7 @@ class FusedExperts:
     def load(
         self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
     ) -> ExpertWeights:
-        """See `ExpertFiles.load`."""
+        """Load the experts of the layer whose tensors start with `prefix`."""
         experts, size = config.num_experts, config.intermediate_size
         gate_up = source.take(
             f"{prefix}mlp.experts.gate_up_proj", (experts, hidden_size, 2 * size)
@@ -77,7 +83,10 @@ class FusedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts:
-    """gpt-oss as released: MXFP4 blocks of 32 four-bit values with one eight-bit exponent each, de-quantised as they are loaded."""
+    """Layout of gpt-oss as released: MXFP4, de-quantized while it is loaded.
+
+    A block is 32 four-bit values with one eight-bit exponent.
+    """
 
     router: str = "mlp.router"
     grain: int = MXFP4_GROUP
@@ -85,7 +94,7 @@ class Mxfp4Experts:
     def load(
         self, source: TensorSource, prefix: str, config: ExpertsConfig, hidden_size: int
     ) -> ExpertWeights:
-        """See `ExpertFiles.load`."""
+        """Load the experts of the layer whose tensors start with `prefix`."""
         experts, size = config.num_experts, config.intermediate_size
         biases = _fused_biases(source, prefix, config, hidden_size)
         parts = []
@@ -104,25 +113,30 @@ class Mxfp4Experts:
 
 
 def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
-    """Refuse scales ``uint8`` that are no number (E8M0 has one NaN and no infinity): they pass as bytes where weights would be looked at.
+    """Reject MXFP4 scales that are NaN (E8M0 has one NaN and no infinity).
+
+    Scales are loaded as bytes, so the reader's check for NaN weights does not cover them.
 
     Raises:
-        CheckpointError: naming the tensor.
+        CheckpointError: A scale is NaN; the message names the tensor.
     """
     if not scales.is_meta and bool((scales == MXFP4_SCALE_NAN).any()):
         raise CheckpointError(
-            f"{name} holds NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: download the checkpoint again.",
+            f"{name} holds NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: "
+            "download the checkpoint again.",
             field=name,
         )
 
 
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``[experts, rows, groups * 32]`` in `dtype`, one expert after the other to bound what is held beside it.
+    """Return the de-quantized weights ``[experts, rows, groups * 32]``.
+
+    Works on one expert at a time to bound the temporary memory.
 
     Args:
-        blocks: ``[experts, rows, groups, 16] uint8``; the low half of a byte comes first.
+        blocks: ``[experts, rows, groups, 16] uint8``; the low half of each byte comes first.
         scales: ``[experts, rows, groups] uint8``; powers of two, biased by 127.
-        dtype: Of the result. Every value is exact in bf16.
+        dtype: Type of the result. bf16 represents every value exactly.
 
     Source: OCP Microscaling Formats (MX) specification 1.0, E2M1 values and E8M0 scales.
     """
@@ -149,5 +163,5 @@ def _fused_biases(
 
 
 def _gate_first(alternating: torch.Tensor) -> torch.Tensor:
-    """Return the rows (dimension 1) of gate and up one behind the other, contiguous."""
+    """Return the rows (dimension 1) with all of gate first and all of up after them, contiguous."""
     return torch.cat([alternating[:, 0::2], alternating[:, 1::2]], dim=1)

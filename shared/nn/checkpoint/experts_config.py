@@ -1,4 +1,4 @@
-"""The experts of a sparse layer: how many there are, how rows are routed, and how a checkpoint stores them."""
+"""Describes the experts of a sparse layer: their number, their routing, and their layout in a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from outrider.shared.nn.checkpoint.checkpoint_reader import TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 
 
 class Scoring(Enum):
@@ -20,16 +20,17 @@ class Scoring(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How rows choose experts.
+    """Rule by which rows choose experts.
 
     Attributes:
         top_k: Experts per row.
-        scoring: Of the logits, over all experts.
-        normalise: Whether the weights of the chosen sum to one (before `scale`).
+        scoring: How logits become scores, over all experts.
+        normalise: True if the weights of the chosen experts are normalized to sum to one, before `scale`.
         scale: Factor on the weights.
-        groups, kept_groups, group_top: Experts are chosen from the `kept_groups` of `groups` whose best `group_top` sum highest.
-        bias: The router's projection has a bias.
-        choice_bias: A bias per expert takes part in the choice but not in the weights.
+        groups, kept_groups, group_top: Group-limited routing: the experts form `groups` groups, each ranked
+            by the sum of its best `group_top` scores. Experts are chosen from the best `kept_groups` groups.
+        bias: True if the router's projection has a bias.
+        choice_bias: True if a bias per expert takes part in the choice, but not in the weights.
     """
 
     top_k: int
@@ -44,7 +45,7 @@ class Routing:
 
 
 class ExpertWeights(NamedTuple):
-    """Routed experts of one layer.
+    """Weights of one layer's routed experts.
 
     Attributes:
         gate_up: ``[experts, 2 * intermediate, hidden]``, gate first.
@@ -59,16 +60,19 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertFiles(Protocol):
-    """One layout of a layer's experts in a checkpoint."""
+    """Layout of a layer's experts in a checkpoint."""
 
     @property
     def router(self) -> str:
-        """Name of the router's projection behind the layer's prefix."""
+        """Name of the router's projection, after the layer's prefix."""
         ...
 
     @property
     def grain(self) -> int:
-        """Values of the intermediate size that lie together in the files: a part of an expert is a multiple of them."""
+        """Granularity of the intermediate size in the files.
+
+        A rank's part of an expert must be a multiple of it.
+        """
         ...
 
     def load(
@@ -83,11 +87,12 @@ class ExpertsConfig:
     """The sparse layers of a model.
 
     Attributes:
-        num_experts, intermediate_size: Routed experts.
-        routing: How they are chosen.
-        files: How a checkpoint stores them.
-        shared_size: Intermediate size of the shared expert that every row passes; 0: there is none.
-        swiglu_limit, swiglu_alpha: gpt-oss's ``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``; None: ``silu(gate) * up``.
+        num_experts, intermediate_size: Sizes of the routed experts.
+        routing: Rule by which rows choose experts.
+        files: Layout of the experts in the checkpoint.
+        shared_size: Intermediate size of the shared expert that every row passes through; 0 if there is none.
+        swiglu_limit, swiglu_alpha: Parameters of gpt-oss's activation
+            ``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``. A limit of None means ``silu(gate) * up``.
     """
 
     num_experts: int

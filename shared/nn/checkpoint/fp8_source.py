@@ -1,7 +1,7 @@
-"""Weights stored in FP8 with one scale per block (DeepSeek-V3, Qwen3-FP8), widened as they are loaded.
+"""Widens FP8 weights with one scale per block (DeepSeek-V3, Qwen3-FP8) while they are loaded.
 
-A matrix ``name.weight`` in e4m3 has its scales in ``name.weight_scale_inv``, one for each block of ``weight_block_size`` rows and columns;
-what was stored is the product.
+The e4m3 matrix ``name.weight`` has its scales in ``name.weight_scale_inv``, one per block of
+``weight_block_size`` rows and columns. The original weight is their product.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from outrider.shared.nn.checkpoint.checkpoint_reader import ExpectedTensors, Shape, TensorSource
 from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.checkpoint.tensor_file import TensorInfo
+from outrider.shared.nn.checkpoint.tensor_source import ExpectedTensors, Shape, TensorSource
 
 STORED = torch.float8_e4m3fn
 SCALE_SUFFIX = "_scale_inv"
 
 Block = tuple[int, int]
-"""Rows and columns that share a scale."""
+"""Rows and columns of a block of weights that share a scale."""
 
 
 def parse_weight_block(reader: ConfigReader) -> Block | None:
-    """Return the block of an FP8 checkpoint, or None for other checkpoints.
+    """Return the block size of an FP8 checkpoint, or None for other checkpoints.
 
     Raises:
-        CheckpointError: The checkpoint is FP8 without scales per block.
+        CheckpointError: The checkpoint is FP8 but has no scales per block.
     """
     section = reader.raw.get("quantization_config")
     if not isinstance(section, Mapping) or section.get("quant_method") != "fp8":
@@ -38,27 +38,27 @@ def parse_weight_block(reader: ConfigReader) -> Block | None:
     ):
         raise reader.error(
             "quantization_config",
-            f"FP8 weights need weight_block_size with rows and columns of a block, not {block!r}",
+            f"FP8 weights need weight_block_size with the rows and columns of a block, not {block!r}",
         )
     return block[0], block[1]
 
 
 def expect_scales(expected: ExpectedTensors, stored: Mapping[str, TensorInfo], block: Block) -> None:
-    """Add what the FP8 tensors among `stored` need to what is expected: their type, and their scales."""
+    """Add to `expected` the type and the scales of every FP8 matrix among the `stored` tensors."""
     for name, shape in list(expected.shapes.items()):
         if name in stored and stored[name].dtype == STORED and len(shape) == 2:
             expected.dtypes[name] = STORED
             expected.shapes[name + SCALE_SUFFIX] = _scale_shape(shape, block)
 
 
-class Fp8Source:
-    """A `TensorSource` that widens FP8 matrices of another one and passes everything else on.
+class Fp8Source(TensorSource):
+    """A `TensorSource` that widens the FP8 matrices of another source and passes everything else through.
 
     Args:
-        source: Of the stored tensors.
-        stored: Name → info of all its tensors.
-        block: See `parse_weight_block`.
-        dtype: What FP8 matrices become.
+        source: Supplies the stored tensors.
+        stored: Name → info of all stored tensors.
+        block: Rows and columns that share a scale.
+        dtype: Type to widen FP8 matrices to.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Fp8Source:
     def take(
         self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """See `TensorSource.take`."""
+        """Return one tensor, widened if it is stored in FP8."""
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
@@ -82,7 +82,7 @@ class Fp8Source:
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """See `TensorSource.take_rows`."""
+        """Return several tensors as one, those stored in FP8 widened."""
         if not any(self._narrow(name) for name, _ in parts):
             return self._source.take_rows(parts, dtype=dtype, to=to)
         out: torch.Tensor | None = None
@@ -97,11 +97,11 @@ class Fp8Source:
         return out
 
     def _narrow(self, name: str) -> bool:
-        info = self._stored.get(name)  # what is missing is the other source's to name
+        info = self._stored.get(name)  # the other source reports a missing tensor
         return info is not None and info.dtype == STORED
 
     def _widened(self, name: str, shape: Shape) -> torch.Tensor:
-        """Return ``shape`` in fp32: the stored matrix times its scales."""
+        """Return the fp32 matrix of `shape`: the stored matrix times its scales."""
         weight = self._source.take(name, shape, dtype=STORED).float()
         scales = self._source.take(name + SCALE_SUFFIX, _scale_shape(shape, self._block), to=torch.float32)
         for row, row_scales in enumerate(scales.unbind(0)):

@@ -1,4 +1,4 @@
-"""Typed reading of JSON configuration, with errors that name the key, the file and the fix."""
+"""Reads JSON files and their typed values; errors name the key, the file and the fix."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from outrider.shared.base.errors import CheckpointError, OutriderError
 
 LARGEST = (1 << 31) - 1
-"""Of every size; what is beyond is no size of a model, and tensors could not even be described by it."""
+"""Upper bound of every size. No model is larger, and torch could not describe tensors of such sizes."""
 
 
 class ConfigReader:
-    """Typed access to a JSON object, with errors that name the key and the file."""
+    """Typed access to a JSON object. Errors name the key and the file."""
 
     def __init__(self, raw: Mapping[str, Any], source: Path | str) -> None:
         self.raw = raw
         self.source = source
 
     def error(self, key: str, problem: str) -> CheckpointError:
-        """Return the error that says what is wrong with `key`."""
+        """Return an error for `key`. `problem` continues a sentence that starts with the key."""
         return CheckpointError(f"{self.source}: {key}: {problem}.", field=key)
 
     def positive(self, key: str, default: int | None = None) -> int:
@@ -32,7 +32,7 @@ class ConfigReader:
         if value is None:
             if default is None:
                 raise self.error(
-                    key, "is missing; the folder must hold the config.json that belongs to the weights"
+                    key, "is missing; the folder must contain the config.json that belongs to the weights"
                 )
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -47,15 +47,15 @@ class ConfigReader:
         if value is None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(key, f"must be a whole number, not {value!r}")
+            raise self.error(key, f"must be an integer of at least 0, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number > 0."""
+        """Return a finite number > 0; null counts as absent. Without a default the key is required."""
         value = self.raw.get(key)
         if value is None:
             if default is None:
-                raise self.error(key, "is missing")
+                raise self.error(key, "is missing; add it, or download the file again")
             return default
         if (
             not isinstance(value, int | float)
@@ -67,7 +67,7 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
+        """Return a boolean; null counts as absent."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -76,7 +76,7 @@ class ConfigReader:
         return value
 
     def text(self, key: str, default: str) -> str:
-        """Return a string."""
+        """Return a string; null counts as absent."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -85,7 +85,7 @@ class ConfigReader:
         return value
 
     def strings(self, key: str) -> tuple[str, ...] | None:
-        """Return a list of strings, or None when the key is absent."""
+        """Return a list of strings, or None if the key is absent or null."""
         value = self.raw.get(key)
         if value is None:
             return None
@@ -96,20 +96,22 @@ class ConfigReader:
 
 @contextmanager
 def faults_of(source: Path | str) -> Iterator[None]:
-    """Make a fault of the file out of whatever reading it raises: no value in a file, however odd, ends in a traceback.
+    """Turn any exception raised in this context into an error about the file `source`.
+
+    An odd value in a file therefore never ends in a traceback. Errors that already name the fault pass
+    through.
 
     Raises:
-        CheckpointError: naming the file, with the error that was raised as its cause. Errors that name what is wrong pass through.
+        CheckpointError: Names the file; its cause is the original exception.
     """
     try:
         yield
     except OutriderError:
         raise
-    except (
-        Exception
-    ) as error:  # values of files reach code that was not written for them, that of transformers too
+    except Exception as error:  # odd values reach code that does not expect them, including transformers
         raise CheckpointError(
-            f"{source} cannot be read as a model's configuration ({type(error).__name__}: {error}); correct it, or download it again.",
+            f"{source} cannot be read as a model configuration ({type(error).__name__}: {error}); "
+            "correct it, or download it again.",
             field=str(source),
         ) from error
 
@@ -118,17 +120,20 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        CheckpointError: The file is missing, unreadable or not a JSON object; `field` is the file.
+        CheckpointError: The file is missing, unreadable or not a JSON object; `field` is its path.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        hint = "is the path right?" if not path.parent.is_dir() else "give a Hugging Face model folder"
-        raise CheckpointError(f"{path} does not exist: {hint}", field=str(path)) from None
+        hint = "check the path" if not path.parent.is_dir() else "pass a Hugging Face model folder"
+        raise CheckpointError(f"{path} does not exist: {hint}.", field=str(path)) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON ({error}); download the file again.", field=str(path)
         ) from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}.", field=str(path))
+        raise CheckpointError(
+            f"{path} must contain a JSON object, not {type(value).__name__}; download it again.",
+            field=str(path),
+        )
     return value

@@ -1,7 +1,8 @@
-"""Reads weight files ahead of the one thread that loads them: several parts at a time, of one shard or of several.
+"""Reads weight files into the page cache with several threads, ahead of the thread that loads the weights.
 
-A mapped file is read when its memory is first touched, a page at a time. Threads that touch the tensors in the order in which they will be
-taken keep disk and page cache busy, and the copies to the device find their pages there.
+A mapped file is read when its memory is first touched, one page at a time. These threads touch the tensors in
+the order in which they will be used. That keeps the disk busy, and the copies to the device find their pages
+in the page cache.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 THREADS = 8
 PIECE_BYTES = 32 << 20
 AHEAD_BYTES = 4 << 30
-"""How far the threads may be ahead: what was read too early may be gone from the page cache again."""
+"""Maximum lead of the threads. Pages that are read too early may be evicted before they are used."""
 PAGE_BYTES = 4096
 
 
@@ -23,14 +24,14 @@ class ReadAhead:
     """Threads that touch tensors before they are used.
 
     Args:
-        tensors: Host tensors that share files' memory, in the order in which they will be used.
+        tensors: Host tensors that map files, in the order in which they will be used.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._changed = threading.Condition()
         self._used = 0
         self._closed = False
-        self._pieces: deque[tuple[int, torch.Tensor]] = deque()  # (bytes before it, its bytes)
+        self._pieces: deque[tuple[int, torch.Tensor]] = deque()  # (bytes before the piece, the piece's bytes)
         position = 0
         for tensor in tensors:
             for piece in torch.split(tensor.reshape(-1).view(torch.uint8), PIECE_BYTES):
@@ -45,13 +46,13 @@ class ReadAhead:
             thread.start()
 
     def used(self, nbytes: int) -> None:
-        """Tell that so many further bytes were used."""
+        """Report that another `nbytes` bytes have been used."""
         with self._changed:
             self._used += nbytes
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads, which hold the files' memory."""
+        """Stop the threads, which keep the files mapped."""
         with self._changed:
             self._closed = True
             self._pieces.clear()
@@ -61,10 +62,10 @@ class ReadAhead:
 
     def _run(self) -> None:
         while (piece := self._next()) is not None:
-            piece[::PAGE_BYTES].sum()  # without Python's lock
+            piece[::PAGE_BYTES].sum()  # touches every page, without the GIL
 
     def _next(self) -> torch.Tensor | None:
-        """Return the next piece as soon as it is near enough to what is used; None when there is none."""
+        """Wait until the next piece is near enough to the used bytes. Return it, or None at the end."""
         with self._changed:
             while not self._closed and self._pieces:
                 if self._pieces[0][0] <= self._used + AHEAD_BYTES:

@@ -1,4 +1,4 @@
-"""Files that hold tensors: safetensors, read by hand so that every fault has a name, and torch's `.bin`, unpickled with weights_only."""
+"""Parses tensor files: safetensors, checking the whole header, and torch's ``.bin``, without running code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file: shape, dtype, and for safetensors the byte range within the file."""
+    """Shape and dtype of a stored tensor, and for safetensors its byte range within the file."""
 
     shape: Shape
     dtype: torch.dtype
@@ -46,21 +46,21 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as stored."""
+        """Size in the file, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 class TensorFile(Protocol):
-    """A file whose header is read and checked; tensors are read one by one."""
+    """A file with a checked header, from which tensors are read one by one."""
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → shape and dtype of all its tensors."""
+        """Name → info of every tensor."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
@@ -73,19 +73,22 @@ class TensorFile(Protocol):
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """Open a tensor file by its suffix: ``.safetensors``, or ``.bin``/``.pt`` through weights_only unpickling.
+    """Open a tensor file.
+
+    A ``.safetensors`` file is parsed; any other is unpickled with ``weights_only``.
 
     Raises:
-        CheckpointError: The file is missing, truncated, corrupt or would run code; `field` is the file or the tensor.
+        CheckpointError: The file is missing, truncated, corrupt or would run code; `field` is its path or the
+            tensor.
     """
     if not path.is_file():
         raise CheckpointError(
-            f"{path} does not exist; download the checkpoint again, all shards of it.", field=str(path)
+            f"{path} does not exist; download the checkpoint again, with all its shards.", field=str(path)
         )
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
 
 
-class SafetensorsFile:
+class SafetensorsFile(TensorFile):
     """A memory-mapped safetensors file."""
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +97,7 @@ class SafetensorsFile:
         if size < 8:
             raise self._corrupt(f"is {size} bytes long, too short for a safetensors header")
         with path.open("rb") as file:
-            # A private mapping: torch wants writable memory, and nothing may ever reach the file.
+            # A private mapping: torch needs writable memory, but no write may reach the file.
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         try:
             self._tensors = self._read_header(size)
@@ -104,16 +107,16 @@ class SafetensorsFile:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self._path
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → shape and dtype of all its tensors."""
+        """Name → info of every tensor."""
         return self._tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """See `TensorFile.read`."""
+        """Return a host tensor that shares the mapping, unless it is misaligned; copy it before `close`."""
         info = self._tensors[name]
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
@@ -123,7 +126,7 @@ class SafetensorsFile:
         return raw.view(info.dtype).view(info.shape)
 
     def close(self) -> None:
-        """Drop the mapping; the memory goes when the last tensor that shares it does."""
+        """Drop the mapping. The memory is unmapped when the last tensor that shares it is gone."""
         del self._memory
 
     def _corrupt(self, problem: str, field: str | None = None) -> CheckpointError:
@@ -146,13 +149,13 @@ class SafetensorsFile:
         position = data_start
         for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
             if info.begin != position:
-                kind = "overlaps the tensor before it" if info.begin < position else "leaves a hole before it"
+                kind = "overlaps the tensor before it" if info.begin < position else "leaves a gap before it"
                 raise self._corrupt(
                     f"stores {name} at byte {info.begin - data_start}, which {kind}", field=name
                 )
             position = info.end
         if position != file_size:
-            raise self._corrupt(f"holds {file_size - position} bytes behind its last tensor")
+            raise self._corrupt(f"has {file_size - position} bytes after its last tensor")
         return tensors
 
     def _entry(self, name: str, entry: Any, data_start: int, file_size: int) -> TensorInfo:
@@ -165,16 +168,19 @@ class SafetensorsFile:
         except (KeyError, TypeError, ValueError) as error:
             raise self._corrupt(f"describes {name} incompletely ({error!r})", field=name) from error
         if not whole:
-            raise self._corrupt(f"gives {name} a shape or offset that is no whole number", field=name)
+            raise self._corrupt(
+                f"describes {name} with a shape or offset that is not a whole number", field=name
+            )
         if dtype_name not in DTYPES:
             raise CheckpointError(
-                f"{self._path} stores {name} as {dtype_name!r}, which is not supported; supported: {', '.join(DTYPES)}.",
+                f"{self._path} stores {name} as {dtype_name!r}, which is not supported; "
+                f"supported: {', '.join(DTYPES)}.",
                 field=name,
             )
         info = TensorInfo(shape, DTYPES[dtype_name], data_start + begin, data_start + end)
         if info.nbytes != end - begin:
             raise self._corrupt(
-                f"gives {name} {end - begin} bytes, but {list(shape)} {dtype_name} takes {info.nbytes}",
+                f"stores {name} in {end - begin} bytes, but {list(shape)} {dtype_name} takes {info.nbytes}",
                 field=name,
             )
         if info.end > file_size:
@@ -182,21 +188,26 @@ class SafetensorsFile:
         return info
 
 
-class PickledFile:
-    """A torch checkpoint: a mapping of names to tensors, unpickled with ``weights_only=True`` so that it cannot run code."""
+class PickledFile(TensorFile):
+    """A torch checkpoint: a mapping of names to tensors.
+
+    It is unpickled with ``weights_only=True``, so that it cannot run code.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         content = self._load(path)
         if not isinstance(content, Mapping):
             raise CheckpointError(
-                f"{path} holds a {type(content).__name__}, not a mapping of names to tensors.",
+                f"{path} holds a {type(content).__name__}, not a mapping of names to tensors; "
+                "save the model's state_dict() alone.",
                 field=str(path),
             )
         for name, value in content.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
                 raise CheckpointError(
-                    f"{path}: {name!r} is a {type(value).__name__}, not a tensor; save the model's state_dict() alone.",
+                    f"{path}: {name!r} is a {type(value).__name__}, not a tensor; "
+                    "save the model's state_dict() alone.",
                     field=str(name),
                 )
         self._content: dict[str, torch.Tensor] = dict(content)
@@ -206,16 +217,16 @@ class PickledFile:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self._path
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → shape and dtype of all its tensors."""
+        """Name → info of every tensor."""
         return self._tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """See `TensorFile.read`."""
+        """Return a host tensor that may map the file; copy it before `close`."""
         return self._content[name]
 
     def close(self) -> None:
@@ -228,8 +239,8 @@ class PickledFile:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_starts_as_zip(path))
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"{path} cannot be loaded without running code from it, or is corrupt; convert it to safetensors where you trust it "
-                f"({str(error).splitlines()[0]}).",
+                f"{path} cannot be loaded without running code from it, or it is corrupt; if you trust it, "
+                f"convert it to safetensors yourself ({str(error).splitlines()[0]}).",
                 field=str(path),
             ) from error
         except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
@@ -239,6 +250,6 @@ class PickledFile:
 
 
 def _starts_as_zip(path: Path) -> bool:
-    """Whether torch can map the file: the format since torch 1.6 is a zip archive."""
+    """True if torch can map the file: the format since torch 1.6 is a zip archive."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"

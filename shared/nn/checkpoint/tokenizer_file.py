@@ -1,4 +1,4 @@
-"""What a ``tokenizer.json`` calls its tokens: read without a tokenizer, to tell whether two folders mean the same by an id."""
+"""Reads and fingerprints the vocabulary of a ``tokenizer.json``, to compare the token ids of two folders."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Return token → id of a folder's tokenizer, added tokens included; None when it has no ``tokenizer.json``.
+    """Return token → id of a folder's tokenizer, including added tokens; None without a ``tokenizer.json``.
 
     Raises:
-        CheckpointError: the file is not JSON, or what it says of its tokens is none.
+        CheckpointError: The file is not JSON, or its vocabulary is malformed.
     """
     file = folder / TOKENIZER_FILE
     if not file.is_file():
@@ -32,14 +32,15 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
         isinstance(token, str) and type(number) is int for token, number in vocabulary.items()
     ):
         raise CheckpointError(
-            f"{file}: model.vocab and added_tokens must give each token an integer id; download the file again.",
+            f"{file}: model.vocab and added_tokens must map each token to an integer id; "
+            "download the file again.",
             field=str(file),
         )
     return vocabulary
 
 
 def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return token → id of a ``tokenizer.json`` as it stands there; Unigram vocabularies are lists of (token, score)."""
+    """Return token → id as the file lists them. Unigram vocabularies are lists of (token, score)."""
     vocabulary = (raw.get("model") or {}).get("vocab") or {}
     tokens = (
         dict(vocabulary)
@@ -50,7 +51,7 @@ def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Return a digest that is equal for equal vocabularies, however their files are written; empty without a tokenizer."""
+    """Return a digest of the vocabulary, independent of the file's formatting; empty without a tokenizer."""
     vocabulary = read_vocabulary(folder)
     if vocabulary is None:
         return ""

@@ -1,4 +1,4 @@
-"""What weights take once they are loaded, told from the headers of their files."""
+"""Computes how many bytes weights take once loaded, from the headers of their files, and formats sizes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ GIB = 1 << 30
 
 
 def loaded_bytes(name: str, info: TensorInfo, dtype: torch.dtype) -> int:
-    """Return the bytes that a stored tensor takes once it is loaded; MXFP4 (two values per byte, and scales) is widened.
+    """Return the bytes that a stored tensor takes once it is loaded.
+
+    MXFP4 is widened: a block stores two values per byte, and the scales are multiplied into the weights.
 
     Args:
-        name: Of the tensor.
-        info: What its file's header says.
-        dtype: Of the model's weights.
+        name: The tensor's name.
+        info: Its header.
+        dtype: Type of the model's weights.
     """
     if info.dtype is torch.uint8:
         return 2 * prod(info.shape) * dtype.itemsize if name.endswith(PACKED_ENDING) else 0
@@ -26,5 +28,5 @@ def loaded_bytes(name: str, info: TensorInfo, dtype: torch.dtype) -> int:
 
 
 def gib(nbytes: int) -> str:
-    """Return a size for a message."""
+    """Format a size for a message, in GiB or MiB."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.1f} MiB"

@@ -1,4 +1,4 @@
-"""Copies of weights to a GPU by way of pinned memory: a file's pages are copied into one buffer while the GPU fetches another."""
+"""Copies weights to a GPU through pinned memory: fills one buffer from a file while the GPU reads another."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ BUFFER_BYTES = 32 << 20
 
 
 class WeightStaging:
-    """Pinned buffers that host tensors go through; copies return before the GPU has them, in the order of the current stream.
+    """Pinned buffers through which host tensors are copied to a GPU.
+
+    A copy returns before the GPU has the data; copies are ordered with the current stream.
 
     Args:
-        device: Where to; on a CPU the buffers are not pinned and nothing runs ahead.
-        buffer_bytes: Of each.
+        device: Device to copy to. For a CPU the buffers are not pinned and copies are synchronous.
+        buffer_bytes: Size of each buffer.
 
     Raises:
-        RuntimeError: The host gives no pinned memory.
+        RuntimeError: The host has no pinned memory available.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._on_gpu = device.type == "cuda"
-        with torch.inference_mode(False):  # written in any mode
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
             self._buffers = [
                 torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(BUFFERS)
             ]
@@ -29,7 +31,10 @@ class WeightStaging:
         self._next = 0
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a host tensor to ``out``, contiguous and of its shape; a type that differs is converted on the device."""
+        """Copy a host tensor to the contiguous tensor ``out`` of the same shape.
+
+        If the types differ, the device converts.
+        """
         to, flat = out.view(-1), source.reshape(-1)
         count = self._buffers[0].numel() // max(1, source.dtype.itemsize)
         for start in range(0, flat.numel(), count):
@@ -37,7 +42,7 @@ class WeightStaging:
             self._copy(to[start : start + count], piece)
 
     def close(self) -> None:
-        """Wait until the GPU has fetched everything."""
+        """Wait until the GPU has read every buffer."""
         for event in self._fetched:
             if event is not None:
                 event.synchronize()
@@ -46,7 +51,7 @@ class WeightStaging:
         index = self._next
         self._next = (index + 1) % BUFFERS
         fetched = self._fetched[index]
-        if fetched is not None:
+        if fetched is not None:  # the GPU may still be reading this buffer
             fetched.synchronize()
         buffer = self._buffers[index][: piece.nbytes].view(piece.dtype)
         buffer.copy_(piece)
@@ -58,7 +63,7 @@ class WeightStaging:
 
 
 def make_staging(device: torch.device) -> WeightStaging | None:
-    """Return buffers for copies to a GPU, or None where the host gives none: copies then take their usual way."""
+    """Return buffers for copies to a GPU, or None without pinned memory; copies are then made directly."""
     try:
         return WeightStaging(device)
     except RuntimeError:

@@ -1,1 +1,1 @@
-"""config.json: parsed and checked, or refused with the key and the fix."""
+"""Parses and checks a model's config.json; an error names the key and the fix."""

@@ -1,4 +1,4 @@
-"""`config.json` of a model folder, parsed into what the decoder needs, and refused by name where it cannot be served."""
+"""Parses a model's `config.json` into `ModelConfig`; errors for unsupported models name the key."""
 
 from __future__ import annotations
 
@@ -43,26 +43,29 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of one of the families.
+    """Configuration of a decoder of one of the families.
 
     Attributes:
-        model_type, architecture: As the file says.
-        vocab_size, hidden_size, intermediate_size, num_layers, num_heads: Sizes. heads * head_dim need not be hidden_size.
-        num_kv_heads, head_dim: Of what the pool keeps per token: with a latent, one head as wide as the latent and its rotated part.
+        model_type, architecture: Names from the file.
+        vocab_size, hidden_size, intermediate_size, num_layers, num_heads: Sizes. num_heads times the width of
+            a head need not equal hidden_size.
+        num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention that is one
+            head, as wide as the latent and its rotated part.
         rms_norm_eps: Epsilon of every norm.
-        rope, rotary_dim: Rotary embedding, and how many dimensions of a head it turns.
-        attention_scale: Factor on the scores.
-        max_position_embeddings: The context that the model was trained for; not a limit of the decoder.
-        tie_word_embeddings: The output head is the input embedding.
-        activation: Of the MLP.
-        eos_token_ids: From generation_config.json, else config.json; may be empty.
-        bos_token_id: Or None.
-        dtype: Name of the stored type ("bfloat16"), or None when the file does not say.
-        fingerprint: Of the file's content: equal for equal configurations.
+        rope, rotary_dim: Rotary embedding, and the number of dimensions of a head that it rotates.
+        attention_scale: Factor on the attention scores.
+        max_position_embeddings: Context length that the model was trained for; the decoder does not enforce
+            it.
+        tie_word_embeddings: True if the output head is the input embedding.
+        activation: Activation of the MLP.
+        eos_token_ids: From generation_config.json, otherwise config.json; may be empty.
+        bos_token_id: From config.json, or None.
+        dtype: Name of the stored type ("bfloat16"), or None if the file does not name one.
+        fingerprint: Hash of the file's content; equal for equal configurations.
         qkv_bias, o_bias, mlp_bias, head_norm, sinks, experts, latent: See `Traits`.
-        windows, sparse: See `Traits`, with one entry per layer.
-        weight_block: Rows and columns that share a scale in an FP8 checkpoint, else None.
-        ignored: Pattern of tensor names that the decoder leaves in the file → the reason.
+        windows, sparse: See `Traits`; here always with one entry per layer.
+        weight_block: Rows and columns that share a scale in an FP8 checkpoint, otherwise None.
+        ignored: Pattern of tensor names that the decoder does not load → the reason.
     """
 
     model_type: str
@@ -99,7 +102,7 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """Rows of a learned position table, which no text may exceed; None: positions are rotated."""
+        """Rows of a learned position table, which no text may exceed; None if positions are rotary."""
         return None
 
     @classmethod
@@ -110,10 +113,16 @@ class ModelConfig:
         source: Path | str = CONFIG_FILE,
         generation: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
-        """Parse a configuration that is already read (draft heads nest theirs). `source` is named in errors.
+        """Parse a configuration that has already been read. Draft heads contain one inside their own.
+
+        Args:
+            raw: The JSON object.
+            source: Name of the file in errors.
+            generation: Content of generation_config.json, if there is one.
 
         Raises:
-            CheckpointError: As `from_dir`.
+            CheckpointError: The configuration is incomplete or describes a model that cannot be served;
+                `field` is the key.
         """
         reader = ConfigReader(raw, source)
         family = find_family(reader)
@@ -158,7 +167,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """Attention heads: `scored_dim` is the width that the scores sum over in the published formula."""
+    """Attention heads. `scored_dim` is the width over which the published formula sums the scores."""
 
     num_heads: int
     num_kv_heads: int
@@ -171,7 +180,7 @@ def read_head_sizes(reader: ConfigReader, hidden_size: int, num_heads: int) -> t
     """Return the number of K/V heads and the width of a head.
 
     Raises:
-        CheckpointError: They do not fit each other; names the key.
+        CheckpointError: The sizes are inconsistent; names the key.
     """
     num_kv_heads = reader.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -181,7 +190,7 @@ def read_head_sizes(reader: ConfigReader, hidden_size: int, num_heads: int) -> t
     if reader.raw.get("head_dim") is None and hidden_size % num_heads:
         raise reader.error(
             "head_dim",
-            f"is missing, and hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}",
+            f"is missing, and hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}",
         )
     head_dim = reader.positive("head_dim", hidden_size // num_heads)
     if head_dim % 2:
@@ -211,7 +220,7 @@ def _ignored(family: Family, reader: ConfigReader, num_layers: int) -> dict[str,
     if reader.flag("tie_word_embeddings", False):
         ignored["lm_head.weight"] = "tied: the input embedding is used"
     if parse_weight_block(reader):
-        ignored[f"*.weight{SCALE_SUFFIX}"] = "scales, read with the FP8 matrices that they belong to"
+        ignored[f"*.weight{SCALE_SUFFIX}"] = "scales, read together with their FP8 matrices"
     return ignored
 
 
@@ -225,6 +234,11 @@ def _activation(reader: ConfigReader) -> Activation:
 
 
 def eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the EOS token ids of generation_config.json, otherwise of config.json.
+
+    Raises:
+        CheckpointError: ``eos_token_id`` is neither a token id nor a list of them.
+    """
     value = generation.get("eos_token_id", reader.raw.get("eos_token_id"))
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(

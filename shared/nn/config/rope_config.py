@@ -1,4 +1,4 @@
-"""Rotary embedding parameters of a `config.json`."""
+"""Parses the rotary embedding parameters of a `config.json`: theta and the scaling rule."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import Enum
 
 from outrider.shared.nn.checkpoint.json_config import ConfigReader
 
-DEFAULT_ROPE_THETA = 10000.0  # what a config without rope_theta means
+DEFAULT_ROPE_THETA = 10000.0  # used when config.json has no rope_theta
 
 
 class RopeKind(Enum):
-    """How rotary frequencies are scaled."""
+    """Scaling rule of the rotary frequencies."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -28,14 +28,15 @@ class RopeConfig:
     Attributes:
         theta: Base of the frequencies.
         kind: Scaling rule.
-        factor: Frequencies are divided by it (all of them: linear; the low ones: llama3, yarn).
-        low_freq_factor, high_freq_factor: llama3: wavelengths above original / low are scaled in full, below original / high not at all,
-            in between smoothly.
-        original_max_position: The context before scaling (llama3, yarn).
-        beta_fast, beta_slow, truncate: yarn: dimensions that turn more than beta_fast times within the original context keep their
-            frequency, those below beta_slow are scaled in full; `truncate` rounds the two bounds outwards to whole dimensions.
-        attention_factor: cos and sin are multiplied by it (yarn).
-        softmax_factor: The attention scale is multiplied by it (DeepSeek's mscale_all_dim, squared).
+        factor: Divisor of the frequencies: of all of them (linear), or of the low ones (llama3, yarn).
+        low_freq_factor, high_freq_factor: llama3 only. Wavelengths above original / low are fully scaled,
+            those below original / high are not scaled, and the scaling is interpolated in between.
+        original_max_position: Context length before scaling (llama3, yarn).
+        beta_fast, beta_slow, truncate: yarn only. Dimensions that rotate more than beta_fast times within the
+            original context keep their frequency; those that rotate less than beta_slow times are fully
+            scaled. `truncate` rounds the two bounds outwards to whole dimensions.
+        attention_factor: Factor on cos and sin (yarn).
+        softmax_factor: Factor on the attention scale (DeepSeek's mscale_all_dim, squared).
     """
 
     theta: float = DEFAULT_ROPE_THETA
@@ -52,10 +53,10 @@ class RopeConfig:
 
 
 def parse_rope(reader: ConfigReader, default_theta: float = DEFAULT_ROPE_THETA) -> RopeConfig:
-    """Parse ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling``.
+    """Parse ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``.
 
     Raises:
-        CheckpointError: A scaling rule that is not supported, or a number that is missing.
+        CheckpointError: The scaling rule is not supported, or a number is missing.
     """
     raw = reader.raw
     section = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
@@ -65,7 +66,7 @@ def parse_rope(reader: ConfigReader, default_theta: float = DEFAULT_ROPE_THETA) 
     inner = ConfigReader(parameters, f"{reader.source}: {section}")
     theta = inner.number("rope_theta", reader.number("rope_theta", default_theta))
     if float(raw.get("partial_rotary_factor") or parameters.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise reader.error("partial_rotary_factor", "rotating a part of each head is not supported")
+        raise reader.error("partial_rotary_factor", "rotating only a part of each head is not supported")
     name = inner.text("rope_type", inner.text("type", RopeKind.DEFAULT.value))
     try:
         kind = RopeKind(name)
@@ -116,5 +117,5 @@ def _parse_yarn(inner: ConfigReader, outer: ConfigReader, theta: float) -> RopeC
 
 
 def _magnitude(factor: float, mscale: float) -> float:
-    """Return YaRN's correction of the attention's temperature for a context stretched by `factor`."""
+    """Return YaRN's correction of the attention temperature for a context stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

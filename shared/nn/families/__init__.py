@@ -1,1 +1,1 @@
-"""The families of target models: one small file each, that maps their config.json and tensor names to the one decoder."""
+"""Families of target models. Each file maps one family's config.json keys and tensor names to the decoder."""

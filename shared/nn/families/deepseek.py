@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (and R1), and Kimi-K2, which is a V3: latent attention, shared and routed experts, group-limited routing."""
+"""Reads DeepSeek-V2, V3, R1 and Kimi-K2: latent attention, shared and routed experts, limited groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _v2(reader: ConfigReader, num_layers: int) -> Traits:
             "topk_method", f"{method!r} is not supported; supported: greedy, group_limited_greedy"
         )
     limited, top_k = method == "group_limited_greedy", reader.positive("num_experts_per_tok")
-    # DeepSeek's own code (modeling_deepseek.py of V2) either normalises or scales; transformers does not read the key.
+    # DeepSeek's code (V2's modeling_deepseek.py) either normalizes or scales; transformers ignores the key.
     normalise = reader.flag("norm_topk_prob", False) and top_k > 1
     routing = Routing(
         top_k=top_k,
@@ -59,9 +59,9 @@ def _traits(
     reader: ConfigReader, num_layers: int, routing: Routing, *, interleaved: bool, mlp_bias: bool
 ) -> Traits:
     if reader.flag("attention_bias", False):
-        raise reader.error("attention_bias", "must be false: no release of the family has such biases")
+        raise reader.error("attention_bias", "must be false: no release of this family has such biases")
     if mlp_bias:
-        raise reader.error("mlp_bias", "must be false: no release of the family has such biases")
+        raise reader.error("mlp_bias", "must be false: no release of this family has such biases")
     num_experts, size = reader.positive("n_routed_experts"), reader.positive("moe_intermediate_size")
     if num_experts % routing.groups:
         raise reader.error("n_group", f"{routing.groups} does not divide n_routed_experts {num_experts}")
@@ -87,7 +87,7 @@ def _traits(
 
 
 def _mtp_layers(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
-    reason = "multi-token prediction layers, which draft and are no part of the decoder"
+    reason = "multi-token prediction layers, used for drafting and not part of the decoder"
     return {
         f"model.layers.{num_layers + index}.*": reason
         for index in range(reader.count("num_nextn_predict_layers", 0))

@@ -1,4 +1,4 @@
-"""gpt-oss: alternating sliding windows, attention sinks, experts with biases and a clamped SwiGLU, stored in MXFP4 or bf16."""
+"""Reads gpt-oss: alternating sliding windows, attention sinks, experts with biases in MXFP4 or bf16."""
 
 from __future__ import annotations
 

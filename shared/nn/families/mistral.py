@@ -1,4 +1,7 @@
-"""Mistral: Llama with a sliding window on every layer (7B v0.1) or on none (later releases), and Mixtral, its mixture of experts."""
+"""Reads Mistral and its mixture of experts, Mixtral.
+
+Mistral 7B v0.1 has a sliding window on every layer; later releases have none.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Qwen2 and 2.5 (bias on Q, K and V), Qwen3 (a norm per head instead), Qwen3-MoE, and MiMo, which is Qwen2 with MTP layers."""
+"""Reads Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and MiMo.
+
+Qwen2 has biases on Q, K and V; Qwen3 has a norm per head instead. MiMo is Qwen2 with MTP layers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from outrider.shared.nn.families.traits import Traits
 
 
 def _windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return the window per layer: none unless use_sliding_window, then from layer max_window_layers on."""
+    """Return the window per layer: none without use_sliding_window, otherwise from max_window_layers on."""
     if not reader.flag("use_sliding_window", False) or reader.raw.get("sliding_window") is None:
         return ()
     if reader.raw.get("layer_types") is not None:
@@ -63,12 +66,14 @@ def _qwen3_moe(reader: ConfigReader, num_layers: int) -> Traits:
 def _sparse(reader: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     step, dense = reader.positive("decoder_sparse_step", 1), reader.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list):
-        raise reader.error("mlp_only_layers", f"must be a list of layers, not {dense!r}")
+        raise reader.error("mlp_only_layers", f"must be a list of layer indices, not {dense!r}")
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
 def _mtp_layers(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
-    return {"model.mtp_layers.*": "multi-token prediction layers, which draft and are no part of the decoder"}
+    return {
+        "model.mtp_layers.*": "multi-token prediction layers, used for drafting and not part of the decoder"
+    }
 
 
 QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _qwen2)

@@ -1,4 +1,4 @@
-"""Finds the family of a config.json, or refuses it by name."""
+"""Selects the family of a config.json, or rejects the model because of its kind, its code or quantization."""
 
 from __future__ import annotations
 
@@ -41,13 +41,18 @@ _BY_TYPE = {family.model_type: family for family in FAMILIES}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
 RECURRENT = frozenset(
-    ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax",
-     "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv",
-     "rwkv7", "xlstm", "zamba", "zamba2")
+    (
+        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
+        "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "rwkv7", "xlstm",
+        "zamba", "zamba2",
+    )
 )  # fmt: skip
 ENCODER_DECODER = frozenset(
-    ("bart", "bigbird_pegasus", "blenderbot", "led", "m2m_100", "marian", "mbart", "mt5", "mvp", "pegasus", "prophetnet",
-     "seamless_m4t", "switch_transformers", "t5", "t5gemma", "t5gemma2", "umt5", "whisper")
+    (
+        "bart", "bigbird_pegasus", "blenderbot", "led", "m2m_100", "marian", "mbart", "mt5", "mvp", "pegasus",
+        "prophetnet", "seamless_m4t", "switch_transformers", "t5", "t5gemma", "t5gemma2", "umt5", "whisper",
+    )
 )  # fmt: skip
 ENCODERS = frozenset(
     (
@@ -65,10 +70,13 @@ ENCODERS = frozenset(
 
 
 def find_family(reader: ConfigReader) -> Family:
-    """Return the family that a config.json names by `model_type`, else by its architecture; a config that names neither is Llama's.
+    """Return the family that a config.json names by `model_type`, otherwise by its architecture.
+
+    A config that names neither is read as Llama.
 
     Raises:
-        CheckpointError: No family here reads it, or it wants code or quantised weights that are not supported.
+        CheckpointError: No family reads this model, or it needs code or quantized weights that are not
+            supported.
     """
     family = _named(reader)
     modules = _auto_map_modules(reader)
@@ -77,14 +85,16 @@ def find_family(reader: ConfigReader) -> Family:
     if not modules <= set(family.bundled_code):
         raise reader.error(
             "auto_map",
-            "asks to run code from the model folder, which is never done; use a checkpoint without it",
+            "names code in the model folder, which is never run; use a checkpoint without it",
         )
     _check_quantisation(reader, family)
     return family
 
 
 def check_architecture(reader: ConfigReader) -> None:
-    """Refuse a config.json whose `architectures` name no decoder with an output head of its family (classifiers, draft heads).
+    """Reject a config.json whose `architectures` lists no decoder with an output head.
+
+    Classifiers and draft heads have other architectures.
 
     Raises:
         CheckpointError: `field` is ``architectures``.
@@ -93,12 +103,13 @@ def check_architecture(reader: ConfigReader) -> None:
     if names and family is not None and not set(names) & set(family.architectures):
         raise reader.error(
             "architectures",
-            f"{names[0]!r} is not a target model of type {family.model_type}; give a folder of {family.architectures[0]}",
+            f"{names[0]!r} is not a target model of type {family.model_type}; "
+            f"use a checkpoint of {family.architectures[0]}",
         )
 
 
 def left_to_others(reader: ConfigReader) -> bool:
-    """Whether no family here reads the model that a config.json names, and nothing is known against its kind."""
+    """True if no family reads the model, but it is not of a kind that is known to be unsupported."""
     model_type = reader.raw.get("model_type")
     kinds = RECURRENT | ENCODER_DECODER | ENCODERS
     if not isinstance(model_type, str) or reader.raw.get("is_encoder_decoder"):
@@ -107,16 +118,19 @@ def left_to_others(reader: ConfigReader) -> bool:
 
 
 def refusal(reader: ConfigReader) -> str:
-    """Return why a model that no family reads cannot be served, and what to do, as the end of a sentence."""
+    """Return why no family reads this model, and the fix, as the end of a sentence."""
     model_type = _model_type(reader)
     supported = f"serve a model of one of these types: {', '.join(MODEL_TYPES)}"
     kinds = set(reader.strings("layer_types") or ())
     if reader.raw.get("is_encoder_decoder") or model_type in ENCODER_DECODER:
-        return f": it is an encoder-decoder model, and targets are decoders; {supported}"
+        return f": it is an encoder-decoder model, and targets must be decoders; {supported}"
     if model_type in RECURRENT or "linear_attention" in kinds:
-        return f": its linear-attention (recurrent) layers keep a state that cannot be verified as a tree; {supported}"
+        return (
+            ": the state of its linear-attention (recurrent) layers cannot be verified as a tree; "
+            f"{supported}"
+        )
     if model_type in ENCODERS:
-        return f": it is an encoder that generates nothing; {supported}"
+        return f": it is an encoder, which generates no text; {supported}"
     if reader.raw.get("auto_map"):
         return f", and the code that auto_map names is never run; {supported}"
     return f"; {supported}"
@@ -137,7 +151,7 @@ def _model_type(reader: ConfigReader) -> str:
 
 
 def _auto_map_modules(reader: ConfigReader) -> set[str]:
-    """Return the modules that ``auto_map`` names, as ``configuration_mimo`` of ``configuration_mimo.MiMoConfig``."""
+    """Return the modules in ``auto_map``: ``configuration_mimo`` for ``configuration_mimo.MiMoConfig``."""
     entries = reader.raw.get("auto_map")
     if not entries:
         return set()
@@ -154,12 +168,12 @@ def _check_quantisation(reader: ConfigReader, family: Family) -> None:
     if method not in family.quantisations:
         raise reader.error(
             "quantization_config",
-            f"quantised weights ({method}) are not supported; use a bf16, fp16 or fp32 checkpoint",
+            f"quantized weights ({method}) are not supported; use a bf16, fp16 or fp32 checkpoint",
         )
 
 
 def _is_of_the_cache_alone(section: object) -> bool:
-    """Whether nothing but scales of the K/V cache came of a quantisation: the weights are stored as they are."""
+    """True if the section only describes scales of the KV cache, and the weights are not quantized."""
     if not isinstance(section, Mapping) or not isinstance(section.get("kv_cache_scheme"), Mapping):
         return False
     of_weights = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}

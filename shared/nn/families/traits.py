@@ -1,4 +1,4 @@
-"""What a family of decoders has beyond plain Llama, as data: a family's file fills it in, the loader and the layers read it."""
+"""Defines `Traits`: how a family differs from plain Llama, as data for the loader and the layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class LatentConfig:
 
     Attributes:
         rank: Width of the latent.
-        query_rank: Width of the queries' own latent; None: they are projected directly.
-        nope_dim, rope_dim, value_dim: Per head: unrotated and rotated part of queries and keys, and the values.
-        interleaved: The file's rotated dimensions lie in pairs (x0, x1), not in halves.
+        query_rank: Width of the queries' own latent; None if queries are projected directly.
+        nope_dim, rope_dim, value_dim: Widths per head: the unrotated and the rotated part of queries and
+            keys, and the values.
+        interleaved: True if the file stores rotated dimensions in pairs (x0, x1) instead of halves.
     """
 
     rank: int
@@ -28,17 +29,17 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a family reads from its own keys of a config.json.
+    """Features of a family, from its own keys of a config.json.
 
     Attributes:
-        qkv_bias, o_bias, mlp_bias: Which projections carry a bias.
-        head_norm: RMSNorm over each head of Q and K before rotation.
-        windows: Per layer, how many tokens a row sees (itself included); 0: all. Empty: 0 everywhere.
-        sinks: A learned logit per head takes part in each softmax and carries no value.
-        experts: Sparse layers, or None.
-        sparse: Per layer, whether its MLP is the experts. Empty: none.
+        qkv_bias, o_bias, mlp_bias: True if the projections have a bias.
+        head_norm: True if RMSNorm is applied to each head of Q and K before rotation.
+        windows: Tokens that a row sees, itself included, per layer; 0 for all. Empty: 0 in every layer.
+        sinks: True if each softmax includes a learned logit per head that carries no value.
+        experts: The sparse layers, or None.
+        sparse: True, per layer, if its MLP consists of experts. Empty: no layer.
         latent: Multi-head latent attention, or None.
-        rope_theta: What a config without one means.
+        rope_theta: Default for a config without rope_theta.
     """
 
     qkv_bias: bool = False

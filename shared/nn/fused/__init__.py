@@ -1,4 +1,4 @@
-"""Decoder layers from fused kernels: what runs on a GPU in place of the layers' torch operations."""
+"""Runs decoder layers on a GPU with fused kernels instead of the layers' torch operations."""
 
 from outrider.shared.nn.fused.blocks import attention_block, mlp_block
 from outrider.shared.nn.fused.forward import FusedForward, can_fuse

@@ -1,4 +1,8 @@
-"""The two blocks of a decoder layer from fused kernels. A `Stream` goes in and comes out; its norms are computed on the way."""
+"""The attention block and the MLP block of a decoder layer, built from fused kernels.
+
+Each block takes a `Stream`, the residual stream, and returns the next one. The kernels compute its norms on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from outrider.shared.nn.layers.rope import Rotation
 
 
 class ResidualReduce(Protocol):
-    """The addition of a product to the residual where ranks of tensor parallelism hold its parts."""
+    """Adds a product to the residual when its terms are spread over the ranks of tensor parallelism."""
 
     def add(
         self,
@@ -41,7 +45,10 @@ class ResidualReduce(Protocol):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Stream:
-        """Return the residual stream after ``residual + sum over ranks of parts + bias``; the arguments are those of `add_sums`."""
+        """Return the residual stream ``residual + sum of parts over the ranks + bias``.
+
+        The arguments are those of `add_sums`.
+        """
         ...
 
 
@@ -56,9 +63,17 @@ def attention_block(
     reduce: ResidualReduce | None = None,
     lookup: Lookup | None = None,
 ) -> Stream:
-    """Return the residual stream after the attention of a layer, prepared for the norm `following`.
+    """Return the residual stream after a layer's attention, prepared for the norm `following`.
 
-    `lookup` is what a table adds to the q-k-v product.
+    Args:
+        block: The layer's attention.
+        stream: The residual stream before it.
+        rotation: Rotation for the rows' positions.
+        attention: Backend that was planned for these rows.
+        pool: Pool that stores the K/V.
+        following: The next norm.
+        reduce: Sums the output projection over the ranks; None without tensor parallelism.
+        lookup: Table rows to add to the q-k-v product, or None.
     """
     qkv, norm = block.qkv, block.head_norm
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
@@ -68,9 +83,18 @@ def attention_block(
     else:
         parts = _product(stream.scaled, qkv)
         q = rope_store(
-            parts, rotation.cos, rotation.sin, k_plane, v_plane, attention.slots, stream=stream, bias=qkv.bias,
-            head_norm=norm.weight if norm else None, head_eps=norm.eps if norm else 0.0, lookup=lookup,
-        )  # fmt: skip
+            parts,
+            rotation.cos,
+            rotation.sin,
+            k_plane,
+            v_plane,
+            attention.slots,
+            stream=stream,
+            bias=qkv.bias,
+            head_norm=norm.weight if norm else None,
+            head_eps=norm.eps if norm else 0.0,
+            lookup=lookup,
+        )
     attended = attention.attend(block.layer, q, pool, block.scale, block.window, block.sinks)
     return _add(attended, block.o, stream.residual, following, reduce, None)
 
@@ -83,7 +107,15 @@ def mlp_block(
     reduce: ResidualReduce | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
-    """Return the residual stream after the MLP of a layer, prepared for the norm `following`; `out` is where the stream itself goes."""
+    """Return the residual stream after a layer's MLP, prepared for the norm `following`.
+
+    Args:
+        block: The layer's MLP.
+        stream: The residual stream before it.
+        following: The next norm.
+        reduce: Sums the down projection over the ranks; None without tensor parallelism.
+        out: Tensor to write the residual stream to, or None for a new one.
+    """
     gelu = block.activation is Activation.GELU_TANH
     if _own(Epilogue.GATED, stream.scaled, block.gate_up):
         inner = project_gated(
@@ -95,7 +127,11 @@ def mlp_block(
 
 
 def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
-    """Whether `skinny_gemm` computes a product: of few rows always, of more where it was measured to know better than `Linear.product`."""
+    """True if `skinny_gemm` computes this product.
+
+    It computes all products of few rows. With more rows, it computes those for which a measurement or rule
+    prefers one of its tiles to the library's product.
+    """
     if x.shape[0] <= FEW_ROWS:
         return True
     if x.shape[0] > MANY_ROWS or linear.scales is not None:
@@ -105,7 +141,7 @@ def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
 
 
 def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """Return the product of x, or the parts of it that the next kernel has to add."""
+    """Return ``x @ weight.T``, or partial sums of it that the next kernel adds up."""
     if _own(Epilogue.PLAIN, x, linear):
         return project(x, linear.weight, scales=linear.scales)
     return linear.product(x)

@@ -1,4 +1,4 @@
-"""The forward pass of a dense decoder of the Llama kind from fused kernels."""
+"""The forward pass of a dense Llama-like decoder with fused kernels, and the check that a model fits it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from outrider.shared.nn.layers.rope import Rotation
 
 
 def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether these layers run from fused kernels: plain attention and MLP, on CUDA."""
+    """True if these layers can run with fused kernels: plain attention and MLP, on CUDA."""
     plain = all(type(layer.attention) is Attention and type(layer.mlp) is GatedMLP for layer in layers)
     return plain and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 class FusedForward:
-    """Runs decoder layers over the rows of a planned step; few rows by kernels of our own, many by the library's products.
+    """Runs decoder layers over the rows of a planned step.
+
+    Steps of few rows use this project's kernels for products; steps of many rows use the library's.
 
     Args:
-        layers: For which `can_fuse` holds.
+        layers: Layers that pass `can_fuse`.
         embedding: ``[vocabulary, hidden]``.
         norm: The final norm.
         head: The output head, ``[vocabulary, hidden]``.
-        reduce: Adds what o and down projections give, summed over the ranks; None: there is one.
+        reduce: Sums the o and down projections over the ranks; None without tensor parallelism.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class FusedForward:
         reduce: ResidualReduce | None = None,
     ) -> None:
         self._blocks: list[tuple[Attention, GatedMLP]] = []
-        self._norms: list[tuple[RMSNorm, RMSNorm]] = []  # of each layer: before its MLP, and after it
+        self._norms: list[tuple[RMSNorm, RMSNorm]] = []  # per layer: the norms before and after its MLP
         for index, layer in enumerate(layers):
             assert isinstance(layer.attention, Attention)
             assert isinstance(layer.mlp, GatedMLP)
@@ -65,7 +67,11 @@ class FusedForward:
         pool: KVPool,
         aux_layer_ids: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the normed rows ``[rows, hidden]`` and the captured ones ``[rows, n_aux * hidden]``; see `Decoder.forward`."""
+        """Run all layers; see `Decoder.forward`.
+
+        Returns:
+            The normed rows ``[rows, hidden]``, and the captured outputs ``[rows, n_aux * hidden]`` or None.
+        """
         stream = embed_rows(tokens, self._embedding, self._first_norm.weight, self._first_norm.eps)
         rows, hidden = stream.scaled.shape
         aux = stream.scaled.new_empty((rows, len(aux_layer_ids) * hidden)) if aux_layer_ids else None

@@ -1,6 +1,7 @@
-"""The products of a fused model as a trial needs them: by what becomes of them, with all matrices of a shape, and runnable by any tile.
+"""Lists the matrix products of a fused model, so that `trial` can time each of them with any tile.
 
-What reads a product is run with it: parts of a sum cost whoever adds them.
+Products are grouped by shape and by the operation that follows. A timed run includes the kernel that reads
+the product, because a product that is stored as several partial sums costs time where they are added.
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ from outrider.shared.nn.layers.linear import Linear
 _PAGE = 16
 _EPS = 1e-5
 _FEW_SUMS, _MANY_SUMS = 64, 4
-"""Columns behind each sum of squares that a product adds up: as the product before it leaves them, of several rows and of one or two."""
+"""Columns that each partial sum of squares of a `Stream` covers: with several rows, and with one or two."""
 
 Run = Callable[[torch.Tensor, torch.Tensor | None, Tile], object]
-"""Computes the product with a weight ``[out, in]`` and its scales, by a tile."""
+"""Computes a product with a weight ``[out, in]`` and its scales, using a given tile."""
 Prepare = Callable[[int], Run]
-"""Makes the inputs of so many rows."""
+"""Creates the inputs for a number of rows and returns the function to time."""
 
 
 @runtime_checkable
 class HasProducts(Protocol):
-    """A model that may run from fused kernels."""
+    """A model that may run with fused kernels."""
 
     def uses(self) -> list[ProductUse]:
-        """Return the uses of its products, for a trial of tiles; none where it does not run so."""
+        """Return the uses of its products, for a trial of tiles; empty without fused kernels."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProductUse:
-    """Products of one shape and use.
+    """Products of one shape that are used in the same way.
 
     Attributes:
-        epilogue: What becomes of them.
-        linears: All matrices that are multiplied so.
-        prepare: See `Prepare`.
+        epilogue: Operation that follows the product.
+        linears: All matrices with this shape and use.
+        prepare: Creates the inputs; see `Prepare`.
     """
 
     epilogue: Epilogue
@@ -65,7 +66,7 @@ class ProductUse:
     prepare: Prepare
 
     def of(self, rows: int) -> Product:
-        """Return what a tile is chosen for."""
+        """Return the product with `rows` rows, as the key by which a tile is chosen."""
         weight = self.linears[0].weight
         return Product(self.epilogue, weight.shape[0], weight.shape[1], rows, weight.dtype)
 
@@ -73,15 +74,15 @@ class ProductUse:
 def uses_of(
     layers: Sequence[tuple[Attention, GatedMLP]], head: Linear, dtype: torch.dtype, *, reduced: bool
 ) -> list[ProductUse]:
-    """Return the uses of all products, each shape once.
+    """Return the uses of all products, one per shape.
 
     Args:
-        layers: With plain weights.
+        layers: Attention and MLP of each layer.
         head: The output head.
-        dtype: Of the rows.
-        reduced: Whether what o and down give is summed over ranks before it is added.
+        dtype: Type of the rows.
+        reduced: True if the o and down products are summed over ranks before they are added.
     """
-    # As `blocks` runs them; in fp16 `project_add` is a product and `add_sums`.
+    # As in `blocks`. In fp16, `project_add` is a plain product followed by `add_sums`.
     adds = Epilogue.PLAIN if reduced or normed_at_once(1, dtype) else Epilogue.ADD
     found: dict[Product, tuple[Epilogue, list[Linear], Prepare]] = {}
 
@@ -100,7 +101,7 @@ def uses_of(
 
 
 def merged(uses: Iterable[ProductUse]) -> list[ProductUse]:
-    """Return uses with those of one shape taken together."""
+    """Merge uses that have the same shape and epilogue."""
     found: dict[Product, ProductUse] = {}
     for use in uses:
         known = found.get(use.of(1))

@@ -1,7 +1,8 @@
-"""Trials of tiles before anybody is served: for products of few rows that nobody measured on this kind of GPU.
+"""Times tiles for matrix products of few rows at startup, if there is no measurement for this kind of GPU.
 
-For every shape and some row counts the rule's tile, a few near it and the library run over matrices that no cache holds. What is faster by
-more than chance is chosen and kept on the disk, where later starts find it.
+For every shape and several row counts, the trial times the default tile, which a fixed rule picks, a few
+tiles near it, and the library's product. The matrices together exceed every cache. A tile replaces the
+default if it is faster by more than noise. The choice is stored on disk, where later starts find it.
 """
 
 from __future__ import annotations
@@ -26,23 +27,22 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.obs.logging import get_logger
 
 BUDGET_S = 20.0
-"""A start on an idle host with 16 cores needs half of it, most for the compilation of some hundred kernels."""
+"""Time limit of a trial. An idle host with 16 cores needs half of it, mostly to compile about 100 kernels."""
 BESIDE_BUDGET_S = 5.0
-"""Of a draft in a process of its own: its target waits for it, or serves on the same GPU."""
+"""Time limit for a draft in a process of its own: its target waits for it, or serves on the same GPU."""
 _COMPILING = 0.75
-"""The share of the time that compiling may take."""
+"""Share of the time limit that compilation may use."""
 ROW_COUNTS = (1, 16, 64, 32, 8, 2)
-"""Each stands for all counts down to the next smaller one; the most usual first."""
+"""Row counts to try, most common first. Each result also covers the counts down to the next smaller one."""
 LEAST_BYTES = 2 << 20
-"""Of a matrix that is worth a trial: a product with a smaller one takes as long as a launch, whatever the tile."""
+"""Minimum size of a matrix in a trial. A smaller product takes as long as a launch, whatever the tile."""
 BETTER = 0.97
-"""A tile replaces the rule's if it takes at most so much of its time."""
+"""A tile replaces the rule's tile only if its time is at most this fraction of the rule's."""
 _REPEATS = 7
 _LAUNCHES = 8
 _MOST_COPIES = 64
-_CACHES = 3  # sizes of the L2 cache that a round over the matrices reads
+_CACHES = 3  # a pass over the matrices reads this many times the size of the L2 cache
 _WARM_S = 0.05
-
 Weight = tuple[torch.Tensor, torch.Tensor | None]
 Clock = Callable[[], float]
 
@@ -56,20 +56,20 @@ def try_products(
     *,
     clock: Clock = time.monotonic,
 ) -> list[Tried]:
-    """Choose by what is kept from earlier trials, and try what nobody measured; nothing happens but on a GPU.
+    """Load the tiles of earlier trials, and try the products that have none. Does nothing without a GPU.
 
-    A trial that fails is logged, and what it would have won is forgone. While another process tries, this one does not, and does with what
-    is kept by then: what two measure at once on a GPU is not worth keeping.
+    If a trial fails, the failure is logged and the products keep their default tiles. If another process is
+    running a trial, this one only uses the stored results: two trials on one GPU would disturb each other.
 
     Args:
         uses: The products of a model.
-        device: Where it runs.
-        budget_s: Begin nothing after so many seconds: what is left has the tile of the next larger row count that was tried, else what
-            it had without a trial, until the next start, which goes on with it.
-        clock: Tells seconds.
+        device: Device of the model.
+        budget_s: Start no measurement after this many seconds. A product that was not reached uses the tile
+            of the next larger row count that was tried, otherwise its default tile. The next start continues.
+        clock: Returns seconds.
 
     Returns:
-        What trials say of these uses, those of earlier starts included.
+        Trial results for these uses, including those of earlier starts.
     """
     if device.type != "cuda":
         return []
@@ -86,16 +86,19 @@ def try_products(
                     tried = _run(work, device, budget_s, clock)
                 else:
                     _log.info(
-                        "another process tries tiles: what is not kept yet is left to the next start",
+                        "another process is trying tiles; the next start tries products without stored tiles",
                         products=len(work),
                     )
         except Exception as error:
-            _log.warning("tiles were not tried", error=f"{type(error).__name__}: {error}")
+            _log.warning(
+                "the trial of tiles failed; products keep their default tiles",
+                error=f"{type(error).__name__}: {error}",
+            )
         remember(name, ((entry.product, entry.tile) for entry in tried))
     wanted = {use.of(rows) for use in uses for rows in ROW_COUNTS} - {entry.product for entry in tried}
     known = [entry for entry in kept if entry.product in wanted]
     if known:
-        _log.info("tiles of an earlier trial", products=len(known))
+        _log.info("using tiles of an earlier trial", products=len(known))
     return [*known, *tried]
 
 
@@ -103,14 +106,14 @@ def try_products(
 def _run(
     work: Sequence[tuple[ProductUse, int]], device: torch.device, budget_s: float, clock: Clock
 ) -> list[Tried]:
-    """Try, tell and keep; return what is kept."""
+    """Run the trial, log and store its results, and return the stored ones."""
     started, name = clock(), device_name(device)
     _log.info("trying tiles", products=len(work), device=name, budget_s=budget_s)
     with torch.cuda.device(device):
         tried = _Trial(device, clock, started + budget_s).run(work)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    _tell(tried)
+    _log_choice(tried)
     _log.info(
         "tiles tried",
         products=len(tried),
@@ -121,7 +124,9 @@ def _run(
     try:
         return keep_tiles(path, tried, name)
     except OSError as error:
-        _log.warning("tiles are not kept: the next start tries them anew", path=str(path), error=str(error))
+        _log.warning(
+            "tiles could not be stored; the next start tries them again", path=str(path), error=str(error)
+        )
         return tried
 
 
@@ -129,9 +134,9 @@ class _Trial:
     """One trial on a device.
 
     Args:
-        device: The current one.
-        clock: Tells seconds.
-        deadline: When to begin nothing more.
+        device: The current CUDA device.
+        clock: Returns seconds.
+        deadline: Time after which no new measurement starts.
     """
 
     def __init__(self, device: torch.device, clock: Clock, deadline: float) -> None:
@@ -144,10 +149,10 @@ class _Trial:
         self._warm = False
 
     def run(self, work: Sequence[tuple[ProductUse, int]]) -> list[Tried]:
-        """Try uses one after another, the kernels of all compiled before, as far as the time goes."""
+        """Compile the kernels of all uses, then measure one use after another until the deadline."""
         limit_s = _COMPILING * max(0.0, self._deadline - self._clock())
         if limit_s > 0.0:
-            compile_ahead(self._device, [partial(self._rehearse, work)], _teller(), limit_s=limit_s)
+            compile_ahead(self._device, [partial(self._rehearse, work)], _progress_log(), limit_s=limit_s)
         tried = []
         for use, rows in work:
             times = self._times(use, rows) if self._in_time() else {}
@@ -167,13 +172,14 @@ class _Trial:
                 return
             run, linear = use.prepare(rows), use.linears[0]
             for tile in self._tiles(use, rows):
-                with contextlib.suppress(Exception):  # that tile will not be measured either
+                with contextlib.suppress(Exception):  # a tile that fails here is not measured
                     run(linear.weight, linear.scales, tile)
 
     def _times(self, use: ProductUse, rows: int) -> dict[Tile, float]:
-        """Return the microseconds of a launch with each tile that runs here, taken in turns.
+        """Return the microseconds per launch of each tile that runs here; tiles are measured in turns.
 
-        All or nothing, as the choice is kept for good: nothing if a tile is not compiled yet, or the time is up before all are recorded.
+        The choice is stored permanently, so a partial measurement is worthless. The result is empty if a tile
+        is not compiled yet, or if the deadline passes before all tiles are recorded.
         """
         run = use.prepare(rows)
         tiles = self._compiled(use, rows, run)
@@ -195,7 +201,7 @@ class _Trial:
         return {tile: statistics.median(samples) for tile, samples in times.items()}
 
     def _compiled(self, use: ProductUse, rows: int, run: Run) -> list[Tile]:
-        """Return the tiles whose kernels are compiled; none while one of the others may still be."""
+        """Return the tiles whose kernels are compiled; none while any tile may still be compiling."""
         linear = use.linears[0]
         states = {
             tile: state_of(self._device, partial(run, linear.weight, linear.scales, tile))
@@ -206,7 +212,7 @@ class _Trial:
         return [tile for tile, state in states.items() if state is Compiled.YES]
 
     def _ring(self, linears: Sequence[Linear]) -> list[Weight]:
-        """Return matrices, or copies, that are read one after the other and together are more than caches hold."""
+        """Return matrices, or copies of them, that together exceed the caches when they are read in turn."""
         wanted = min(_MOST_COPIES, max(min(2, len(linears)), -(-self._bytes // linears[0].weight.nbytes)))
         ring = [(linear.weight, linear.scales) for linear in linears[:wanted]]
         return ring + [(weight.clone(), scales) for weight, scales in islice(cycle(ring), wanted - len(ring))]
@@ -215,9 +221,10 @@ class _Trial:
         return max(_LAUNCHES, len(ring))
 
     def _record(self, run: Run, tile: Tile, ring: Sequence[Weight]) -> torch.cuda.CUDAGraph | None:
-        """Record launches over a ring; None if this GPU does not run them."""
+        """Record launches over a ring in a CUDA graph; None if the tile does not run on this GPU."""
         try:
-            for weight, scales in ring:  # a first launch compiles, and makes what stays with a weight
+            # The first launch compiles and fills caches per weight; neither may happen in the graph.
+            for weight, scales in ring:
                 run(weight, scales, tile)
             torch.cuda.synchronize()
         except Exception as error:  # such as too little shared memory
@@ -230,7 +237,7 @@ class _Trial:
         return graph
 
     def _warm_up(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
-        """Replay until an idle GPU has its clock."""
+        """Replay graphs until an idle GPU has raised its clock."""
         if self._warm or not graphs:
             return
         self._warm = True
@@ -242,25 +249,30 @@ class _Trial:
 
 
 class _Span:
-    """A time on the device."""
+    """A time interval on the device."""
 
     def __init__(self) -> None:
         event: Callable[..., torch.cuda.Event] = torch.cuda.Event
         self._begin, self._end = event(enable_timing=True), event(enable_timing=True)
 
     def around(self, work: Callable[[], object]) -> None:
-        """Enqueue the work."""
+        """Enqueue the work between two timing events."""
         self._begin.record()
         work()
         self._end.record()
 
     def microseconds(self) -> float:
-        """Return what it took, once the device has come to the end of it."""
+        """Return the duration; valid once the device has finished the work."""
         return 1000.0 * float(self._begin.elapsed_time(self._end))
 
 
 def pick(product: Product, times: Mapping[Tile, float]) -> Tried:
-    """Return what to choose by the microseconds of tiles: the fastest, but the rule's unless it is slower by more than chance."""
+    """Choose the fastest tile, but keep the rule's tile unless it is slower by more than noise.
+
+    Args:
+        product: The product that was timed.
+        times: Microseconds of each tile.
+    """
     rule = guess_tile(*product.shape, product.rows, product.dtype.itemsize)
     best = min(times, key=lambda tile: times[tile])
     if rule in times and times[best] > BETTER * times[rule]:
@@ -269,25 +281,27 @@ def pick(product: Product, times: Mapping[Tile, float]) -> Tried:
     return Tried(product, best, times[best], times.get(rule), times.get(LIBRARY))
 
 
-def _teller() -> Callable[[int, int], None]:
-    """Return what logs every quarter of the kernels."""
+def _progress_log() -> Callable[[int, int], None]:
+    """Return a progress callback that logs every quarter of the compiled kernels."""
     quarters = 0
 
-    def told(done: int, total: int) -> None:
+    def log_quarter(done: int, total: int) -> None:
         nonlocal quarters
         if 4 * done // total > quarters:
             quarters = 4 * done // total
             _log.info("compiling tiles", percent=25 * quarters)
 
-    return told
+    return log_quarter
 
 
-def _tell(tried: Sequence[Tried]) -> None:
-    """Say what was chosen, a line for each shape."""
+def _log_choice(tried: Sequence[Tried]) -> None:
+    """Log the chosen tiles, one line per shape."""
     for shape, dtype in dict.fromkeys((entry.product.shape, entry.product.dtype) for entry in tried):
         epilogue, out_features, in_features = shape
         rows = {
-            entry.product.rows: f"{describe(entry.tile)} {entry.microseconds} us (rule {entry.rule}, library {entry.library})"
+            entry.product.rows: (
+                f"{describe(entry.tile)} {entry.microseconds} us (rule {entry.rule}, library {entry.library})"
+            )
             for entry in tried
             if (entry.product.shape, entry.product.dtype) == (shape, dtype)
         }
@@ -295,7 +309,7 @@ def _tell(tried: Sequence[Tried]) -> None:
 
 
 def describe(tile: Tile) -> str:
-    """Return a tile in a few words."""
+    """Describe a tile in a few words."""
     if tile.method is Method.LIBRARY:
         return "library"
     size = f"{tile.block_n}x{tile.block_k}" if tile.method is Method.DOT else f"{tile.block_n}"

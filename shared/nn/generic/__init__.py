@@ -1,5 +1,6 @@
-"""Causal language models that `transformers` knows and no family file here does: its modules, our attention.
+"""Causal language models that run through `transformers`' modules, with this project's attention.
 
-`probe` runs the model once on the meta device and learns what its attention asks for, or refuses it by name; `model` loads the weights
-and is a `Decoder` to everybody else. `transformers` is imported only for such models.
+`choose` decides which models these are: `transformers` knows them, and no file in `families` reads them.
+`probe` runs the model once on the meta device to find out how it attends, and rejects models that cannot be
+served. `model` is the `Decoder` that runs it. `transformers` is imported only for such models.
 """

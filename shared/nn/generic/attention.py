@@ -1,4 +1,4 @@
-"""The attention functions that `transformers` calls: one that writes to the pool and attends, one that only notes what was asked for."""
+"""Attention functions for `transformers`: one stores K/V in the pool and attends, one records the call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SITE = "outrider_site"
 
 
 class Step:
-    """What the attention of one forward pass works on; set by the decoder, read by every layer."""
+    """Backend and pool of the current forward pass; set by the decoder, read by every layer."""
 
     __slots__ = ("attention", "pool")
 
@@ -31,7 +31,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One layer's attention: its index in the pool, its window (0: none), and the step that the decoder shares among its layers."""
+    """One layer's attention.
+
+    Attributes:
+        layer: Index of the layer in the pool.
+        window: Tokens that a row sees, itself included; 0 for all.
+        step: The current forward pass, shared by all layers of a decoder.
+    """
 
     layer: int
     window: int
@@ -39,7 +45,7 @@ class Site:
 
 
 def bind(module: nn.Module, site: Site) -> None:
-    """Tell a module that calls the attention which layer it is. A plain attribute: no parameter, not part of its state."""
+    """Attach a `Site` to the module that calls the attention, as an attribute outside its state dict."""
     object.__setattr__(module, _SITE, site)
 
 
@@ -54,24 +60,25 @@ def paged_attention(
     softcap: float | None = None,
     **_checked_by_the_probe: object,
 ) -> tuple[torch.Tensor, None]:
-    """Store K/V and attend by the planned batch.
+    """Store K/V in the pool and attend over the planned batch.
 
     Args:
-        module: Bound to its layer.
+        module: Module that was bound to its layer.
         query: ``[1, heads, rows, head_dim]``, rotated.
-        key, value: ``[1, kv_heads, rows, head_dim]``; narrower values (expanded latents) are stored with zeros behind them.
-        attention_mask: None: who sees what is in the batch.
-        scaling: Of the scores; None: ``head_dim ** -0.5``.
-        s_aux: ``[heads]`` attention sinks.
-        softcap: Bound of the scores, by a tanh; None: unbounded.
+        key, value: ``[1, kv_heads, rows, head_dim]``. Narrower values (expanded latents) are padded with
+            zeros.
+        attention_mask: None: the batch determines what each row sees.
+        scaling: Factor on the scores; ``head_dim ** -0.5`` if None.
+        s_aux: ``[heads]``, attention sinks, or None.
+        softcap: Bound of the scores, applied with tanh; None for no bound.
 
     Returns:
-        ``[1, rows, heads, width of a value]``, and no weights.
+        The outputs ``[1, rows, heads, width of a value]``, and None instead of attention weights.
     """
     site: Site = getattr(module, _SITE)
     attention, pool = site.step.attention, site.step.pool
-    assert attention is not None, "the attention of a generic decoder runs inside its forward only"
-    assert pool is not None, "the attention of a generic decoder runs inside its forward only"
+    assert attention is not None, "the attention of a generic decoder runs only inside its forward()"
+    assert pool is not None, "the attention of a generic decoder runs only inside its forward()"
     heads, rows, head_dim = query.shape[1:]
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [rows, heads, head_dim]
@@ -86,14 +93,25 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """The mask that a model asked `transformers` for, not yet made: ``visible(batch, head, row, column)`` over index tensors."""
+    """A mask that a model requested from `transformers`, as a rule instead of a tensor.
+
+    Attributes:
+        visible: ``visible(batch, head, row, column)`` over index tensors.
+    """
 
     visible: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the attention during a probe: shapes, the rule of its mask (or what came instead of one), and what else was given."""
+    """One call of the attention during a probe.
+
+    Attributes:
+        module: Module that made the call.
+        q_shape, k_shape, v_shape: Shapes of its arguments.
+        mask: The `MaskRule` of its mask, or the object that was passed instead.
+        options: All other arguments.
+    """
 
     module: nn.Module
     q_shape: Sequence[int]
@@ -104,7 +122,7 @@ class Call:
 
 
 class Recorder:
-    """Collects the calls of the one probe that is running; probes run one after the other, at start."""
+    """Collects the attention calls of the running probe. Probes run one at a time, at startup."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -118,18 +136,18 @@ class Recorder:
         attention_mask: object = None,
         **options: object,
     ) -> tuple[torch.Tensor, None]:
-        """Note the call and return an output of the right shape."""
+        """Record the call and return an output of the right shape."""
         self.calls.append(Call(module, query.shape, key.shape, value.shape, attention_mask, options))
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *_: object, mask_function: Any, **__: object) -> MaskRule:
-        """Hand the rule through to the layers instead of a mask."""
+        """Pass the rule to the layers instead of a mask."""
         return MaskRule(mask_function)
 
 
 RECORDER = Recorder()
 
-# Only the probe has masks made: for a name without a mask function `transformers` makes none.
+# `transformers` makes masks only for names with a mask function, so only the probe gets one.
 AttentionInterface.register(PAGED, paged_attention)
 AttentionInterface.register(PROBE, RECORDER.attention)
 AttentionMaskInterface.register(PROBE, RECORDER.mask)

@@ -1,4 +1,4 @@
-"""Decides whether a config.json takes the generic path; imports `transformers` only when it may."""
+"""Decides whether a config.json is served through `transformers`, and imports it only for candidates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from outrider.shared.nn.generic.layout import GenericConfig
 
 
 def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig | None:
-    """Return the configuration of a model that `transformers` computes; None when a family here reads it, or nothing does.
+    """Return the configuration of a model that runs through `transformers`.
+
+    Returns:
+        None if one of the families reads the model, or if `transformers` does not know it.
 
     Raises:
-        CheckpointError: `transformers` knows the model and it cannot be served, or `transformers` is not installed.
+        CheckpointError: `transformers` knows the model but it cannot be served, or `transformers` is not
+            installed.
     """
     if not left_to_others(reader):
         return None

@@ -1,4 +1,4 @@
-"""torch.compile for models that run through transformers' modules."""
+"""Applies torch.compile to the norms and MLPs of models that run through transformers' modules."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def compile_generic(decoder: Decoder, max_rows: int) -> None:
-    """Compile what the layers do beside attention: their norms and MLPs. Attention is a call into our own kernels and stays as it is.
+    """Compile the layers' norms and MLPs. Attention calls this project's kernels and is not compiled.
 
-    Each is compiled when it first runs, for any number of rows; equal modules of different layers share the code.
+    Each module is compiled when it first runs, for any number of rows. Equal modules of different layers
+    share the compiled code.
 
     Args:
         decoder: A model that runs through transformers' modules; changed in place.
         max_rows: Passes with more rows run uncompiled.
 
     Raises:
-        ConfigurationError: The decoder is one of our own, which run fused kernels instead, or there is no C++ compiler for a CPU.
+        ConfigurationError: The model has its own decoder with fused kernels, or a CPU has no C++ compiler.
     """
     if not isinstance(decoder.config, GenericConfig):
         raise _refused(
-            f"{decoder.config.architecture} has a decoder of its own, which runs kernels of its own; leave the flag out."
+            f"{decoder.config.architecture} has a decoder of its own, with its own kernels; "
+            "leave the flag out."
         )
     if decoder.device.type == "cpu" and not any(shutil.which(name) for name in COMPILERS):
         raise _refused(
-            f"torch compiles for a CPU by a C++ compiler, and none of {', '.join(COMPILERS)} is installed; install one."
+            "torch needs a C++ compiler to compile for a CPU, and none of "
+            f"{', '.join(COMPILERS)} is installed; install one."
         )
     model: nn.Module = decoder.model  # type: ignore[attr-defined]
     layout = decoder.config.layout
     for layer_path, attention_path in zip(layout.layer_paths, layout.attention_paths, strict=True):
+        # Everything in a layer except the child that contains its attention.
         for name, child in model.get_submodule(layer_path).named_children():
             if attention_path != f"{layer_path}.{name}" and not attention_path.startswith(
                 f"{layer_path}.{name}."

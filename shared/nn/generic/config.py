@@ -1,4 +1,4 @@
-"""Which models take the generic path, and their `config.json` as a `ModelConfig`."""
+"""Reads config.json of a model that runs through `transformers`, and rejects kinds that cannot be served."""
 
 from __future__ import annotations
 
@@ -20,50 +20,51 @@ from outrider.shared.nn.generic.probe import probe
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 BATCH_DEPENDENT_ROPE = frozenset(("dynamic", "longrope", "su"))
 LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
-DEFAULT_CONTEXT = 2048  # of a model that names none
-IGNORED = {"*": "transformers checks its models' tensors while loading"}
+DEFAULT_CONTEXT = 2048  # for a model whose configuration has none
+IGNORED = {"*": "transformers checks the tensors of its models while loading"}
 
 
 def known(model_type: str) -> bool:
-    """Whether `transformers` has a causal language model of that type."""
+    """True if `transformers` has a causal language model of this type."""
     return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
-    """Return the class of `transformers` that a config.json names, and its configuration.
+    """Return the class of `transformers` for a config.json, and its configuration.
 
     Raises:
-        CheckpointError: The model is of a kind that cannot be served, or wants code or quantised weights; `field` is the key.
+        CheckpointError: The model is of an unsupported kind, or needs code or quantized weights; `field` is
+            the key.
     """
     raw, model_type = reader.raw, reader.text("model_type", "")
     if raw.get("auto_map"):
         raise reader.error(
             "auto_map",
-            "asks to run code from the model folder, which is never done; if transformers itself loads the weights as "
-            f"{model_type!r}, remove the key",
+            "names code in the model folder, which is never run; "
+            f"remove the key if transformers itself can load the weights as {model_type!r}",
         )
     if raw.get("quantization_config"):
         raise reader.error(
-            "quantization_config", "quantised weights are not supported; use a bf16, fp16 or fp32 checkpoint"
+            "quantization_config", "quantized weights are not supported; use a bf16, fp16 or fp32 checkpoint"
         )
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except Exception as error:  # whatever its checks raise is about this file
+    except Exception as error:  # any exception from its checks is a fault of this file
         raise reader.error(
-            "model_type", f"transformers refuses this {model_type!r} configuration: {error}"
+            "model_type", f"transformers rejects this {model_type!r} configuration: {error}"
         ) from error
     _check_kind(reader, model_class, config)
     if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False  # for the loss of training
+        config.output_router_logits = False  # only needed for the training loss
     return model_class, config
 
 
 def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig:
-    """Read the configuration of a model that `transformers` knows, by probing the model itself.
+    """Read the configuration of a model that `transformers` knows, and probe the model for the rest.
 
     Raises:
-        CheckpointError: As `find_class`, and what the probe refuses.
+        CheckpointError: As for `find_class`, or the probe rejects the model.
     """
     model_class, config = find_class(reader)
     layout = probe(model_class, config, reader.error)
@@ -79,7 +80,7 @@ def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -
         head_dim=layout.head_dim,
         rms_norm_eps=float(
             getattr(config, "rms_norm_eps", None) or 1e-6
-        ),  # some families have LayerNorms, and null here
+        ),  # null for some families with LayerNorm
         rope=_rope(config),
         rotary_dim=layout.head_dim,
         attention_scale=layout.head_dim**-0.5,
@@ -106,7 +107,7 @@ def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -
 
 
 def _rope(config: PreTrainedConfig) -> RopeConfig:
-    """Return theta alone: all that a draft can be compared with."""
+    """Return only theta, the one parameter that a draft can be compared with."""
     parameters = getattr(config, "rope_parameters", None)
     theta = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
     return RopeConfig(theta=float(theta)) if theta else RopeConfig()
@@ -115,22 +116,23 @@ def _rope(config: PreTrainedConfig) -> RopeConfig:
 def _check_kind(reader: ConfigReader, model_class: Any, config: PreTrainedConfig) -> None:
     name = model_class.__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise reader.error("model_type", f"{name} is an encoder-decoder model, and targets are decoders")
+        raise reader.error("model_type", f"{name} is an encoder-decoder model, and targets must be decoders")
     if not name.endswith(CAUSAL) or config.get_text_config() is not config:
-        raise reader.error("model_type", f"{name} is multimodal; give a checkpoint of its text model alone")
+        raise reader.error("model_type", f"{name} is multimodal; use a checkpoint of its text model alone")
     if getattr(config, "alibi", False):
         raise reader.error(
             "alibi",
-            f"{name} adds a bias by distance to its scores, which the attention here does not; it needs rotary positions",
+            f"{name} biases its scores by distance, which is not supported; "
+            "use a model with rotary positions",
         )
     names = reader.strings("architectures")
     if names and name not in names:
-        raise reader.error("architectures", f"{names[0]!r} is not a target model; give a folder of {name}")
+        raise reader.error("architectures", f"{names[0]!r} is not a target model; use a checkpoint of {name}")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     if others:
         raise reader.error(
             "layer_types",
-            f"layers of kind {others[0]!r} are not supported; a layer is sliding_attention or full_attention",
+            f"layers of kind {others[0]!r} are not supported; supported: sliding_attention, full_attention",
         )
     moving = next(
         (
@@ -143,13 +145,13 @@ def _check_kind(reader: ConfigReader, model_class: Any, config: PreTrainedConfig
     if moving is not None:
         raise reader.error(
             "rope_parameters",
-            f"rope_type {moving!r} changes with the longest text of a batch, so that keys already cached would be wrong; "
+            f"rope_type {moving!r} depends on the longest text of a batch, so cached keys would be wrong; "
             "use a checkpoint without it",
         )
 
 
 def _rope_types(parameters: object) -> Iterator[str]:
-    """Yield every rope_type, of parameters per model or per kind of layer."""
+    """Yield every rope_type, whether parameters are given per model or per kind of layer."""
     if isinstance(parameters, Mapping):
         for key, value in parameters.items():
             if key in ("rope_type", "type") and isinstance(value, str):

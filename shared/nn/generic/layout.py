@@ -1,4 +1,4 @@
-"""What a probe learned about a model, and the configuration that carries it. Imports nothing of `transformers`."""
+"""Defines `GenericLayout`, the result of a probe, and its configuration; does not import `transformers`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from outrider.shared.nn.config.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class GenericLayout:
-    """A model whose modules are `transformers`' own.
+    """Layout of a model that runs through transformers' modules.
 
     Attributes:
-        class_name: The class in `transformers`.
-        attention_paths: Module that calls the attention of each layer.
-        layer_paths: Module of each decoder layer; its output is the residual stream after the layer.
-        windows: Per layer, how many tokens a row sees (itself included); 0: all.
-        num_heads, num_kv_heads, head_dim: Of every layer.
+        class_name: Name of its class in `transformers`.
+        attention_paths: Path of the module that calls the attention, per layer.
+        layer_paths: Path of the decoder layer, per layer. Its output is the residual stream after the layer.
+        windows: Tokens that a row sees, itself included, per layer; 0 for all.
+        num_heads, num_kv_heads, head_dim: Shape of every layer's attention.
         hidden_size: Width of the rows after the final norm.
-        max_positions: Rows of the model's learned position table; None: positions are rotated, and there is no such limit.
-        shapes: Name → shape of the tensors of a checkpoint, without those that are tied. Empty when `transformers` stores the weights
-            otherwise than it keeps them (experts in one file tensor each).
+        max_positions: Rows of the learned position table; None if positions are rotary and have no limit.
+        shapes: Name → shape of the tensors in a checkpoint, without tied ones. Empty if files store the
+            weights differently than `transformers` keeps them (each expert as a tensor of its own).
     """
 
     class_name: str
@@ -38,15 +38,16 @@ class GenericLayout:
 
 @dataclass(frozen=True, slots=True)
 class GenericConfig(ModelConfig):
-    """A model whose modules are `transformers`' own. The fields of `ModelConfig` that tell our decoder how to compute mean nothing here.
+    """Configuration of a model that runs through transformers' modules.
+
+    `ModelConfig`'s fields that describe how a decoder computes do not apply here.
 
     Attributes:
-        layout: What the probe learned.
+        layout: Result of the probe.
     """
 
     layout: GenericLayout
 
     @property
     def max_positions(self) -> int | None:
-        """See `ModelConfig.max_positions`."""
         return self.layout.max_positions

@@ -1,4 +1,4 @@
-"""A `Decoder` whose modules are `transformers`' own."""
+"""Runs a model's `transformers` modules as a `Decoder` over the KV pool."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from outrider.shared.nn.generic.weights import load_weights
 
 
 class GenericDecoder(Decoder):
-    """Runs a model of `transformers` over the pool: its modules compute everything but attention, the rows are one batch of it.
+    """A model of `transformers` over the KV pool. Its modules compute everything except attention.
 
-    The model keeps no cache and makes no mask; who sees what, and where K/V lives, is the planned batch's.
+    The rows of a step form one batch for the model. It keeps no cache and makes no mask: the planned batch
+    determines what each row sees and where its K/V is stored.
 
     Args:
-        config: With the layout that the probe found.
-        model: With weights, on its device, its attention being ours.
+        config: Configuration with the layout found by the probe.
+        model: The model with its weights, on its device, using this project's attention.
         fingerprint: Identifies configuration and weights.
     """
 
@@ -62,31 +63,38 @@ class GenericDecoder(Decoder):
         dtype: torch.dtype,
         progress: Progress | None = None,
     ) -> GenericDecoder:
-        """Load the weights of a folder whose configuration is read; see `load_decoder`."""
+        """Load the weights of a folder with the given configuration; see `load_decoder`."""
         model, weights = load_weights(path, config, device, dtype, progress)
         return cls(config, model, hashlib.sha256(f"{config.fingerprint} {weights}".encode()).hexdigest())
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters."""
+        """Size of all parameters, in bytes."""
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
     @property
     def computed_by(self) -> str:
-        """See `Decoder.computed_by`."""
         return "transformers' modules"
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight that a draft may borrow, by the name it has in Llama's checkpoints; see `Decoder.weight`."""
+        """Return a weight that a draft may borrow; see `Decoder.weight`.
+
+        Args:
+            name: The weight's name in Llama checkpoints.
+
+        Raises:
+            CheckpointError: The output head has a bias, or the weight cannot be borrowed.
+        """
         if name == LM_HEAD and self._head_bias:
             raise CheckpointError(
-                f"the output head of {self.config.architecture} has a bias and cannot be borrowed.",
+                f"the output head of {self.config.architecture} has a bias and cannot be borrowed; "
+                "use a draft head with its own lm_head.",
                 field=name,
             )
         return super().weight(name)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of ``tokens [rows]``, scaled where the model's embedding scales: ``[rows, hidden_size]``."""
+        """Return the embeddings of ``tokens [rows]``, ``[rows, hidden_size]``, with the model's scale."""
         out: torch.Tensor = self._embed(tokens)
         return out
 
@@ -101,7 +109,8 @@ class GenericDecoder(Decoder):
     ) -> DecoderOutput:
         """Run the model over the rows of a planned step; see `Decoder.forward`.
 
-        Positions behind a learned table are its last: only draft rows lie there, which can never be emitted.
+        Positions beyond a learned table are clamped to its last row. Only draft rows can be there, and their
+        tokens can never be emitted.
         """
         if self.config.layout.max_positions is not None:
             positions = positions.clamp(max=self.config.layout.max_positions - 1)
@@ -117,12 +126,12 @@ class GenericDecoder(Decoder):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocab]`` in the type that the model makes them in, scaled and capped as it does; see `Decoder.logits`."""
+        """Return ``[rows, vocab]`` as the model computes them, with its type, scale and cap."""
         return self._tail(hidden)
 
     @contextmanager
     def _captured(self, layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-        """Collect the outputs of the named layers, ``[rows, hidden_size]`` each, while the model runs."""
+        """Collect the outputs of the given layers, ``[rows, hidden_size]`` each, while the model runs."""
         found: list[torch.Tensor] = []
 
         def keep(

@@ -1,4 +1,7 @@
-"""One run of a model without weights: what its attention asks for in every layer, compared with what ours does."""
+"""Runs a model once without weights to find out how each layer attends, and rejects unsupported attention.
+
+Finds the sliding window of each layer from its mask.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from outrider.shared.nn.generic.layout import GenericLayout
 from outrider.shared.nn.generic.tail import Tail
 
 ROWS = 5
-MAX_CHECKED_DISTANCE = 1 << 18  # tokens; a longer window is longer than any context that is served
+MAX_CHECKED_DISTANCE = 1 << 18  # tokens; a longer window exceeds any context that is served
 CHECKED_PAIRS = 4096
 HONOURED = frozenset(
     (
@@ -42,7 +45,7 @@ MEANINGLESS = frozenset(
 )
 
 Refuse = Callable[[str, str], CheckpointError]
-"""Makes the error for a key of config.json and what is wrong with it."""
+"""Makes an error from a key of config.json and the problem with it."""
 
 
 def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> GenericLayout:
@@ -54,7 +57,8 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
         refuse: Makes errors.
 
     Raises:
-        CheckpointError: The model does not go through the attention interface, or asks it for something that is not done here.
+        CheckpointError: The model bypasses the attention interface, or uses an option of it that is not
+            supported.
     """
     model, hidden = _run(model_class, config, refuse)
     calls, expected = list(RECORDER.calls), int(config.num_hidden_layers)
@@ -63,21 +67,22 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
     if len(calls) != expected or len({id(call.module) for call in calls}) != expected:
         raise refuse(
             "model_type",
-            f"{name} has {expected} layers and calls the attention interface {len(calls)} times; only models with one attention per layer "
-            "can be served",
+            f"{name} has {expected} layers but calls the attention interface {len(calls)} times; "
+            "only models with one attention per layer can be served",
         )
     paths = {id(module): path for path, module in model.named_modules()}
     shapes = {(tuple(call.q_shape), tuple(call.k_shape), tuple(call.v_shape)) for call in calls}
     if len(shapes) > 1:
         raise refuse(
             "model_type",
-            f"the layers of {name} have heads of different shapes, and the KV pool holds one shape",
+            f"the layers of {name} have heads of different shapes, but the KV pool has a single shape",
         )
     ((_, heads, _, head_dim), (_, kv_heads, _, key_dim), (_, _, _, value_dim)) = next(iter(shapes))
     if head_dim != key_dim or value_dim > key_dim:
         raise refuse(
             "model_type",
-            f"values of {name} are {value_dim} wide, keys {key_dim}; the KV pool holds values as wide as keys",
+            f"values of {name} are {value_dim} wide and keys {key_dim}, "
+            "but the KV pool needs values as wide as keys",
         )
     attention_paths = tuple(paths[id(call.module)] for call in calls)
     return GenericLayout(
@@ -95,44 +100,46 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
 
 
 def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Return the model on the meta device and its final hidden states."""
+    """Return the model on the meta device, and its final hidden states."""
     RECORDER.calls.clear()
     name = model_class.__name__
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=PROBE).eval()
-    except Exception as error:  # the code of a model class, on a file that it was not written for
+    except Exception as error:  # a model class may raise anything for a file that it does not expect
         if error.args == (PROBE,):
             raise refuse(
                 "model_type", f"{name} does not use the attention interface of transformers"
             ) from None
         raise refuse(
-            "model_type", f"transformers cannot make a {name} of this configuration ({error})"
+            "model_type", f"transformers cannot create {name} from this configuration ({error})"
         ) from error
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise refuse(
             "model_type",
-            f"{name} takes no explicit positions (alibi or counted ones), which a tree of drafts needs",
+            f"{name} takes no explicit positions (it uses alibi or counts them), which a draft tree needs",
         )
     mixing = next((path for path, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
     if mixing is not None:
         raise refuse(
             "model_type",
-            f"{name} mixes neighbouring tokens outside of its attention ({mixing}), which cannot be verified as a tree",
+            f"{name} mixes neighbouring tokens outside of its attention ({mixing}), "
+            "which cannot be verified as a tree",
         )
     if model.get_output_embeddings() is None:
         raise refuse("model_type", f"{name} has no output head")
-    model.set_experts_implementation("batched_mm")  # the one without data-dependent shapes
+    model.set_experts_implementation("batched_mm")  # the only one without data-dependent shapes
     rows = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
     try:
         with torch.no_grad():
             output = model.base_model(
                 input_ids=rows, attention_mask=torch.ones_like(rows), position_ids=rows, use_cache=False
             )
-    except Exception as error:  # the code of a model class, on tensors without values
+    except Exception as error:  # a model class may raise anything for tensors without values
         raise refuse(
             "model_type",
-            f"{name} works on its attention mask or token values itself ({error}), not by the attention interface",
+            f"{name} works on its attention mask or token values itself ({error}), "
+            "not through the attention interface",
         ) from error
     hidden: torch.Tensor = output.last_hidden_state
     try:
@@ -146,7 +153,7 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
 
 
 def _checked_window(layer: int, call: Call, config: PreTrainedConfig, refuse: Refuse) -> int:
-    """Return the window of a layer, or refuse what the layer asks for."""
+    """Return the window of a layer, or reject the options with which the layer calls the attention."""
     options: Mapping[str, Any] = {
         key: value for key, value in call.options.items() if value is not None and value is not False
     }
@@ -154,32 +161,32 @@ def _checked_window(layer: int, call: Call, config: PreTrainedConfig, refuse: Re
     if unknown:
         raise refuse(
             "model_type",
-            f"the attention of layer {layer} asks for {', '.join(unknown)}, which is not supported",
+            f"the attention of layer {layer} needs {', '.join(unknown)}, which is not supported",
         )
     if options.get("dropout"):
-        raise refuse("attention_dropout", "is applied outside of training")
+        raise refuse("attention_dropout", "is applied outside of training; set it to 0")
     if call.options.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
-        raise refuse("is_causal", f"the attention of layer {layer} looks ahead; targets are causal")
+        raise refuse("is_causal", f"the attention of layer {layer} looks ahead, but targets must be causal")
     if not isinstance(call.mask, MaskRule):
-        raise refuse("model_type", f"layer {layer} makes its own attention mask, which ours would not honour")
+        raise refuse("model_type", f"layer {layer} makes its own attention mask, which is not supported")
     window = _window(layer, call.mask, config, refuse)
     named = int(options.get("sliding_window") or 0)
     if named != window and not (window == 0 and named >= _reach(config)):
         raise refuse(
-            "sliding_window", f"layer {layer} names a window of {named} and its mask has one of {window}"
+            "sliding_window", f"layer {layer} names a window of {named}, but its mask has one of {window}"
         )
     return window
 
 
 def _reach(config: PreTrainedConfig) -> int:
-    """Return the longest distance between two tokens that is looked at."""
+    """Return the longest distance between two tokens that the probe checks."""
     return min(
         int(getattr(config, "max_position_embeddings", None) or MAX_CHECKED_DISTANCE), MAX_CHECKED_DISTANCE
     )
 
 
 def _window(layer: int, rule: MaskRule, config: PreTrainedConfig, refuse: Refuse) -> int:
-    """Read the window off a mask's rule, and check on random pairs that it is a causal mask with that window and nothing else."""
+    """Derive the window from a mask's rule, and check on random pairs that the mask has no other effect."""
     reach = _reach(config)
     columns = torch.arange(reach + 1)
     seen = _visible(rule, torch.full_like(columns, reach), columns).nonzero().flatten()
@@ -195,7 +202,8 @@ def _window(layer: int, rule: MaskRule, config: PreTrainedConfig, refuse: Refuse
         if not torch.equal(_visible(rule, rows, columns), wanted):
             raise refuse(
                 "layer_types",
-                f"the mask of layer {layer} is neither causal nor a sliding window (chunked, or looking ahead)",
+                f"the mask of layer {layer} is neither causal nor a sliding window "
+                "(it is chunked or looks ahead)",
             )
     return window
 
@@ -206,7 +214,7 @@ def _visible(rule: MaskRule, rows: torch.Tensor, columns: torch.Tensor) -> torch
 
 
 def _layer_paths(model: nn.Module, attention_paths: Sequence[str], refuse: Refuse) -> tuple[str, ...]:
-    """Return the path of the decoder layer around each attention: the parts that count up in one list of modules."""
+    """Return the path of the decoder layer around each attention: the entries of one module list."""
     lists = [
         path
         for path, module in model.named_modules()
@@ -219,11 +227,11 @@ def _layer_paths(model: nn.Module, attention_paths: Sequence[str], refuse: Refus
             for attention, layer in zip(attention_paths, layers, strict=True)
         ):
             return layers
-    raise refuse("model_type", f"{type(model).__name__} does not run one list of layers in order")
+    raise refuse("model_type", f"{type(model).__name__} does not run a single list of layers in order")
 
 
 def _max_positions(model: PreTrainedModel) -> int | None:
-    """Return the size of the smallest table that is no token embedding: what learned positions are looked up in."""
+    """Return the size of the smallest embedding table other than the tokens': the learned positions."""
     parts: Any = model
     tokens = parts.get_input_embeddings()
     tables = [
@@ -235,7 +243,7 @@ def _max_positions(model: PreTrainedModel) -> int | None:
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return what a checkpoint of the model holds, when its files have the names of its parameters."""
+    """Return the shapes of a checkpoint's tensors, if its files use the names of the model's parameters."""
     if any(
         hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter)
         for module in model.modules()

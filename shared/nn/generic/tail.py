@@ -1,4 +1,4 @@
-"""A model without its body: its own way from hidden states to logits."""
+"""Computes logits from hidden states with a `transformers` model's own code, without running its body."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 @dataclass
 class _BodyOutput(BaseModelOutputWithPast):
-    """What a body returns, with the fields that heads pass on."""
+    """Output of a model's body, with the fields that heads pass on."""
 
     cross_attentions: tuple[torch.Tensor, ...] | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 class _Given(nn.Module):
-    """Stands where the body of a model stands, and returns the hidden states that it is given."""
+    """Replaces a model's body and returns the given hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: torch.Tensor | None = None
 
     def forward(self, *_: object, **__: object) -> _BodyOutput:
-        """Return the hidden states as the body would."""
+        """Return the hidden states in the form that the body returns them."""
         return _BodyOutput(last_hidden_state=self.hidden)
 
 
 class Tail:
-    """Head, bias, scale and cap of a model, by the model's own code on its own weights.
+    """Head, bias, scale and cap of a model, computed by the model's own code with its own weights.
 
     Args:
-        model: Stays as it is; the weights are shared.
+        model: Not changed; the weights are shared.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

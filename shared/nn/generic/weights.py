@@ -1,4 +1,7 @@
-"""Strict loading of a model of `transformers`: every tensor is used, every parameter filled, no code run from the folder."""
+"""Loads the weights of a `transformers` model strictly: every tensor must be used, every parameter filled.
+
+No code from the folder is run. Tensors with wrong types, and NaN or infinite numbers, are rejected.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _NOT_FUSED = re.compile(
     r"^(\S+)\s*\|\s*(?:\x1b\[[0-9;]*m)*CONVERSION", re.MULTILINE
 )  # a row of the loading report
 _BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Names of buffers that old exports hold and `transformers` leaves there."""
+"""Names of buffers that old exports contain and `transformers` ignores."""
 
 
 def load_weights(
@@ -42,18 +45,22 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress | None,
 ) -> tuple[PreTrainedModel, str]:
-    """Load a model whose configuration was probed, and return it with the fingerprint of its weights.
+    """Load a model whose configuration was probed.
 
-    The weights pass through host memory: `transformers` fills the model there.
+    The weights pass through host memory, where `transformers` fills the model.
+
+    Returns:
+        The model, and the fingerprint of its weights.
 
     Raises:
-        CheckpointError: Files are damaged, tensors missing, unexpected, misshaped, or not finite; `field` is the first.
+        CheckpointError: A file is damaged, or a tensor is missing, unexpected, misshaped or not finite;
+            `field` is the first such tensor.
     """
     folder = Path(path)
-    with CheckpointReader(folder) as files:  # every header is checked before `transformers` opens one
+    with CheckpointReader(folder) as files:  # check every header before `transformers` opens a file
         if any(file.path.suffix != ".safetensors" for file in files.files):
             raise CheckpointError(
-                f"{folder} holds .bin files; models of type {config.model_type} are read from safetensors: "
+                f"{folder} holds .bin files, but models of type {config.model_type} need safetensors: "
                 "save them again with save_pretrained.",
                 field=str(folder),
             )
@@ -82,37 +89,38 @@ def _fill(model_class: Any, folder: Path, settings: Any, dtype: torch.dtype) -> 
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # told by _check, together with the rest
+                ignore_mismatched_sizes=True,  # reported by _check, together with all other problems
                 output_loading_info=True,
             )
-        except Exception as error:  # the code of a model class, on files that it was not written for
+        except Exception as error:  # a model class may raise anything for files that it does not expect
             fused = [name for message in messages for name in _NOT_FUSED.findall(message)]
             if not fused:
                 raise CheckpointError(
                     f"{folder}: transformers cannot load the weights: {error}", field=str(folder)
                 ) from error
             raise CheckpointError(
-                f"{folder}: tensors that become {', '.join(fused[:MAX_NAMED])} are missing or misshaped. The weights do not belong to this "
-                "config.json, or the download is incomplete.",
+                f"{folder}: tensors that become {', '.join(fused[:MAX_NAMED])} are missing or misshaped. "
+                "The weights do not belong to this config.json, or the download is incomplete: "
+                "download the checkpoint again.",
                 field=fused[0],
             ) from error
 
 
 class _Messages(logging.Handler):
-    """Keeps what is logged."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one message."""
+        """Store one message."""
         self.messages.append(record.getMessage())
 
 
 @contextmanager
 def _collected_messages() -> Iterator[list[str]]:
-    """Keep the loading report of `transformers` off the log and collect it: what it says is raised."""
+    """Collect the loading report of `transformers` instead of logging it; its problems become errors."""
     log: Any = transformers_logging
     bars, collector = log.is_progress_bar_enabled(), _Messages()
     log.disable_progress_bar()
@@ -128,13 +136,14 @@ def _collected_messages() -> Iterator[list[str]]:
 
 
 def wrong_types(stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """Return name → type of stored tensors of a type that no weight has: `transformers` would convert their numbers without a word.
+    """Return name → type of stored tensors that are no weights; `transformers` would convert them silently.
 
-    Integer buffers of the model itself are none, and neither is what it leaves in the file (masks of old exports).
+    Integer buffers of the model are not included, nor are tensors that the model ignores (masks of old
+    exports).
 
     Args:
-        stored: What the files hold.
-        model: That they are of; on the meta device too.
+        stored: Name → info of the stored tensors.
+        model: The model they belong to, possibly on the meta device.
     """
     ignored = [
         re.compile(pattern) for pattern in (*(model._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS)
@@ -170,7 +179,8 @@ def _check(folder: Path, report: Mapping[str, Collection[Any]], wrong: Mapping[s
             for kind, names in found.items()
         ]
         raise CheckpointError(
-            f"{folder}: {'; '.join(lists)}. The weights do not belong to this config.json, or the download is incomplete.",
+            f"{folder}: {'; '.join(lists)}. The weights do not belong to this config.json, "
+            "or the download is incomplete: download the checkpoint again.",
             field=next(iter(found.values()))[0].split(" ", 1)[0],
         )
 
@@ -183,7 +193,8 @@ def _check_finite(folder: Path, model: PreTrainedModel) -> None:
     ]
     if broken:
         raise CheckpointError(
-            f"{folder}: {', '.join(broken[:MAX_NAMED])} holds NaN or infinite numbers; the weights are damaged, or beyond the dtype: "
-            "download the checkpoint again, or serve with --dtype bfloat16 or float32.",
+            f"{folder}: {', '.join(broken[:MAX_NAMED])} holds NaN or infinite numbers; "
+            "the weights are damaged, or beyond the dtype: download the checkpoint again, "
+            "or serve with --dtype bfloat16 or float32.",
             field=broken[0],
         )

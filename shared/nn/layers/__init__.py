@@ -1,1 +1,1 @@
-"""Layers for inference: linear, norm, attention, MLP, experts, rotary embedding."""
+"""Layers for inference: linear, norm, attention, MLP, experts, rotary embedding, and their loading."""

@@ -1,7 +1,8 @@
-"""Layers for inference: weights and a call, nothing else. Weights are shared by reference and never change.
+"""Norms, grouped-query attention, gated MLP and the decoder layer, as weights plus a call.
 
-They are plain objects, not `torch.nn.Module`s: a step at batch 1 calls each a dozen times, and hooks, parameters and training modes
-would cost more than the small matrices do.
+Weights are shared by reference and never change. The layers are plain objects, not `torch.nn.Module`s: a step
+at batch 1 calls each of them a dozen times, and hooks, parameters and training modes would cost more time
+than the small matrix products.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ __all__ = [
 class RMSNorm:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
 
-    In fp32 on a CPU it is written as ``x / hypot(‖x‖, sqrt(size · eps)) * (weight · sqrt(size))``: half the time of torch's, which is
-    nine small operations there.
+    In fp32 on a CPU it is computed as ``x / hypot(‖x‖, sqrt(size · eps)) * (weight · sqrt(size))``. That
+    takes half the time of torch's version, which consists of nine small operations there.
 
     Args:
         weight: ``[size]``.
@@ -53,18 +54,18 @@ class RMSNorm:
             self._floor = torch.tensor(math.sqrt(weight.numel() * eps))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normed rows, as a new tensor of x's shape."""
+        """Return the normed rows as a new tensor of the same shape."""
         if self._scaled_weight is None:
             return functional.rms_norm(x, self._shape, self.weight, self.eps)
         return x.div(torch.linalg.vector_norm(x, 2, -1, True).hypot_(self._floor)).mul_(self._scaled_weight)
 
 
 class HeadNorm:
-    """`RMSNorm` over each head of Q and K, with a weight for each of the two (Qwen3).
+    """`RMSNorm` over each head of Q and K, with one weight for Q and one for K (Qwen3).
 
     Args:
         q_weight, k_weight: ``[head_dim]``.
-        num_heads, num_kv_heads: How many heads each of them scales.
+        num_heads, num_kv_heads: Number of heads that each weight scales.
         eps: As in `RMSNorm`.
     """
 
@@ -80,7 +81,7 @@ class HeadNorm:
         self.eps = eps
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, heads + kv_heads, head_dim]``, normed, as a new tensor."""
+        """Return the normed heads ``[rows, heads + kv_heads, head_dim]`` as a new tensor."""
         return functional.rms_norm(heads, self._shape, None, self.eps).mul_(self.weight)
 
 
@@ -89,7 +90,7 @@ class AttentionBlock(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the projections."""
+        """Size of the projections, in bytes."""
         ...
 
     def __call__(
@@ -100,7 +101,15 @@ class AttentionBlock(Protocol):
         attention: AttentionBackend,
         pool: KVPool,
     ) -> torch.Tensor:
-        """See `Attention.__call__`."""
+        """Return ``residual + o(attention(x))``, ``[rows, hidden]``, and write the rows' K/V into the pool.
+
+        Args:
+            x: ``[rows, input]``, already normed.
+            residual: ``[rows, hidden]``.
+            rotation: Rotation for the rows' positions.
+            attention: Backend that was planned for these rows.
+            pool: Pool that stores the K/V.
+        """
         ...
 
 
@@ -109,7 +118,7 @@ class MLPBlock(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices."""
+        """Size of the matrices, in bytes."""
         ...
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -135,7 +144,7 @@ class GatedMLP:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices."""
+        """Size of the matrices, in bytes."""
         return self.gate_up.nbytes + self.down.nbytes
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -150,20 +159,23 @@ class GatedMLP:
 
 
 class Attention:
-    """Rotary grouped-query attention with a fused q-k-v projection; the input may be wider than the hidden size (EAGLE-3: twice).
+    """Rotary grouped-query attention with a fused q-k-v projection.
+
+    The input may be wider than the hidden size (EAGLE-3: twice as wide).
 
     Args:
-        qkv: ``[(heads + 2 * kv_heads) * head_dim, input]``, rows q, k, v.
+        qkv: ``[(heads + 2 * kv_heads) * head_dim, input]``, rows in the order q, k, v.
         o: ``[hidden, heads * head_dim]``.
-        num_heads, num_kv_heads, head_dim: Shape.
-        layer: The pool's layer that keeps the K/V.
-        head_norm: Over Q and K before rotation, or None.
-        window: Tokens that a row sees, itself included; 0: all.
-        sinks: ``[heads]``, a logit per head that takes part in each softmax and carries no value, or None.
+        num_heads, num_kv_heads, head_dim: Number and width of the heads.
+        layer: Index of the pool's layer that stores the K/V.
+        head_norm: Norm over Q and K before rotation, or None.
+        window: Tokens that a row sees, itself included; 0 for all.
+        sinks: ``[heads]``, a logit per head that each softmax includes and that carries no value, or None.
     """
 
     __slots__ = (
-        "_rotated", "_widths", "head_dim", "head_norm", "layer", "num_heads", "num_kv_heads", "o", "qkv", "scale", "sinks", "window"
+        "_rotated", "_widths", "head_dim", "head_norm", "layer", "num_heads", "num_kv_heads", "o", "qkv",
+        "scale", "sinks", "window",
     )  # fmt: skip
 
     def __init__(
@@ -194,7 +206,7 @@ class Attention:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the projections."""
+        """Size of the projections, in bytes."""
         return self.qkv.nbytes + self.o.nbytes
 
     def __call__(
@@ -205,15 +217,7 @@ class Attention:
         attention: AttentionBackend,
         pool: KVPool,
     ) -> torch.Tensor:
-        """Return ``residual + o(attention(x))``, ``[rows, hidden]``; writes K/V of the rows into the pool.
-
-        Args:
-            x: ``[rows, input]``, already normed.
-            residual: ``[rows, hidden]``.
-            rotation: Of the rows' positions.
-            attention: Planned for these rows.
-            pool: Where K/V lives.
-        """
+        """Return ``residual + o(attention(x))``, ``[rows, hidden]``; see `AttentionBlock.__call__`."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [rows, heads + 2 * kv_heads, head_dim]
         if self.head_norm is None:
             rotate(qkv[:, : self._rotated], rotation)
@@ -228,7 +232,7 @@ class Attention:
 
 
 class DecoderLayer:
-    """Pre-norm decoder layer: attention and MLP, each added to the residual stream."""
+    """Pre-norm decoder layer: adds first attention, then the MLP, to the residual stream."""
 
     __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
 

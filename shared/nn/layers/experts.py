@@ -1,4 +1,4 @@
-"""Mixture of experts: rows choose experts, each runs the MLPs that it chose."""
+"""Mixture of experts: routes each row to its top-k experts and sums their weighted outputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Router:
 
     Args:
         weight: ``[experts, hidden] fp32``.
-        bias: ``[experts] fp32`` of the projection, or None.
+        bias: ``[experts] fp32``, bias of the projection, or None.
         choice_bias: ``[experts] fp32``, added to the scores for the choice only, or None.
-        routing: The rule.
+        routing: Rule by which experts are chosen and weighted.
     """
 
     __slots__ = ("bias", "choice_bias", "routing", "weight")
@@ -34,7 +34,11 @@ class Router:
         self.routing = routing
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights ``[rows, top_k] fp32`` and experts ``[rows, top_k] int64`` for ``x [rows, hidden]``."""
+        """Return the weights ``[rows, top_k] fp32`` and indices ``[rows, top_k] int64`` of the experts.
+
+        Args:
+            x: ``[rows, hidden]``.
+        """
         rule = self.routing
         logits = functional.linear(x.float(), self.weight, self.bias)  # [rows, experts]
         scores = logits.softmax(-1) if rule.scoring is Scoring.SOFTMAX else logits.sigmoid()
@@ -48,7 +52,7 @@ class Router:
         return weights if rule.scale == 1.0 else weights * rule.scale, chosen
 
     def _keep_groups(self, ranked: torch.Tensor) -> torch.Tensor:
-        """Hide the experts of all but the best groups."""
+        """Set the scores of all experts outside the best groups to minus infinity."""
         rule = self.routing
         grouped = ranked.view(ranked.shape[0], rule.groups, -1)  # [rows, groups, experts / groups]
         best = grouped.topk(rule.group_top, dim=-1).values.sum(-1).topk(rule.kept_groups, dim=-1).indices
@@ -57,14 +61,14 @@ class Router:
 
 
 class SparseMLP:
-    """Routed experts, and a shared one that every row passes.
+    """Routed experts, plus an optional shared expert that every row passes through.
 
-    On CUDA in bf16 the rows are sorted by expert and multiplied in one grouped product, so that nothing waits for the host. Elsewhere one
-    expert runs after the other.
+    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, without a wait for the
+    host. Elsewhere the experts run one after another.
 
     Args:
-        router: Chooses.
-        weights: Of the routed experts.
+        router: Chooses the experts of each row.
+        weights: Weights of the routed experts.
         shared: The shared expert, or None.
         config: Sizes and activation.
     """
@@ -92,7 +96,10 @@ class SparseMLP:
         return total if self.shared is None else self.shared(x, total)
 
     def _run_each(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the chosen experts, ``[rows, hidden] fp32``; the host learns which experts are needed."""
+        """Return the weighted sum of the chosen experts, ``[rows, hidden] fp32``, one expert at a time.
+
+        Waits for the device: the host must know which experts were chosen.
+        """
         gate_up, down, gate_up_bias, down_bias = self.weights
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in sorted(set(chosen.flatten().tolist())):
@@ -107,7 +114,7 @@ class SparseMLP:
         return out
 
     def _run_grouped(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """The same for bf16 on CUDA, without a wait for the device."""
+        """Return the same sum for bf16 on CUDA, without waiting for the device."""
         gate_up, down, gate_up_bias, down_bias = self.weights
         experts, order = chosen.flatten().sort(stable=True)  # [rows * top_k]
         rows = order // chosen.shape[1]

@@ -1,7 +1,10 @@
-"""Products with weights that are kept in FP8: half the bytes to read, which is what decoding waits for.
+"""Linear layers with weights stored in FP8, which halves the bytes that decoding has to read.
 
-Weights have a scale per output channel. One row or two are multiplied as they are, by weights widened in registers; of more, each row is
-quantised as well and the product runs in FP8: by kernels of our own up to `FEW_ROWS` rows, by the library's beyond.
+Each weight has a scale per output channel. The product depends on the number of rows:
+
+- One or two rows: the rows stay as they are, and the weights are widened in registers.
+- Up to `FEW_ROWS`: the rows are quantized too, and a kernel of this project multiplies in FP8.
+- More rows: likewise, but with the library's FP8 product.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP
 from outrider.shared.nn.layers.linear import Linear
 
 _LIBRARY_MULTIPLE = 16
-"""What both sizes of a weight must be multiples of for the library's FP8 products."""
+"""The library's FP8 products need both sizes of a weight to be multiples of this."""
 
 
 def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight ``[out, in]`` in e4m3 and the scales of its rows, ``[out] fp32``."""
+    """Return a weight ``[out, in]`` in e4m3, and the scale of each row, ``[out] fp32``."""
     return quantize_rows(weight)
 
 
@@ -42,27 +45,27 @@ class Fp8Linear(Linear):
 
     @classmethod
     def of(cls, linear: Linear) -> Fp8Linear:
-        """Quantise a linear layer.
+        """Quantize a linear layer.
 
         Raises:
-            TypeError: Its weight was re-laid for a CPU, is spread over processes, or in FP8 already.
+            TypeError: The weight is packed for a CPU, split across processes, or already in FP8.
         """
         if type(linear) is not Linear or linear.packed:
-            raise TypeError("FP8 weights are made of whole bf16, fp16 or (on a GPU) fp32 weights")
+            raise TypeError("FP8 weights can only be made from whole bf16, fp16 or (on a GPU) fp32 weights")
         return cls(*quantize_fp8(linear.weight), linear.bias)
 
     @property
     def rounded(self) -> bool:
-        """See `Linear.rounded`."""
+        """Always True."""
         return True
 
     @property
     def scales(self) -> torch.Tensor:
-        """See `Linear.scales`."""
+        """``[out] fp32``, the scale of each row of the weight."""
         return self._scales
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Linear.product`."""
+        """Return ``x @ (weight * scales).T``, ``[rows, out]``, without the bias."""
         if x.shape[0] > FEW_ROWS and x.is_cuda:
             if any(size % _LIBRARY_MULTIPLE for size in self._weight.shape):
                 return torch.cat(
@@ -88,14 +91,15 @@ class Fp8Linear(Linear):
 
 
 def quantize_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Keep the projections of a layer with plain attention and a dense MLP in FP8, if they are not yet; returns it.
+    """Convert the projections of a layer to FP8 in place, unless they already are, and return the layer.
 
     Raises:
-        TypeError: The layer, or one of its weights, is of another kind.
+        TypeError: The layer is not plain attention with a dense MLP, or a weight cannot be quantized.
     """
     if type(layer.attention) is not Attention or type(layer.mlp) is not GatedMLP:
         raise TypeError(
-            f"FP8 weights are for dense decoders with plain attention, not for {type(layer.attention).__name__}"
+            "FP8 weights need a dense decoder with plain attention, but a layer has "
+            f"{type(layer.attention).__name__}"
         )
     if layer.attention.qkv.rounded:
         return layer

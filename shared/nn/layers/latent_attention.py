@@ -1,7 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2): one latent row per token is cached, and K and V of all heads are projections of it.
+"""Multi-head latent attention (DeepSeek-V2): caches one latent row per token instead of K and V.
 
-The projections are absorbed: queries are carried into the latent space before attention, and what attention returns is carried out of it
-afterwards. Attention then sees one K/V head, as wide as the latent and the rotated part together, whose values are its keys.
+K and V of all heads are projections of the latent row. The projections are absorbed: queries are projected
+into the latent space before attention, and the attended latents are projected out of it afterwards. Attention
+then sees a single K/V head, as wide as the latent and the rotated part together, whose values are its keys.
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations
@@ -10,29 +12,29 @@ import torch
 
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.checkpoint.checkpoint_reader import TensorSource
+from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.families.traits import LatentConfig
 from outrider.shared.nn.layers.blocks import Linear, RMSNorm
 from outrider.shared.nn.layers.rope import Rotation, rotate
 
-LATENT_NORM_EPS = 1e-6  # of the two inner norms, whatever rms_norm_eps says
+LATENT_NORM_EPS = 1e-6  # epsilon of the two inner norms, independent of rms_norm_eps
 
 
 class LatentAttention:
     """Attention over a pool of latent rows.
 
     Args:
-        queries: Projections that are applied one after the other, with a norm between two.
-        query_norm: That norm, or None when there is one projection.
-        latent: ``[rank + rope_dim, hidden]``, the cached row before norm and rotation.
-        latent_norm: Over the first `rank`.
-        key_in: ``[heads, nope_dim, rank]``: carries a query into the latent space.
-        value_out: ``[heads, rank, value_dim]``: carries an attended latent out of it.
+        queries: One projection, or two that are applied in turn with `query_norm` between them.
+        query_norm: That norm; None with one projection.
+        latent: ``[rank + rope_dim, hidden]``, projects to the cached row before norm and rotation.
+        latent_norm: Norm over the first `rank` dimensions.
+        key_in: ``[heads, nope_dim, rank]``, projects a query into the latent space.
+        value_out: ``[heads, rank, value_dim]``, projects an attended latent out of it.
         o: ``[hidden, heads * value_dim]``.
         config: Widths.
         scale: Factor on the scores.
-        layer: The pool's layer.
+        layer: Index of the pool's layer.
     """
 
     __slots__ = (
@@ -84,8 +86,12 @@ class LatentAttention:
         attention: AttentionBackend,
         pool: KVPool,
     ) -> torch.Tensor:
-        """See `layers.Attention`; the row that is cached is ``[rank + rope_dim]``, its normed latent and its rotated key."""
+        """Return ``residual + o(attention(x))``, ``[rows, hidden]``; see `AttentionBlock.__call__`.
+
+        Caches one row ``[rank + rope_dim]`` per token: the normed latent and the rotated key.
+        """
         config, rows = self._config, x.shape[0]
+        # 1. Queries, the latent and the shared rotated key.
         inner = self._queries[0](x)
         if self._query_norm is not None:
             inner = self._queries[1](self._query_norm(inner))
@@ -94,14 +100,17 @@ class LatentAttention:
         rotated_key = cached[:, None, config.rank :]
         rotate(queries[..., config.nope_dim :], rotation)
         rotate(rotated_key, rotation)
+        # 2. One K/V head: the normed latent, then the rotated key.
         key = torch.cat(
             [self._latent_norm(cached[:, : config.rank])[:, None], rotated_key], dim=-1
         )  # [rows, 1, rank + rope]
+        # 3. Absorb: project the unrotated queries into the latent space, and attend there.
         carried = torch.matmul(queries[..., : config.nope_dim].transpose(0, 1), self._key_in).transpose(
             0, 1
         )  # [rows, heads, rank]
         query = torch.cat([carried, queries[..., config.nope_dim :]], dim=-1)
         attended = attention.run(self.layer, query, key, key, pool, self.scale)
+        # 4. Project the attended latents to values.
         latents = attended.view(rows, -1, config.rank + config.rope_dim)[..., : config.rank]
         values = torch.matmul(latents.transpose(0, 1), self._value_out).transpose(
             0, 1
@@ -117,7 +126,16 @@ def load_latent_attention(
     layer: int,
     input_size: int | None = None,
 ) -> LatentAttention:
-    """Load the projections behind `prefix`; `layer` is the index in the pool, `input_size` their input width (hidden_size unless given)."""
+    """Load the projections whose names start with `prefix`.
+
+    Args:
+        source: Supplies the tensors.
+        config: Configuration of the model.
+        latent: Its latent widths.
+        prefix: Prefix of the tensor names.
+        layer: Index of the layer in the pool.
+        input_size: Input width of the projections; hidden_size if None.
+    """
     heads, width = config.num_heads, input_size or config.hidden_size
     head_rows = heads * (latent.nope_dim + latent.rope_dim)
 
@@ -154,7 +172,7 @@ def load_latent_attention(
 
 
 def _halve(rows: torch.Tensor, latent: LatentConfig) -> torch.Tensor:
-    """Reorder the last `rope_dim` rows of ``[heads, rows, columns]`` from pairs (x0, x1) to halves, which is how `rotate` turns them."""
+    """Reorder the last `rope_dim` of ``[heads, rows, columns]`` from pairs to halves, as `rotate` needs."""
     if not latent.interleaved:
         return rows
     kept, rotated = rows[:, : -latent.rope_dim], rows[:, -latent.rope_dim :]

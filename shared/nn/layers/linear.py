@@ -1,22 +1,24 @@
-"""Matrix times vectors: the one operation that decoding waits for."""
+"""The linear layer: a matrix product, with the weight packed by oneDNN on CPUs."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
 
-# Row count that oneDNN is told when it lays out a weight; measured alike for 4 … 512, and its layout for 1 row is the slow one.
+# Row count for which oneDNN lays out a weight. 4 to 512 measured the same; the layout for 1 row is slow.
 _PACK_ROWS = 16
 
 
 class Linear:
     """``x @ weight.T + bias``.
 
-    On a CPU in fp32 the weight is kept in oneDNN's blocked layout instead of rows: 2.1 times the speed of the plain product at one row
-    and 2.5 times at 16 (12 layers of hidden size 256, two threads), and verifying 16 rows costs 1.9 times one row.
+    In fp32 on a CPU, the weight is packed: stored in oneDNN's blocked layout instead of rows. That is 2.1
+        times as
+    fast as the plain product at one row and 2.5 times at 16 (12 layers of hidden size 256, two threads), so
+    that verifying 16 rows costs only 1.9 times one row.
 
     Args:
-        weight: ``[out, in]``. Not kept where it is re-laid, unless the caller keeps it.
+        weight: ``[out, in]``. No reference is kept if the weight is packed.
         bias: ``[out]`` or None.
     """
 
@@ -26,7 +28,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.nbytes = weight.nbytes
         self.bias = bias
-        # The overload itself: looking it up by name at each call costs as much as a small operation.
+        # The overload itself: looking it up by name on every call costs as much as a small operation.
         self._packed_linear = torch.ops.mkldnn._linear_pointwise.default if can_pack(weight) else None
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed_linear else weight
@@ -34,27 +36,27 @@ class Linear:
 
     @property
     def weight(self) -> torch.Tensor:
-        """``[out, in]``, for kernels that read it themselves; not to be had where it was re-laid."""
+        """``[out, in]``, for kernels that read it directly; not available if the weight is packed."""
         assert self._packed_linear is None, "a weight in oneDNN's layout has no rows"
         return self._weight
 
     @property
     def packed(self) -> bool:
-        """Whether the weight was re-laid."""
+        """True if the weight is in oneDNN's blocked layout."""
         return self._packed_linear is not None
 
     @property
     def rounded(self) -> bool:
-        """Whether the weight is in FP8."""
+        """True if the weight is in FP8."""
         return False
 
     @property
     def scales(self) -> torch.Tensor | None:
-        """``[out] fp32``, what each row of the weight is to be multiplied by, or None."""
+        """``[out] fp32``, the factor on each row of the weight, or None."""
         return None
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ weight.T``, ``[rows, out]``, without the bias; where `weight` is to be had."""
+        """Return ``x @ weight.T``, ``[rows, out]``, without the bias; not available for a packed weight."""
         return functional.linear(x, self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +75,7 @@ class Linear:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether oneDNN takes this weight: fp32 on a CPU whose torch was built with it."""
+    """True if oneDNN can pack this weight: fp32, on a CPU, with a torch that was built with oneDNN."""
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.float32

@@ -1,14 +1,15 @@
-"""Loads the parts of a decoder layer: which tensors each takes, and what they become.
+"""Loads decoder layers and their parts: maps tensor names to attention, MLP, experts and norms.
 
-The same functions tell what a checkpoint must hold: given `ExpectedTensors` they run on the meta device.
+Given `ExpectedTensors`, the same functions run on the meta device and list the tensors that a checkpoint must
+contain.
 """
 
 from __future__ import annotations
 
 import torch
 
-from outrider.shared.nn.checkpoint.checkpoint_reader import TensorSource
 from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
+from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, HeadNorm, Linear, RMSNorm
 from outrider.shared.nn.layers.experts import Router, SparseMLP
@@ -21,11 +22,11 @@ def load_layer(
     """Load one decoder layer.
 
     Args:
-        source: Where tensors come from.
-        config: Of the model.
-        prefix: What the layer's tensors start with.
-        layer: Its index in the pool.
-        like: The layer of the model whose window and MLP it has; `layer` unless given.
+        source: Supplies the tensors.
+        config: Configuration of the model.
+        prefix: Prefix of the layer's tensor names.
+        layer: Index of the layer in the pool.
+        like: Index of the model's layer whose window and kind of MLP this layer has; `layer` if None.
     """
     kind = layer if like is None else like
     latent = config.latent
@@ -56,7 +57,16 @@ def load_attention(
     *,
     window: int = 0,
 ) -> Attention:
-    """Load ``q_proj, k_proj, v_proj, o_proj`` behind `prefix`; `input_size` is the projections' input width (hidden_size unless given)."""
+    """Load ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj`` of an attention.
+
+    Args:
+        source: Supplies the tensors.
+        config: Configuration of the model.
+        prefix: Prefix of the tensor names.
+        layer: Index of the layer in the pool.
+        input_size: Input width of q, k and v; hidden_size if None.
+        window: Tokens that a row sees, itself included; 0 for all.
+    """
     width = input_size or config.hidden_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
@@ -86,7 +96,14 @@ def load_attention(
 def load_mlp(
     source: TensorSource, config: ModelConfig, prefix: str, intermediate_size: int | None = None
 ) -> GatedMLP:
-    """Load ``gate_proj, up_proj, down_proj`` behind `prefix`, of the configuration's intermediate_size unless another is given."""
+    """Load ``gate_proj``, ``up_proj`` and ``down_proj`` of an MLP.
+
+    Args:
+        source: Supplies the tensors.
+        config: Configuration of the model.
+        prefix: Prefix of the tensor names.
+        intermediate_size: Width of the MLP; the configuration's if None.
+    """
     hidden, intermediate = config.hidden_size, intermediate_size or config.intermediate_size
     names = (f"{prefix}gate_proj", f"{prefix}up_proj")
     gate_up = Linear(
@@ -101,7 +118,14 @@ def load_mlp(
 
 
 def load_experts(source: TensorSource, config: ModelConfig, experts: ExpertsConfig, prefix: str) -> SparseMLP:
-    """Load router, routed experts and shared expert of the layer whose tensors start with `prefix`; the router stays in fp32."""
+    """Load router, routed experts and shared expert of a layer. The router stays in fp32.
+
+    Args:
+        source: Supplies the tensors.
+        config: Configuration of the model.
+        experts: Its experts.
+        prefix: Prefix of the layer's tensor names.
+    """
     router, routing = f"{prefix}{experts.files.router}", experts.routing
     size = (experts.num_experts,)
     return SparseMLP(

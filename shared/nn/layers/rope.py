@@ -1,4 +1,4 @@
-"""Rotary position embedding in the Hugging Face layout (a head's first half rotates with its second)."""
+"""Rotary position embedding in the Hugging Face layout: a head's first half rotates with its second half."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from outrider.shared.nn.config.rope_config import RopeConfig, RopeKind
 
 
 class Rotation(NamedTuple):
-    """Angles of one step's rows: ``cos`` and ``sin`` ``[rows, 1, head_dim]``; the first half of `sin` is negated."""
+    """``cos`` and ``sin`` of a step's rows, ``[rows, 1, head_dim]``; the first half of `sin` is negated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 class RotaryEmbedding:
-    """Turns positions into rotations. There is no table: angles are computed for the rows of a step, so any position works.
+    """Turns positions into rotations.
+
+    There is no table: angles are computed for the rows of each step, so any position works.
 
     Args:
-        config: Base and scaling.
+        config: Base and scaling of the frequencies.
         head_dim: Width of a head.
-        device: Where positions live.
-        dtype: Of cos and sin; angles are computed in fp32.
+        device: Device of the positions.
+        dtype: Type of cos and sin; angles are computed in fp32.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> None:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return ``[head_dim / 2] fp32`` radians per position, scaled as the configuration says.
+    """Return the scaled frequencies, ``[head_dim / 2] fp32``, in radians per position.
 
-    Source of the llama3 rule: Llama 3.1's release; the three bands are those of `RopeConfig`. Of yarn: arXiv 2309.00071, section 3.2.
+    Sources: for llama3, the Llama 3.1 release, with the three bands described in `RopeConfig`; for yarn,
+    arXiv 2309.00071, section 3.2.
     """
     frequencies = 1.0 / (config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if config.kind is RopeKind.DEFAULT:
@@ -73,15 +76,15 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     smooth = (config.original_max_position / wavelengths - config.low_freq_factor) / (
         config.high_freq_factor - config.low_freq_factor
     )
-    kept = smooth.clamp(0, 1)  # 1: high frequency, unscaled; 0: low frequency, scaled in full
+    kept = smooth.clamp(0, 1)  # 1: high frequency, not scaled; 0: low frequency, fully scaled
     return kept * frequencies + (1 - kept) * frequencies / config.factor
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return ``[head_dim / 2]``: 0 where a frequency is kept, 1 where it is scaled in full."""
+    """Return ``[head_dim / 2]``: 0 where the frequency is kept, 1 where it is fully scaled."""
 
     def dimension(turns: float) -> float:
-        """Return the (fractional) dimension that turns so often within the original context."""
+        """Return the (fractional) dimension that rotates `turns` times within the original context."""
         return (
             head_dim
             * math.log(config.original_max_position / (turns * 2 * math.pi))

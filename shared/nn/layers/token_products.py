@@ -1,7 +1,7 @@
-"""Products of all embeddings with a matrix, computed once, so that no pass has to.
+"""Precomputes the first layer's q-k-v product for every token of the vocabulary, if the device has room.
 
-What a first layer's q-k-v product makes of a token's embedding depends on the token alone. Where passes of few rows are bound by reading
-weights, looking it up in a table ``[vocabulary, out]`` reads a row where the product reads a matrix.
+That product depends only on the token. With few rows, a pass is bound by reading weights: a lookup in a table
+``[vocabulary, out]`` reads one row per token, while the product reads the whole matrix.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from torch.nn import functional
 from outrider.shared.nn.layers.blocks import RMSNorm
 
 MEMORY_SHARE = 0.02
-"""The most of a device's memory that a table may take (1.5 GiB for 128,256 tokens and 6,144 outputs in bf16) …"""
+"""Maximum share of a device's memory for a table. 128,256 tokens and 6,144 outputs take 1.5 GiB in bf16."""
 FREE_SHARE = 0.5
-"""… and of what is free of it."""
+"""Maximum share of the device's free memory for a table."""
 CHUNK_ROWS = 8192
 
 
 def fits(nbytes: int, free: int, total: int) -> bool:
-    """Return whether a table may take so many bytes of a device."""
+    """Return whether a table of `nbytes` may be allocated on a device with `free` of `total` bytes free."""
     return nbytes <= min(FREE_SHARE * free, MEMORY_SHARE * total)
 
 
 def token_products(embedding: torch.Tensor, norm: RMSNorm, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return ``norm(embedding) @ weight.T``, ``[vocabulary, out]``, or None where it would take too much memory.
+    """Return ``norm(embedding) @ weight.T``, ``[vocabulary, out]``, or None if it would take too much memory.
 
     Args:
         embedding: ``[vocabulary, hidden]``.
-        norm: Of the embedding.
+        norm: Norm of the embedding.
         weight: ``[out, hidden]``; its rows may be strided.
     """
     vocabulary, out = embedding.shape[0], weight.shape[0]

@@ -1,4 +1,4 @@
-"""Bad checkpoints, each by its name: refused by the loader that serves, and told by `outrider doctor`, with the key or file at fault."""
+"""Damaged checkpoints: the loader and `outrider doctor` refuse each one and name the key or file at fault."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any])
 
 
 def edit_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the safetensors header and nothing behind it."""
+    """Change the safetensors header and leave the data after it unchanged."""
     file = folder / HEAD_FILE
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -183,7 +183,7 @@ TARGET_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "auto_map",
         "never",
     ),
-    "a value that nobody foresaw": (
+    "a value of an unexpected type": (
         lambda folder: edit_config(folder, partial_rotary_factor="half"),
         "config.json",
         "could not convert",
@@ -240,12 +240,12 @@ HEAD_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "auto_map",
         "never",
     ),
-    "an architecture that is no name": (
+    "an architecture that is not a string": (
         lambda folder: edit_config(folder, architectures={"a": 1}),
         "architectures",
         "list of strings",
     ),
-    "a value that nobody foresaw": (
+    "a value of an unexpected type": (
         lambda folder: edit_config(folder, partial_rotary_factor="half"),
         "config.json",
         "could not convert",
@@ -281,7 +281,7 @@ def test_a_bad_head_is_refused_by_name(pair: Path, fault: str) -> None:
 
 
 def check_report(pair: Path, field: str, words: str) -> None:
-    """The doctor refuses the pair too, and one of its lines has both the field and the words."""
+    """Check that the doctor refuses the pair too, and that one finding has both the field and the words."""
     code, report = doctor(pair)
     assert code == 2
     assert report["verdict"] == "refused"
@@ -289,7 +289,7 @@ def check_report(pair: Path, field: str, words: str) -> None:
     assert any(
         field in finding["field"] and words in finding["message"] + finding["fix"] for finding in refused
     ), refused
-    assert all(finding["fix"] or len(finding["message"]) > 40 for finding in refused), "says what to do"
+    assert all(finding["fix"] or len(finding["message"]) > 40 for finding in refused), "each names a fix"
 
 
 def test_the_undamaged_pair_is_not_refused(pair: Path) -> None:
@@ -298,7 +298,7 @@ def test_the_undamaged_pair_is_not_refused(pair: Path) -> None:
     assert not [finding for finding in report["findings"] if finding["severity"] == "refused"]
 
 
-def test_numbers_beyond_the_dtype_are_told_from_damage(pair: Path) -> None:
+def test_numbers_beyond_the_dtype_are_distinguished_from_damage(pair: Path) -> None:
     edit_tensors(pair / "target", lambda tensors: put(tensors, LAYER, 1e30))
     assert load_decoder(pair / "target", "cpu", torch.float32).dtype is torch.float32
     with pytest.raises(CheckpointError, match="beyond float16; serve with --dtype") as caught:
@@ -315,7 +315,7 @@ def test_the_damaged_part_of_a_fused_projection_is_named(pair: Path) -> None:
     assert "q_proj" not in caught.value.message
 
 
-def test_integers_and_empty_tensors_are_not_looked_at_for_nan(tmp_path: Path) -> None:
+def test_integers_and_empty_tensors_are_not_checked_for_nan(tmp_path: Path) -> None:
     save_file({"d2t": torch.arange(4), "none.weight": torch.zeros(0, 3)}, tmp_path / HEAD_FILE)
     with CheckpointReader(tmp_path) as reader:
         assert reader.take("d2t", (4,), dtype=torch.int64).tolist() == [0, 1, 2, 3]
@@ -333,8 +333,8 @@ def test_tokenizers_that_differ_are_refused_and_the_first_token_named(pair: Path
     assert "'b' is id 1 and id 2" in finding["message"]
 
 
-def test_a_tokenizer_that_exceeds_the_vocabulary_is_warned_about_since_it_is_served(pair: Path) -> None:
-    """As Gemma 3 is published without vision: its tokenizer has the token of images, and its embedding no row for it."""
+def test_a_tokenizer_that_exceeds_the_vocabulary_is_only_warned_about(pair: Path) -> None:
+    """The text-only Gemma 3 is published like this: its tokenizer has an image token without an embedding."""
     set_tokenizer(pair / "target", {"a": 0, "<image>": 40})
     code, report = doctor(pair)
     assert code == 0
@@ -372,7 +372,7 @@ def test_a_tokenizer_whose_tokens_cannot_be_read_is_refused_by_its_name(
 @pytest.mark.parametrize(
     "key", ["vocab_size", "hidden_size", "head_dim", "intermediate_size", "num_attention_heads"]
 )
-def test_a_size_beyond_all_sizes_is_refused_by_its_key(pair: Path, key: str) -> None:
+def test_a_size_above_the_limit_is_refused_by_its_key(pair: Path, key: str) -> None:
     file = pair / "target" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: 10**30}))
     code, report = doctor(pair)
@@ -380,10 +380,10 @@ def test_a_size_beyond_all_sizes_is_refused_by_its_key(pair: Path, key: str) -> 
     assert key in [finding["field"] for finding in report["findings"] if finding["severity"] == "refused"]
 
 
-def test_a_position_table_of_a_head_that_is_no_number_is_not_looked_at(pair: Path) -> None:
+def test_an_invalid_context_length_of_a_head_is_ignored(pair: Path) -> None:
     file = pair / "head" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": "long"}))
-    assert doctor(pair)[0] == 0, "serving does not read it"
+    assert doctor(pair)[0] == 0, "serving does not read this key"
 
 
 def test_the_services_refuse_at_start_with_exit_code_2(pair: Path) -> None:

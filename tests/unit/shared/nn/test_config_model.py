@@ -1,4 +1,4 @@
-"""config.json: what is read from it, and how what cannot be served is refused."""
+"""Parsing config.json: supported keys and defaults, and errors that name the unsupported key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LLAMA3 = {
 }
 
 
-def test_defaults_are_those_of_a_config_that_says_little() -> None:
+def test_missing_keys_have_defaults() -> None:
     config = ModelConfig.parse(BASE)
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert (config.rope.theta, config.rope.kind) == (10000.0, RopeKind.DEFAULT)
@@ -55,7 +55,7 @@ def test_llama3_scaling_is_read_from_every_layout(layout: str) -> None:
     assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position) == (1.0, 4.0, 8192)
 
 
-def test_what_transformers_saves_is_read_back(tmp_path: Path) -> None:
+def test_a_config_saved_by_transformers_is_read_back(tmp_path: Path) -> None:
     LlamaConfig(
         hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True
     ).save_pretrained(tmp_path)
@@ -85,7 +85,7 @@ def test_the_fingerprint_follows_the_content_not_the_order() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers", "positive integer"),
         ({"num_hidden_layers": True}, "num_hidden_layers", "positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "does not divide"),
-        ({"hidden_size": 66}, "head_dim", "no multiple"),
+        ({"hidden_size": 66}, "head_dim", "not a multiple"),
         ({"head_dim": 15}, "head_dim", "even"),
         ({"model_type": "mamba"}, "model_type", "'mamba' is not supported"),
         ({"hidden_act": "relu"}, "hidden_act", "'relu' is not supported"),
@@ -101,11 +101,11 @@ def test_the_fingerprint_follows_the_content_not_the_order() -> None:
         ({"rope_scaling": "linear"}, "rope_scaling", "object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "part of each head"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map", "code"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "quantized"),
         ({"eos_token_id": "</s>"}, "eos_token_id", "token id"),
     ],
 )
-def test_what_cannot_be_served_is_named(change: dict[str, Any], field: str, says: str) -> None:
+def test_an_unsupported_value_is_refused_by_its_key(change: dict[str, Any], field: str, says: str) -> None:
     with pytest.raises(CheckpointError, match=says) as caught:
         ModelConfig.parse({**BASE, **change}, source="/models/x/config.json")
     assert caught.value.field == field

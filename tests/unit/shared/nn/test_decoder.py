@@ -1,4 +1,4 @@
-"""The decoder against transformers: logits, captured states, chunks, batches and trees."""
+"""The decoder equals transformers: logits, captured states, prompt chunks, batches and trees."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(folder: Path) -> None:
 
 
 def random_tree(rng: random.Random, nodes: int, depth: int) -> list[int]:
-    """Return parents of a random tree that reaches `depth` and branches; parents come first."""
+    """Return the parents of a random tree with branches and the given depth; parents come first."""
     parents, depths = [-1], [0]
     for node in range(1, nodes):
         parent = node - 1 if node <= depth else rng.choice([n for n in range(node) if depths[n] < depth])
@@ -274,7 +274,7 @@ def test_half_precision_runs_and_returns_logits_of_its_type(dtype: torch.dtype, 
         theirs = copy.deepcopy(reference("grouped")).to(dtype)(torch.tensor([tokens])).logits[0]
     assert (logits - exact).abs().mean() <= 1.5 * (
         theirs - exact
-    ).abs().mean()  # no worse than transformers in that precision
+    ).abs().mean()  # no worse than transformers at the same precision
 
 
 def test_stored_half_precision_is_widened_exactly(folder: Path, tmp_path: Path) -> None:

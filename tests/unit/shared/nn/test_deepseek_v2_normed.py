@@ -1,6 +1,7 @@
-"""DeepSeek-V2 with ``norm_topk_prob``: the chosen weights sum to one and are not scaled, as in DeepSeek's own code.
+"""DeepSeek-V2 with ``norm_topk_prob``: weights of the chosen experts sum to one and are not scaled.
 
-`transformers` does not read the key, so its router is wrapped here: normalising what it returns is what that code does.
+That is what DeepSeek's own code does. `transformers` ignores the key, so these tests wrap its router and
+normalize the weights that it returns.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def test_logits_equal_a_router_that_normalises(
     logits, _ = Sequences(decoder, 1).run([0], [tokens])
     want = reference_logits(case, tokens)
     assert_near(logits, want)
-    assert float((scaled - want).abs().max()) > 1e-2, "the key must matter for this test to mean anything"
+    assert float((scaled - want).abs().max()) > 1e-2, "without an effect of the key, this test proves nothing"
 
 
 def test_one_expert_per_token_is_scaled_and_not_normalised(

@@ -1,4 +1,4 @@
-"""Random models: of the named shape, computable, the same wherever they are made, and heads that the real reader takes."""
+"""Random models: they have the named shape, compute reproducibly, and their heads pass the real reader."""
 
 from __future__ import annotations
 

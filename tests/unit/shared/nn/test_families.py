@@ -1,4 +1,4 @@
-"""Every target family against transformers: logits in chunks, steps and trees, beyond the window, and captured states."""
+"""Every target family equals transformers: logits of chunks, steps and trees, windows, captured states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from outrider.shared.nn.layers.rope import RotaryEmbedding
 from outrider.shared.nn.open import load_decoder
 
 torch.set_num_threads(1)
-BACKENDS = ("reference", "triton")  # without a GPU, triton is the kernels' own references
+BACKENDS = ("reference", "triton")  # without a GPU, "triton" runs the kernels' references
 
 
 @pytest.fixture(scope="module")
@@ -212,10 +212,10 @@ def loose_clamp(decoder: Decoder) -> None:
         ("deepseek-v3", no_temperature),
     ],
 )
-def test_the_comparison_sees_what_a_family_adds(
+def test_the_comparison_fails_without_the_features_of_a_family(
     case: str, mutate: Callable[[Decoder], None], folder: Path
 ) -> None:
-    """Equality to transformers says something only if leaving the addition out breaks it."""
+    """Equality to transformers proves something only if the comparison fails without the feature."""
     tokens = random_tokens(1, 3 * WINDOW)
     decoder = load_decoder(save(case, folder))
     want = reference_logits(case, tokens)

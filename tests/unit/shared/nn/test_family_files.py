@@ -1,4 +1,4 @@
-"""Family files: config.json as published, what is ignored and why, MXFP4, and what is refused by name."""
+"""Published files of each family: config.json, ignored tensors and reasons, MXFP4 and FP8, and refusals."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_tensor_is_expected_or_ignored_with_a_reason(case: str, folder: Pa
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_tensor_that_is_missing_or_too_many_is_named(case: str, folder: Path, tmp_path: Path) -> None:
+def test_a_missing_or_unexpected_tensor_is_named(case: str, folder: Path, tmp_path: Path) -> None:
     source = save(case, folder)
     tensors = load_file(source / "model.safetensors")
     gone = sorted(name for name in tensors if ".layers.2." in name)[0]
@@ -135,7 +135,7 @@ def test_deepseek_v3_as_published_is_read() -> None:
     assert set(config.ignored) == {"*rotary_emb.inv_freq", "model.layers.4.*"}
 
 
-def test_the_mtp_layer_of_deepseek_is_ignored_but_a_layer_more_is_not(folder: Path, tmp_path: Path) -> None:
+def test_the_mtp_layer_of_deepseek_is_ignored_but_an_extra_layer_is_not(folder: Path, tmp_path: Path) -> None:
     source = save("deepseek-v3", folder)
     tensors = load_file(source / "model.safetensors")
     shutil.copy(source / "config.json", tmp_path)
@@ -153,7 +153,7 @@ def test_the_mtp_layer_of_deepseek_is_ignored_but_a_layer_more_is_not(folder: Pa
         (
             "model.layers.4.eh_proj.weight",
             1,
-            "multi-token prediction layers, which draft and are no part of the decoder",
+            "multi-token prediction layers, used for drafting and not part of the decoder",
         )
     ]
     save_file(
@@ -190,7 +190,7 @@ def test_mxfp4_experts_equal_transformers_after_dequantising(folder: Path, tmp_p
     assert_near(got, want)
 
 
-def test_a_scale_that_is_no_number_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_an_mxfp4_scale_that_is_nan_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "packed"
     pack_mxfp4(path, save("gpt-oss", folder))
     tensors = load_file(path / "model.safetensors")
@@ -270,24 +270,24 @@ def test_fp8_scales_that_are_missing_are_named(folder: Path, tmp_path: Path) -> 
         ({"model_type": "novel", "layer_types": ["linear_attention"] * 4}, "model_type", "linear-attention"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "model_type", "encoder-decoder model"),
         ({"model_type": "whisper"}, "model_type", "encoder-decoder model"),
-        ({"model_type": "bert"}, "model_type", "generates nothing"),
+        ({"model_type": "bert"}, "model_type", "generates no text"),
         (
             {"model_type": "novel", "auto_map": {"AutoModel": "modeling_novel.X"}},
             "model_type",
             "auto_map names is never run",
         ),
         ({"architectures": ["NovelForCausalLM"]}, "model_type", "'NovelForCausalLM' is not supported"),
-        ({"model_type": "qwen2", "auto_map": {"AutoModel": "modeling_qwen.X"}}, "auto_map", "never done"),
+        ({"model_type": "qwen2", "auto_map": {"AutoModel": "modeling_qwen.X"}}, "auto_map", "never run"),
         (
             {"model_type": "mimo", "auto_map": {"AutoModel": "other/repo--modeling_mimo.X"}},
             "auto_map",
-            "never done",
+            "never run",
         ),
         ({"model_type": "mimo", "auto_map": "x"}, "auto_map", "class names"),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "awq"}},
             "quantization_config",
-            r"quantised weights \(awq\)",
+            r"quantized weights \(awq\)",
         ),
         (
             {"model_type": "qwen2", "quantization_config": {"quant_method": "mxfp4"}},
@@ -298,7 +298,7 @@ def test_fp8_scales_that_are_missing_are_named(folder: Path, tmp_path: Path) -> 
         (
             {"model_type": "mistral", "sliding_window": 8, "layer_types": ["sliding_attention"]},
             "layer_types",
-            "names 1 layers",
+            "lists 1 layers",
         ),
         ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 4}, "sliding_window", "is missing"),
         (
@@ -323,14 +323,14 @@ def test_fp8_scales_that_are_missing_are_named(folder: Path, tmp_path: Path) -> 
         ),
     ],
 )
-def test_what_no_family_reads_is_refused_by_name(keys: dict[str, Any], field: str, says: str) -> None:
+def test_a_model_of_no_family_is_refused_by_its_key(keys: dict[str, Any], field: str, says: str) -> None:
     with pytest.raises(CheckpointError, match=says) as caught:
         parse(**keys)
     assert caught.value.field == field
     assert "/models/x/config.json" in caught.value.message
 
 
-def test_heads_and_classifiers_are_no_targets(tmp_path: Path) -> None:
+def test_heads_and_classifiers_are_refused_as_targets(tmp_path: Path) -> None:
     for architecture in ("LlamaForCausalLMEagle3", "LlamaForSequenceClassification"):
         (tmp_path / "config.json").write_text(
             json.dumps({**SIZES, "model_type": "llama", "architectures": [architecture]})

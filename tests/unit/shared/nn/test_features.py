@@ -1,4 +1,4 @@
-"""What is stored for a drafter: norms and projection as the head's checkpoint says, and misfits refused by name."""
+"""Features for a drafter: its norms and projection are applied, and a head that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_one_norm_covers_the_concatenation() -> None:
     )
 
 
-def test_features_may_travel_raw() -> None:
+def test_features_may_be_sent_without_projection() -> None:
     assert torch.equal(project({}, feature_size=3 * HIDDEN), output().aux)
     assert torch.equal(project({}, aux_layer_ids=(), final_hidden=True, feature_size=HIDDEN), output().hidden)
 
@@ -86,7 +86,7 @@ def test_features_may_travel_raw() -> None:
             "1 fc_norm weights for 3 aux layers",
         ),
         ({"fc.weight": (SIZE, 3 * HIDDEN), "fc_norm.1.weight": (HIDDEN,)}, {}, "fc_norm.0.weight", "missing"),
-        ({}, {}, "feature_size", "48 wide, the head asks for 12"),
+        ({}, {}, "feature_size", "48 wide, but the head needs 12"),
         ({}, {"aux_layer_ids": (1, 3, 8)}, "aux_layer_ids", "below the target's 8 layers"),
         ({}, {"aux_layer_ids": (3, 1)}, "aux_layer_ids", "ascending"),
         ({}, {"aux_layer_ids": ()}, "aux_layer_ids", "either aux layers or the final hidden state"),

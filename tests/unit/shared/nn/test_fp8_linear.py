@@ -1,4 +1,4 @@
-"""Weights kept in FP8: near the wider ones, half their bytes, and refused where they cannot be had."""
+"""Weights stored in FP8: close to the wide weights, half their size, and refused where unsupported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_products_are_near_those_of_the_wide_weight() -> None:
     for got, want in ((narrow(x), wide(x)), (narrow.plus(residual, x), wide.plus(residual, x))):
         assert (
             float((got - want).float().norm() / want.float().norm()) < 0.04
-        )  # three bits behind the first: 1/16 at most each
+        )  # three mantissa bits: the relative error is at most 1/16
     assert narrow.nbytes == 48 * 64 + 48 * 4
 
 
@@ -51,10 +51,10 @@ def test_a_decoder_is_near_itself_in_fp8(decoder: Decoder) -> None:
     nbytes, fingerprint = decoder.weight_bytes, decoder.fingerprint
     decoder.quantize_fp8()
     got, _ = Sequences(decoder, 1).run([0], [[1, 2, 3, 4]])
-    # Weights off by a thirtieth each, in a model of random ones that forgives nothing.
+    # Each weight is off by about 1/30, and random models amplify errors.
     assert 0.0 < float((got - want).norm() / want.norm()) < 0.25
     assert decoder.weight_bytes < 0.6 * nbytes
-    assert decoder.fingerprint != fingerprint, "stored features of the wide model are another's"
+    assert decoder.fingerprint != fingerprint, "features stored for the wide model must not match"
 
 
 def test_logits_come_from_a_rounded_copy_of_the_head(decoder: Decoder) -> None:
@@ -70,7 +70,7 @@ def test_logits_come_from_a_rounded_copy_of_the_head(decoder: Decoder) -> None:
     assert decoder.weight_bytes == nbytes - layers + narrow + weight.nbytes + scales.nbytes
 
 
-def test_what_is_quantised_is_not_quantised_again(decoder: Decoder) -> None:
+def test_quantized_layers_are_not_quantized_again(decoder: Decoder) -> None:
     decoder.quantize_fp8()
     with pytest.raises(ConfigurationError, match="quantization fp8"):
         decoder.quantize_fp8()
@@ -79,5 +79,5 @@ def test_what_is_quantised_is_not_quantised_again(decoder: Decoder) -> None:
 @pytest.mark.parametrize("case", ["mixtral", "deepseek-v2"])
 def test_other_layers_are_refused(case: str, tmp_path: Path) -> None:
     path = save(case, tmp_path)
-    with pytest.raises(ConfigurationError, match="dense decoders"):
+    with pytest.raises(ConfigurationError, match="dense decoder"):
         load_decoder(path).quantize_fp8()

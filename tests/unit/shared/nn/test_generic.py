@@ -1,4 +1,4 @@
-"""Families that transformers computes, with our attention, against transformers' eager attention; and those that are refused."""
+"""Models that run through transformers: they equal its eager attention, or are refused if unsupported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def random_tokens(seed: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize(
     "backend", ["reference", "triton"]
-)  # without a GPU, triton is the kernels' own references
+)  # without a GPU, "triton" runs the kernels' references
 @pytest.mark.parametrize("case", list(CASES))
 def test_logits_of_chunks_and_steps_equal_transformers(case: str, backend: str, folder: Path) -> None:
     texts = [random_tokens(seed, 3 * WINDOW) for seed in (1, 2)]
@@ -129,7 +129,7 @@ def test_the_cap_of_scores_matters() -> None:
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_an_unsupported_model_is_refused_by_its_key(name: str, tmp_path: Path) -> None:
     prefix, overrides, field, message = REFUSED[name]
     make(prefix, overrides).config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -140,11 +140,11 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("change", "field", "message"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_phi.PhiForCausalLM"}}, "auto_map", "never done"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "quantised"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_phi.PhiForCausalLM"}}, "auto_map", "never run"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config", "quantized"),
         ({"architectures": ["PhiForSequenceClassification"]}, "architectures", "not a target model"),
-        ({"hidden_size": "wide"}, "model_type", "transformers refuses this 'phi' configuration"),
-        ({"num_attention_heads": 0}, "model_type", "cannot make a PhiForCausalLM|refuses this 'phi'"),
+        ({"hidden_size": "wide"}, "model_type", "transformers rejects this 'phi' configuration"),
+        ({"num_attention_heads": 0}, "model_type", "cannot create PhiForCausalLM|rejects this 'phi'"),
         ({"model_type": "gemma3"}, "model_type", "multimodal"),
         ({"model_type": "marian", "is_encoder_decoder": True}, "model_type", "encoder-decoder"),
         ({"model_type": "no_such_model"}, "model_type", "not supported"),
@@ -166,7 +166,7 @@ def test_a_model_without_rms_norms_may_say_null_there(folder: Path, tmp_path: Pa
     assert read_model_config(tmp_path).model_type == "cohere2"
 
 
-def test_whatever_a_model_class_raises_is_told_of_its_file(
+def test_any_exception_of_a_model_class_names_the_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def clumsy(*_: object) -> None:
@@ -181,7 +181,7 @@ def test_whatever_a_model_class_raises_is_told_of_its_file(
 
 
 def broken(folder: Path, path: Path, change: dict[str, torch.Tensor | None]) -> Path:
-    """Copy phi's checkpoint with tensors replaced, added, or (None) left out."""
+    """Copy phi's checkpoint with tensors replaced, added, or left out (None)."""
     source = save("phi", folder)
     tensors: dict[str, Any] = load_file(source / "model.safetensors") | change
     save_file(
@@ -222,7 +222,7 @@ def test_weights_that_do_not_fit_are_refused_by_tensor(
 
 
 def test_masks_of_old_exports_are_left_in_the_file(folder: Path, tmp_path: Path) -> None:
-    """Integers, which are no weights: gpt-neox was exported with its causal mask."""
+    """A stored causal mask is not a weight: old exports of gpt-neox contain one."""
     source = save("gpt-neox", folder)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     save_file(
@@ -236,7 +236,7 @@ def test_masks_of_old_exports_are_left_in_the_file(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("left_out", ["up_proj", ""])
-def test_a_missing_expert_is_named_by_what_it_belongs_to(left_out: str, folder: Path, tmp_path: Path) -> None:
+def test_a_missing_expert_is_named_by_its_fused_tensor(left_out: str, folder: Path, tmp_path: Path) -> None:
     source = save("olmoe", folder)
     expert = f"model.layers.1.mlp.experts.3.{left_out}"
     tensors = {
@@ -279,7 +279,7 @@ def test_weights_can_be_borrowed_unless_the_head_has_a_bias(folder: Path) -> Non
 
 
 def test_learned_positions_end_with_their_table(folder: Path) -> None:
-    """Drafts may lie behind the last position; they must not disturb the rows before it."""
+    """Drafts may lie beyond the last position; they must not change the rows before it."""
     decoder, size = load_decoder(save("gpt2", folder)), 128
     text, sequences = random_tokens(1, size), Sequences(decoder, 1, tokens=size + 4)
     sequences.run([0], [text[:-1]])
@@ -332,7 +332,7 @@ def test_a_missing_transformers_is_named(folder: Path, monkeypatch: pytest.Monke
         read_model_config(save("phi", folder))
 
 
-def test_fingerprints_tell_weights_apart(folder: Path, tmp_path: Path) -> None:
+def test_different_weights_have_different_fingerprints(folder: Path, tmp_path: Path) -> None:
     again, other = tmp_path / "again", tmp_path / "other"
     again.mkdir()
     other.mkdir()

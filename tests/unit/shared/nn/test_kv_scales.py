@@ -1,4 +1,4 @@
-"""Scales of an FP8 cache in a checkpoint: keys and values that e4m3 could not hold are kept, and nothing changes with a wide cache."""
+"""FP8 cache scales in a checkpoint: K/V beyond e4m3's range stay accurate, and a wide cache is unaffected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.shared.nn.open import load_decoder, read_model_config
 TOKENS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 79]
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3-bias", "gpt-oss"]
 LARGE = 2.0**14
-"""By how much keys and values are larger than they were: far beyond the 448 of e4m3."""
+"""Factor by which keys and values are enlarged: far beyond e4m3's maximum of 448."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -39,7 +39,7 @@ def change(folder: Path, tensors: Callable[[Tensors], Tensors]) -> Path:
 
 
 def enlarge(tensors: Tensors) -> Tensors:
-    """Return weights of the same function with larger keys and values."""
+    """Return weights that compute the same function with larger keys and values."""
     normed = any(".k_norm." in name for name in tensors)
     factors = {".v_proj.weight": LARGE, ".v_proj.bias": LARGE, ".o_proj.weight": 1 / LARGE}
     if normed:
@@ -59,7 +59,7 @@ def enlarge(tensors: Tensors) -> Tensors:
 def with_scales(
     spelling: str = "{0}_scale", value: float = 0.9 * LARGE, shape: tuple[int, ...] = ()
 ) -> Callable[[Tensors], Tensors]:
-    """Return what adds scales; a little smaller than `LARGE`, the power of two above them."""
+    """Return a function that adds scales. They are slightly below `LARGE`, the next power of two."""
     names = [
         f"model.layers.{layer}.self_attn.{spelling.format(part)}"
         for layer in range(family_models.LAYERS)
@@ -105,10 +105,10 @@ def test_ranks_of_a_spread_model_scale_their_heads_like_one_process(tmp_path: Pa
     columns = on_all(ranks, lambda rank: run(rank, settings))
     got = torch.cat(columns, dim=1)[:, : want.shape[1]]
     family_models.assert_near(got, want, 1e-3)
-    assert float((got - wide).norm() / wide.norm()) > 0.01, "rounding must show"
+    assert float((got - wide).norm() / wide.norm()) > 0.01, "rounding must have an effect"
     assert [rank.token_bytes() for rank in ranks] == [
         load_decoder(large, "cpu").token_bytes() // 8
-    ] * 2  # heads by 2, bits by 4
+    ] * 2  # half the heads, and a quarter of the bits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,7 +121,7 @@ def test_a_wide_cache_keeps_every_bit(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("spelling", ["{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale"])
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_spellings(tmp_path: Path, spelling: str, shape: tuple[int, ...]) -> None:
+def test_every_spelling_of_the_scales_is_found(tmp_path: Path, spelling: str, shape: tuple[int, ...]) -> None:
     usual = logits(family_models.save("llama", tmp_path / "usual"), kv_cache_dtype="fp8_e4m3")
     large = change(
         change(family_models.save("llama", tmp_path / "large"), enlarge), with_scales(spelling, shape=shape)
@@ -136,7 +136,7 @@ def test_spellings(tmp_path: Path, spelling: str, shape: tuple[int, ...]) -> Non
 @pytest.mark.parametrize(
     ("value", "shape"), [(0.0, ()), (-1.0, ()), (float("nan"), ()), (float("inf"), (1,)), (1.0, (2,))]
 )
-def test_what_is_no_scale_is_refused(tmp_path: Path, value: float, shape: tuple[int, ...]) -> None:
+def test_an_invalid_scale_is_refused(tmp_path: Path, value: float, shape: tuple[int, ...]) -> None:
     folder = change(family_models.save("llama", tmp_path), with_scales(value=value, shape=shape))
     with pytest.raises(CheckpointError, match="scale") as refused:
         load_decoder(folder, "cpu")
@@ -164,7 +164,7 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
         ({"quant_method": "other", "kv_cache_scheme": SCHEME}, False),
     ],
 )
-def test_a_quantisation_of_the_cache_alone_is_served(
+def test_a_checkpoint_with_only_a_quantized_cache_is_served(
     tmp_path: Path, section: dict[str, Any], served: bool
 ) -> None:
     folder = change(family_models.save("llama", tmp_path), with_scales())
@@ -173,11 +173,11 @@ def test_a_quantisation_of_the_cache_alone_is_served(
     if served:
         read_model_config(folder)
     else:
-        with pytest.raises(CheckpointError, match="quantised weights"):
+        with pytest.raises(CheckpointError, match="quantized weights"):
             read_model_config(folder)
 
 
-def test_fp16_has_no_room_for_them(tmp_path: Path) -> None:
+def test_fp16_models_ignore_the_scales(tmp_path: Path) -> None:
     folder = change(family_models.save("llama", tmp_path), with_scales(value=1 / LARGE))
     stored = load_file(str(folder / "model.safetensors"))["model.layers.0.self_attn.o_proj.weight"]
     attention: Any = load_decoder(folder, "cpu", torch.float16).layers[0].attention

@@ -1,4 +1,4 @@
-"""Checkpoints: every layout that is read, and every fault by its name."""
+"""Loading checkpoints: every layout of files, staging through pinned memory, and an error for every fault."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_every_layout_gives_the_same_tensors(tmp_path: Path, layout: str) -> Non
         taken["d2t"] = reader.take("d2t", (6,), dtype=torch.int64)
         taken["t2d"] = reader.take("t2d", (3,), dtype=torch.bool)
         reader.finish()
-    for name, tensor in taken.items():  # after the files are closed
+    for name, tensor in taken.items():  # the files are closed now
         want = TENSORS[name]
         assert torch.equal(tensor, want.float() if want.is_floating_point() else want)
 
 
-def test_all_layouts_have_one_fingerprint_and_other_weights_another(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_weights_and_not_on_the_layout(tmp_path: Path) -> None:
     prints = set()
     for layout, write in LAYOUTS.items():
         folder = tmp_path / layout
@@ -139,7 +139,7 @@ def test_a_long_list_of_faults_is_cut_and_counted(tmp_path: Path) -> None:
         ("a.weight", (3, 4), torch.int64, "not int64: a.weight is float32"),
     ],
 )
-def test_take_refuses_what_is_not_as_asked(
+def test_take_refuses_tensors_that_differ_from_the_request(
     tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, says: str
 ) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -148,7 +148,7 @@ def test_take_refuses_what_is_not_as_asked(
     assert caught.value.field == name
 
 
-def test_finish_names_what_nobody_took(tmp_path: Path) -> None:
+def test_finish_names_every_tensor_that_was_not_taken(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     with CheckpointReader(tmp_path) as reader:
         reader.take("a.weight", (3, 4))
@@ -184,8 +184,8 @@ BROKEN: dict[str, tuple[bytes, str, str | None]] = {
     "unknown type": (header_of({"x": entry(dtype="F4")}), "stores x as 'F4'", "x"),
     "truncated data": (header_of({"x": entry()}, bytes(5)), "ends 3 bytes before the end of x", "x"),
     "overlap": (header_of({"x": entry(), "y": entry(4, 12)}, bytes(12)), "y at byte 4, which overlaps", "y"),
-    "hole": (header_of({"x": entry(), "y": entry(12, 20)}, bytes(20)), "leaves a hole", "y"),
-    "trailing bytes": (header_of({"x": entry()}, bytes(11)), "3 bytes behind its last tensor", None),
+    "hole": (header_of({"x": entry(), "y": entry(12, 20)}, bytes(20)), "leaves a gap", "y"),
+    "trailing bytes": (header_of({"x": entry()}, bytes(11)), "3 bytes after its last tensor", None),
 }
 
 
@@ -262,8 +262,8 @@ def test_a_missing_shard_and_a_wrong_index_are_named(tmp_path: Path) -> None:
     index = tmp_path / "model.safetensors.index.json"
     raw = json.loads(index.read_text())
     for change, says in (
-        ({"extra": shard.name}, "holds extra, which it does not"),
-        ({"a.weight": shard.name}, "holds a.weight, which it does not"),
+        ({"extra": shard.name}, "lists extra under .* does not contain it"),
+        ({"a.weight": shard.name}, "lists a.weight under .* does not contain it"),
         ({"a.weight": "../model.safetensors"}, "outside the model folder"),
         ({"a.weight": 3}, "no weight_map"),
     ):
@@ -321,10 +321,10 @@ def test_a_strided_tensor_is_staged_as_it_reads() -> None:
     assert torch.equal(out, source)
 
 
-def test_large_tensors_go_through_staging_and_broken_ones_are_found_when_the_reader_is_left(
+def test_large_tensors_are_staged_and_nan_is_found_when_the_reader_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU's reader does, on a CPU: nobody waits for numbers before all is taken."""
+    """On a CPU, act like a reader for a GPU: results are checked for NaN only after everything is taken."""
     staged: list[int] = []
 
     class Noted(WeightStaging):
@@ -368,6 +368,6 @@ def test_large_tensors_go_through_staging_and_broken_ones_are_found_when_the_rea
     with pytest.raises(CheckpointError, match="broken holds NaN or infinite") as caught:
         take_all()
     assert caught.value.field == "broken"
-    assert len(taken) == 2, "nobody waited"
-    with pytest.raises(KeyError, match="an error of its own is not covered up"):
-        take_all(KeyError("an error of its own is not covered up"))
+    assert len(taken) == 2, "taking a tensor does not wait for the check"
+    with pytest.raises(KeyError, match="an earlier error is not hidden"):
+        take_all(KeyError("an earlier error is not hidden"))

@@ -1,4 +1,4 @@
-"""Weight files are read ahead of the thread that takes tensors: everything, no further than allowed, and no thread stays."""
+"""Reading ahead: threads read every tensor, stay within the maximum lead, and end with the loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def threads() -> list[threading.Thread]:
 
 @pytest.fixture
 def touched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of the pieces that threads took, with pieces of 100 bytes and 250 bytes ahead."""
+    """Sizes of the pieces that threads took, with pieces of 100 bytes and a lead of 250 bytes."""
     monkeypatch.setattr(read_ahead, "PIECE_BYTES", 100)
     monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 250)
     taken: list[int] = []
@@ -37,7 +37,7 @@ def touched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return taken
 
 
-def test_it_stays_near_to_what_is_used(touched: list[int]) -> None:
+def test_reading_stays_within_the_maximum_lead(touched: list[int]) -> None:
     ahead = ReadAhead([torch.zeros(130, dtype=torch.bfloat16), torch.zeros(1000, dtype=torch.uint8)])
     workers = threads()
     assert len(workers) == read_ahead.THREADS
@@ -46,12 +46,12 @@ def test_it_stays_near_to_what_is_used(touched: list[int]) -> None:
         assert sum(touched) <= 1260 + 250 + 100
     for worker in workers:
         worker.join(10)
-        assert not worker.is_alive(), "all is read"
+        assert not worker.is_alive(), "everything is read"
     assert sorted(touched) == [60] + [100] * 12
     ahead.close()
 
 
-def test_it_ends_though_nothing_more_is_used(touched: list[int]) -> None:
+def test_close_stops_waiting_threads(touched: list[int]) -> None:
     ahead = ReadAhead([torch.zeros(10_000, dtype=torch.uint8)])
     ahead.close()
     assert sum(touched) <= 300
@@ -73,4 +73,4 @@ def test_a_model_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         names = set(reader.names)
     load_decoder(folder, "cpu")
     assert set(asked) == names
-    assert not threads(), "they end with the loading"
+    assert not threads(), "threads end with the loading"

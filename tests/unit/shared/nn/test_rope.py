@@ -1,4 +1,4 @@
-"""Rotary embedding against transformers' and against its definition."""
+"""Rotary embedding equals transformers' and its definition."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rotations_equal_transformers(kind: RopeKind, head_dim: int) -> None:
     )
     positions = torch.tensor(
         [0, 1, 5, 5, 130, 4097]
-    )  # beyond the table of the config, out of order, repeated
+    )  # beyond the context of the config, out of order, repeated
     heads = torch.randn(6, 3, head_dim)
     cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
     want, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos, sin)

@@ -1,4 +1,4 @@
-"""Products of all embeddings: what they are, and which devices have room for them."""
+"""The table of q-k-v products: its values, and the devices that have room for it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_token_has_the_product_of_its_normed_embedding(
         (GIB, 2 * GIB, 140 * GIB, True),
     ],
 )
-def test_a_table_takes_little_of_a_device_and_half_of_what_is_free(
+def test_a_table_takes_a_small_share_of_the_device_and_half_of_its_free_memory(
     nbytes: float, free: int, total: int, expected: bool
 ) -> None:
     assert fits(int(nbytes), free, total) is expected

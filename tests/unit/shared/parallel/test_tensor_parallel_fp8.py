@@ -65,6 +65,6 @@ def test_experts_are_refused_and_still_sum(case: str, folder: Path) -> None:
     ranks = load_ranks(save(case, folder), 2)
     want = on_all(ranks, run)
     for rank in ranks:
-        with pytest.raises(ConfigurationError, match="layers of another kind"):
+        with pytest.raises(ConfigurationError, match="layers of an unsupported kind"):
             rank.quantize()
     assert all(torch.equal(got, before) for got, before in zip(on_all(ranks, run), want, strict=True))

@@ -1,0 +1,86 @@
+"""Defines `TensorSource`, from which layers load tensors, and `ExpectedTensors`, which only records them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from outrider.shared.nn.checkpoint.tensor_file import Shape
+
+__all__ = ["ExpectedTensors", "Shape", "TensorSource"]
+
+
+class TensorSource(Protocol):
+    """Supplies named tensors to the functions that load layers."""
+
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Return one tensor on the source's device.
+
+        Args:
+            name: The tensor's name.
+            shape: The shape it must have.
+            dtype: The exact stored type of an index or mask tensor (d2t: int64). None for a floating-point
+                weight, which is converted to the source's dtype.
+            to: Type to convert a floating-point weight to, instead of the source's dtype.
+
+        Raises:
+            CheckpointError: The tensor is missing, has another shape or type, or contains NaN or infinite
+                numbers.
+        """
+        ...
+
+    def take_rows(
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Return several tensors as one, concatenated along their first dimension (fused q-k-v, gate-up).
+
+        Args:
+            parts: Name and shape of each tensor.
+            dtype: As in `take`.
+            to: As in `take`.
+
+        Raises:
+            CheckpointError: As in `take`.
+        """
+        ...
+
+
+class ExpectedTensors(TensorSource):
+    """A `TensorSource` without a file: records the tensors that a model needs, on the meta device.
+
+    Attributes:
+        shapes: Name → shape of every tensor that was requested.
+        dtypes: Name → exact type, for tensors that were requested with one.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def take(
+        self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Record one tensor."""
+        return self.take_rows([(name, shape)], dtype=dtype, to=to)
+
+    def take_rows(
+        self,
+        parts: Sequence[tuple[str, Shape]],
+        *,
+        dtype: torch.dtype | None = None,
+        to: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Record several tensors that become one."""
+        self.shapes |= dict(parts)
+        if dtype is not None:
+            self.dtypes |= {name: dtype for name, _ in parts}
+        rows = sum(shape[0] for _, shape in parts)
+        return torch.empty((rows, *parts[0][1][1:]), dtype=dtype or to or torch.float32, device="meta")
