@@ -20,6 +20,9 @@ from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
 from outrider.services.cli.settings_options import settings_command
+from outrider.services.cli.up import StatusConsole
+from outrider.services.stack import launch
+from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
 
@@ -137,13 +140,13 @@ def test_serve_takes_sglangs_name_of_the_draft(service: str, monkeypatch: pytest
 
 
 def test_up_hands_its_capacity_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[cli.StackOptions] = []
+    seen: list[StackOptions] = []
 
-    def start(options: cli.StackOptions, *_: object) -> None:
+    def start(options: StackOptions, *_: object) -> None:
         seen.append(options)
         raise ConfigurationError("enough seen")
 
-    monkeypatch.setattr(cli.launch, "running_stack", start)
+    monkeypatch.setattr(launch, "running_stack", start)
     RUNNER.invoke(
         cli.app, ["up", "--max-running-requests", "3", "--mem-fraction-static", "0.4", "--kv-tokens", "4096"]
     )
@@ -296,7 +299,7 @@ class ClosedPipe(io.StringIO):
 
 def test_a_closed_status_output_goes_quiet() -> None:
     """`outrider up | head` must not lose the threads that look after the children."""
-    console = cli.StatusConsole(file=ClosedPipe())
+    console = StatusConsole(file=ClosedPipe())
     console.print("nobody reads this")
     assert console.quiet
     console.print("nor this")

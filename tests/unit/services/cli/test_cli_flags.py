@@ -19,6 +19,7 @@ from outrider.services.cli.flags import TARGET_FLAGS
 from outrider.services.cli.settings_options import ALIASES
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.stack import launch
 from outrider.services.stack.launch import check_options, free_port, plan_stack
 from outrider.services.stack.options import StackOptions, Transport
 from outrider.services.target.settings import TargetSettings
@@ -91,7 +92,7 @@ def up(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> StackOption
         seen.append(options)
         raise ConfigurationError("enough seen")
 
-    monkeypatch.setattr(cli.launch, "running_stack", start)
+    monkeypatch.setattr(launch, "running_stack", start)
     result = RUNNER.invoke(cli.app, ["up", *arguments])
     assert len(seen) == 1, result.output
     return seen[0]
