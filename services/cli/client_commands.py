@@ -122,8 +122,8 @@ def health(
         str | None,
         typer.Option(
             "--grpc",
-            help="Check the gRPC service at this address (host:port, unix:/path or ipc:///path) instead of the "
-            "gateway.",
+            help="Check the gRPC service at this address (host:port, unix:/path or ipc:///path) instead of "
+            "the gateway.",
             metavar="ADDRESS",
         ),
     ] = None,

@@ -193,7 +193,7 @@ def up(
 ) -> None:
     """Start the gateway, the target and the draft.
 
-    Services that crash are restarted. Ctrl-C or SIGTERM stops all of them.
+    A service that exits unexpectedly is restarted. Ctrl-C or SIGTERM stops all services.
     """
     from outrider.shared.base.lifecycle import StopSignal
 
