@@ -73,8 +73,8 @@ TARGET_FLAGS: Mapping[str, TargetFlag] = {
     ),
     "draft_rounds": TargetFlag(
         str,
-        "With a draft in its own process: run rounds through the host, or keep them on the device. "
-        "auto keeps them on the device on a GPU.",
+        "With a draft in its own process: run rounds through the host, or keep them on the device. auto "
+        "keeps them on the device on a GPU.",
         "auto|host|device",
         "auto",
     ),

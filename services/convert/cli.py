@@ -61,6 +61,6 @@ def convert_tokenizer(
 
     done = convert_tokenizer(folder, output)
     typer.echo(
-        f"{done.file}: {done.tokens} tokens, converted from {done.kind}; "
-        f"{done.compared} sample texts encode as before"
+        f"{done.file}: {done.tokens} tokens, converted from {done.kind}; {done.compared} sample texts encode "
+        "as before"
     )

@@ -185,8 +185,8 @@ def check_options(options: StackOptions) -> None:
     check_values(options)
     if importlib.util.find_spec("torch") is None:
         raise ConfigurationError(
-            "PyTorch is not installed, but the target and the draft need it. "
-            "Run: pip install 'outrider[engine]'.",
+            "PyTorch is not installed, but the target and the draft need it. Run: pip install "
+            "'outrider[engine]'.",
             field="torch",
         )
     _check_model_folder(options.target, "--target")
@@ -213,8 +213,8 @@ def check_options(options: StackOptions) -> None:
             except OSError as error:
                 what = "REST" if port == options.port else "gRPC, the port after --port"
                 message = (
-                    f"Cannot listen on {options.host}:{port} ({what}): {error.strerror}. "
-                    "Stop the process that uses the port, or choose another --port."
+                    f"Cannot listen on {options.host}:{port} ({what}): {error.strerror}. Stop the process "
+                    "that uses the port, or choose another --port."
                 )
                 raise ConfigurationError(message, field="--port") from None
 

@@ -57,8 +57,8 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
     _check_files(options)
     if options.transport.value != "auto" and not options.speculates:
         raise ConfigurationError(
-            f"--transport {options.transport.value} has no effect because there is no draft. "
-            "Remove it, or give a --draft or a --speculative-algorithm that drafts.",
+            f"--transport {options.transport.value} has no effect because there is no draft. Remove it, or "
+            "give a --draft or a --speculative-algorithm that drafts.",
             field="--transport",
         )
     if options.mps:
