@@ -70,8 +70,8 @@ def _run(check: Check, pair: Pair) -> Iterator[Finding]:
 
 def _new(known: list[Finding], found: list[Finding]) -> list[Finding]:
     """Drop repeated findings: several checks can fail on the same unreadable file."""
-    said = {(finding.field, finding.message) for finding in known}
-    return [finding for finding in found if (finding.field, finding.message) not in said]
+    seen = {(finding.field, finding.message) for finding in known}
+    return [finding for finding in found if (finding.field, finding.message) not in seen]
 
 
 def _numbers(pair: Pair) -> dict[str, Mapping[str, Any]]:

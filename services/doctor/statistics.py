@@ -9,7 +9,7 @@ import torch
 
 SAMPLE = 1 << 20
 SPREAD = 16
-"""Number of places in the tensor from which a sample is taken."""
+"""Number of places in the tensor from which a sample is drawn."""
 NEAR_ZERO = 1e-6
 SIGMAS = 5.0
 UNIFORM = 1.2
@@ -119,35 +119,35 @@ def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
         whole: True checks every number for NaN. False checks a sample only, so that a large target is not
             read in full.
     """
-    taken = sample(tensor) if whole else sample(tensor, SAMPLE >> 4)
-    numbers, columns = taken.numel(), taken.shape[-1] if taken.dim() > 1 else 0
-    finite = is_finite(tensor if whole else taken)
+    sampled = sample(tensor) if whole else sample(tensor, SAMPLE >> 4)
+    numbers, columns = sampled.numel(), sampled.shape[-1] if sampled.dim() > 1 else 0
+    finite = is_finite(tensor if whole else sampled)
     if not numbers or not finite:
         return TensorStatistics(
             numbers, finite, math.nan, math.nan, math.nan, 0.0, 0.0, 0.0, 0, columns, 0.0, False
         )
-    centred = (taken - taken.mean()).double()
+    centred = (sampled - sampled.mean()).double()
     variance = float(centred.square().mean())
     kurtosis = float(centred.pow(4).mean()) / variance**2 - 3 if variance > 0 else 0.0
     rows, spreads = (
-        (numbers // columns, _spreads(taken, math.sqrt(variance), kurtosis))
+        (numbers // columns, _spreads(sampled, math.sqrt(variance), kurtosis))
         if columns
         else (0, (0.0, 0.0, 0.0))
     )
-    constant = bool((taken == taken.reshape(-1)[0]).all())
-    negative = float((taken < 0).float().mean())
-    mean, std = float(taken.mean()), math.sqrt(variance)
+    constant = bool((sampled == sampled.reshape(-1)[0]).all())
+    negative = float((sampled < 0).float().mean())
+    mean, std = float(sampled.mean()), math.sqrt(variance)
     return TensorStatistics(numbers, finite, mean, std, kurtosis, *spreads, rows, columns, negative, constant)
 
 
-def _spreads(taken: torch.Tensor, std: float, kurtosis: float) -> tuple[float, float, float]:
+def _spreads(sampled: torch.Tensor, std: float, kurtosis: float) -> tuple[float, float, float]:
     """Return the row, column and mean spread of ``[rows, columns]`` as defined by `TensorStatistics`."""
-    rows, columns = taken.shape
+    rows, columns = sampled.shape
     squares = max(kurtosis + 2, NEAR_ZERO)  # variance of a squared number over its squared mean
 
     def of_norms(norms: torch.Tensor, length: int) -> float:
         relative = float(norms.std(unbiased=False) / norms.mean().clamp_min(1e-30))
         return relative / math.sqrt(squares / (4 * length))
 
-    means = float(taken.mean(dim=0).std(unbiased=False)) / max(std / math.sqrt(rows), 1e-30)
-    return of_norms(taken.norm(dim=1), columns), of_norms(taken.norm(dim=0), rows), means
+    means = float(sampled.mean(dim=0).std(unbiased=False)) / max(std / math.sqrt(rows), 1e-30)
+    return of_norms(sampled.norm(dim=1), columns), of_norms(sampled.norm(dim=0), rows), means

@@ -166,8 +166,8 @@ def outrider_command() -> str:
     Raises:
         ConfigurationError: The script is not installed.
     """
-    beside = Path(sysconfig.get_path("scripts")) / "outrider"
-    found = str(beside) if beside.exists() else shutil.which("outrider")
+    script = Path(sysconfig.get_path("scripts")) / "outrider"
+    found = str(script) if script.exists() else shutil.which("outrider")
     if not found:
         raise ConfigurationError(
             "The `outrider` command is not installed in this environment. Run: pip install outrider.",
@@ -227,15 +227,15 @@ def _check_target_flags(options: StackOptions) -> None:
     from outrider.services.target.settings import TargetSettings
 
     draft = "unix:/draft" if options.speculates and not wants_inproc(options) else "none"
-    beside = {
+    related = {
         "model": options.target,
         "device": options.device,
         "dtype": options.dtype,
         "tp": options.tp,
         "draft": draft,
     }
-    beside["mem_fraction_static"] = options.mem_fraction_static
-    TargetSettings.load({**beside, **options.target_flags}).check()
+    related["mem_fraction_static"] = options.mem_fraction_static
+    TargetSettings.load({**related, **options.target_flags}).check()
 
 
 def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:

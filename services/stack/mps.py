@@ -80,9 +80,9 @@ class _Control:
         for path in self.variables.values():
             Path(path).mkdir(parents=True)
         # A file, not a pipe: the daemon inherits the descriptor, so a pipe would stay open while it runs.
-        said = self._folder / "start.log"
+        start_log = self._folder / "start.log"
         try:
-            with said.open("wb") as output:
+            with start_log.open("wb") as output:
                 code = subprocess.run(
                     (self._program, "-d"),
                     stdin=subprocess.DEVNULL,
@@ -96,7 +96,7 @@ class _Control:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ConfigurationError(f"{FLAG}: cannot start {PROGRAM}: {error}.", field=FLAG) from None
         if code:
-            why = said.read_text(encoding="utf-8", errors="replace").strip() or f"exit code {code}"
+            why = start_log.read_text(encoding="utf-8", errors="replace").strip() or f"exit code {code}"
             raise ConfigurationError(
                 f"{FLAG}: {PROGRAM} failed to start: {why}. Remove {FLAG} to run without it.", field=FLAG
             )

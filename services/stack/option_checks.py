@@ -127,8 +127,8 @@ def _check_shape(options: StackOptions) -> None:
         asked, most = (default if value is None else value), (default_cap if cap is None else cap)
         if asked > most:
             raise ConfigurationError(
-                f"{_said(flag, asked, value)} exceeds {_said(cap_flag, most, cap)}. Raise the limit or lower "
-                "the default.",
+                f"{_with_origin(flag, asked, value)} exceeds {_with_origin(cap_flag, most, cap)}. "
+                "Raise the limit or lower the default.",
                 field=flag,
             )
     num_steps = options.num_steps or DEFAULT_NUM_STEPS
@@ -174,7 +174,7 @@ def _check_files(options: StackOptions) -> None:
         )
 
 
-def _said(flag: str, value: int, given: int | None) -> str:
+def _with_origin(flag: str, value: int, given: int | None) -> str:
     return f"{flag} {value}" + (" (the default)" if given is None else "")
 
 

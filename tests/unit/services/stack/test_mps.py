@@ -25,13 +25,13 @@ FAKE_PROGRAM = """#!{python}
 import json, os, pathlib, sys
 pipe, log = (pathlib.Path(os.environ["CUDA_MPS_" + name + "_DIRECTORY"]) for name in ("PIPE", "LOG"))
 assert pipe.is_dir() and log.is_dir()
-said = "" if sys.argv[1:] else sys.stdin.read()
-call = [sys.argv[1:], said, str(pipe), os.environ.get("CUDA_VISIBLE_DEVICES")]
+command = "" if sys.argv[1:] else sys.stdin.read()
+call = [sys.argv[1:], command, str(pipe), os.environ.get("CUDA_VISIBLE_DEVICES")]
 with open({record!r}, "a") as record:
     record.write(json.dumps(call) + "\\n")
-if said == "get_server_list\\n":
+if command == "get_server_list\\n":
     print("4242\\nnone of ours")
-if {fails!r} in (sys.argv[1:] or [said.strip()]):
+if {fails!r} in (sys.argv[1:] or [command.strip()]):
     print("An instance of this daemon is already running", file=sys.stderr)
     sys.exit(1)
 """
@@ -69,7 +69,7 @@ class FakeControl:
 
     @property
     def commands(self) -> list[str]:
-        return [" ".join(arguments) or said.strip() for arguments, said, *_ in self.calls]
+        return [" ".join(arguments) or command.strip() for arguments, command, *_ in self.calls]
 
 
 @pytest.fixture

@@ -36,10 +36,10 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
     )
 
 
-def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, said: str) -> Path:
+def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, output: str) -> Path:
     """Put a fake nvidia-smi first on PATH, and return the file in which it records its arguments."""
     command = folder / "nvidia-smi"
-    command.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "{said}"\n')
+    command.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "{output}"\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -64,8 +64,8 @@ def test_both_caches_get_the_size_of_the_in_process_plan(
         pair, settings, ((8000 << 20) - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, 10000 << 20)
     )
     assert tokens == plan.kv_tokens > 0
-    taken = tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
-    assert taken + CONTEXTS_BYTES < 0.85 * (10000 << 20) - (2000 << 20)
+    used = tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
+    assert used + CONTEXTS_BYTES < 0.85 * (10000 << 20) - (2000 << 20)
     narrow = shared_kv_tokens(changed(options, target_flags={"kv_cache_dtype": "fp8_e4m3"}))
     assert narrow is not None
     assert narrow > 1.2 * tokens
@@ -141,9 +141,9 @@ def test_a_large_memory_fraction_leaves_room_for_the_draft_process(
     plan = plan_memory(
         pair, TargetSettings.load({"model": options.target, "device": "cuda:1"}), (8 * GIB, 8 * GIB)
     )
-    taken = (
+    used = (
         plan.target_weights
         + plan.draft_weights
         + tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
     )
-    assert taken + plan.reserve + CONTEXTS_BYTES + (400 << 20) <= 8 * GIB
+    assert used + plan.reserve + CONTEXTS_BYTES + (400 << 20) <= 8 * GIB
