@@ -37,7 +37,7 @@ def outrider_config(
 ) -> dict[str, Any]:
     """Return a flat configuration with the same content.
 
-    The aux layers are also in the ``eagle_config`` section, where SGLang expects them.
+    The aux layers are stored in the ``eagle_config`` section, where SGLang looks for them too.
     """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))

@@ -85,7 +85,7 @@ def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> 
     speeds = {
         mode: statistics.median(reply.tokens_per_s for reply in replies) for mode, replies in runs.items()
     }
-    table = Table(title=f"{tokens} tokens, batch size 1, median of {REPEATS} alternating runs")
+    table = Table(title=f"{tokens} tokens, batch 1, median of {REPEATS} alternating runs")
     for heading in ("speculation", "tokens/s", "accept length", "rounds"):
         table.add_column(heading, justify="right")
     for mode, replies in runs.items():
@@ -93,7 +93,7 @@ def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> 
         accept_length = f"{speculation['accept_length']:.2f}" if mode == "on" else "-"
         table.add_row(mode, f"{speeds[mode]:.0f}", accept_length, str(speculation["rounds"]))
     console.print(table)
-    console.print(f"Speculation made generation [bold]{speeds['on'] / speeds['off']:.2f} ×[/] as fast.")
+    console.print(f"Speculation made it [bold]{speeds['on'] / speeds['off']:.2f} ×[/] as fast.")
     if runs["on"][-1].text != runs["off"][-1].text:
         console.print(
             "The two answers differ where two tokens were almost equally likely (see docs/architecture.md)."
