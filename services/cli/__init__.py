@@ -1,4 +1,4 @@
-"""The `outrider` command: its subcommands, and the flags that come from settings."""
+"""The `outrider` command line: its commands, their flags, and the entry points of the services."""
 
 from outrider.services.cli.commands import main
 

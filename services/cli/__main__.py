@@ -1,4 +1,4 @@
-"""Runs the `outrider` command as ``python -m outrider.services.cli``."""
+"""Runs the command line as ``python -m outrider.services.cli``."""
 
 from outrider.services.cli import main
 

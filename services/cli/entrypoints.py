@@ -1,6 +1,7 @@
-"""What each `outrider serve` runs.
+"""Entry points of `outrider serve gateway|target|draft`.
 
-This module, the launcher and `cli` alone see all services, and import them only when one is started.
+Services do not import each other. Only this module, the command line and the launcher import several of them,
+and each import happens when a service starts.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ if TYPE_CHECKING:
 
 
 def serve_gateway(settings: GatewaySettings) -> int:
-    """Run the gateway until it is told to stop."""
+    """Run the gateway until it is stopped."""
     from outrider.services.gateway import app
 
     return app.run(settings)
 
 
 def serve_target(settings: TargetSettings) -> int:
-    """Run the target; for ``--draft inproc:DIR`` the draft is put into its process here, since services do not import each other.
+    """Run the target until it is stopped.
 
-    Without a DIR, ``--speculative-algorithm`` says what drafts: n-grams, or the MTP layers of the model.
+    With ``--draft inproc:[DIR]``, also load the draft into the target's process. This happens here because
+    the two services must not import each other. Without a DIR, ``--speculative-algorithm`` names the drafting
+    method: n-grams or the model's MTP layers.
     """
     watch_sockets()
     from outrider.services.target import app
@@ -37,6 +40,7 @@ def serve_target(settings: TargetSettings) -> int:
     from outrider.services.draft.inproc import drafter_beside
     from outrider.services.draft.settings import DraftSettings
 
+    # Both services must agree on tree shapes, limits and page size.
     alike = ("max_steps", "max_topk", "max_nodes", "page_size", "num_steps", "topk", "num_draft_tokens")
     caps = {name: getattr(settings, name) for name in (*alike, "cuda_graph_max_bs", "disable_cuda_graph")}
     folder = settings.draft.removeprefix(INPROC)
@@ -53,12 +57,13 @@ def serve_target(settings: TargetSettings) -> int:
         }
     )
     draft.check()
+    # These settings are the draft's from here on; the target refuses them.
     plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None, "ngram_corpus": None})
     return app.run(plain, lambda decoder, sizing: drafter_beside(decoder, draft, sizing))
 
 
 def serve_draft(settings: DraftSettings) -> int:
-    """Run the draft until it is told to stop."""
+    """Run the draft until it is stopped."""
     watch_sockets()
     from outrider.services.draft import app
 

@@ -1,7 +1,7 @@
-"""Flags that are made from a table, for Typer, which reads them from a function's signature.
+"""Defines the flags that `outrider up` passes on to the target, and helpers that build Typer options.
 
-`TARGET_FLAGS` are those that `outrider up` only hands to the target. They are a table of their own, since the target's settings class needs
-torch, and `outrider up --help` must neither need it nor wait for it.
+The flags are listed here because the target's settings class imports torch, which `outrider up --help` must
+not load. Typer reads options from a function's signature, so the helpers below generate signatures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class TargetFlag:
-    """A flag of `outrider up` that only the target reads: its type, help, what its value looks like, and what holds without it."""
+    """A flag of `outrider up` that only the target reads.
+
+    Attributes:
+        kind: Type of the value.
+        help: Help text.
+        metavar: Placeholder for the value in the help; None shows the type.
+        default: The target's default as text; empty for switches.
+    """
 
     kind: type[bool | int | float | str]
     help: str
@@ -26,41 +33,57 @@ class TargetFlag:
 
 TARGET_FLAGS: Mapping[str, TargetFlag] = {
     "deterministic": TargetFlag(
-        bool, "A token's logits have the same bits in every tree, batch and chunking; slower."
+        bool, "Compute bit-identical logits for a token in every tree, batch and chunking; slower."
     ),
     "quantization": TargetFlag(
-        str, "fp8: layers' products from 8-bit weights and activations.", "none|fp8", "none"
+        str, "fp8 computes matrix products with 8-bit weights and activations.", "none|fp8", "none"
     ),
-    "kv_cache_dtype": TargetFlag(str, "fp8_e4m3: half the memory per token.", "auto|fp8_e4m3", "auto"),
+    "kv_cache_dtype": TargetFlag(
+        str,
+        "Data type of the target's KV cache; fp8_e4m3 halves the memory per token.",
+        "auto|fp8_e4m3",
+        "auto",
+    ),
     "attention_backend": TargetFlag(
-        str, "The target's attention.", "auto|reference|triton|flashinfer", "auto"
+        str, "Attention implementation of the target.", "auto|reference|triton|flashinfer", "auto"
     ),
     "enable_torch_compile": TargetFlag(
-        bool, "Compile norms and MLPs of models that run through transformers' modules."
+        bool, "Compile the norms and MLPs of models that run on transformers' modules."
     ),
-    "torch_compile_max_bs": TargetFlag(int, "Passes with more rows run uncompiled.", default="32"),
-    "cuda_graph_max_bs": TargetFlag(int, "Largest batch that CUDA graphs are recorded for.", default="64"),
-    "disable_tile_trial": TargetFlag(bool, "Try no tiles of products at start."),
-    "disable_cuda_graph": TargetFlag(bool, "Record no CUDA graphs."),
+    "torch_compile_max_bs": TargetFlag(
+        int, "Maximum number of rows in a compiled pass; larger passes run uncompiled.", default="32"
+    ),
+    "cuda_graph_max_bs": TargetFlag(
+        int, "Maximum batch size for which CUDA graphs are captured.", default="64"
+    ),
+    "disable_tile_trial": TargetFlag(bool, "Do not tune the tile sizes of matrix products at startup."),
+    "disable_cuda_graph": TargetFlag(bool, "Capture no CUDA graphs."),
     "overlap_schedule": TargetFlag(
-        str, "Launch a round before the last one is read; auto: on a GPU.", "auto|on|off", "auto"
+        str,
+        "Launch the next round before reading the results of the last; auto: on a GPU.",
+        "auto|on|off",
+        "auto",
     ),
-    "disable_overlap_schedule": TargetFlag(bool, "The same as --overlap-schedule off."),
+    "disable_overlap_schedule": TargetFlag(bool, "Same as --overlap-schedule off."),
     "tp_timeout_s": TargetFlag(
-        float, "With --tp: a step that a GPU does not join for so long ends the target.", default="120.0"
+        float, "With --tp: exit if a GPU does not join a step within this many seconds.", default="120.0"
     ),
     "tp_all_reduce": TargetFlag(
-        str, "With --tp: how GPUs add up; see docs/architecture.md.", "auto|one-shot|group", "auto"
+        str, "With --tp: all-reduce method; see docs/architecture.md.", "auto|one-shot|group", "auto"
     ),
     "draft_rounds": TargetFlag(
-        str, "Where rounds with a draft apart run; auto: on GPUs.", "auto|host|device", "auto"
+        str,
+        "With a draft in its own process: run rounds through the host, or keep them on the device. auto "
+        "keeps them on the device on a GPU.",
+        "auto|host|device",
+        "auto",
     ),
 }
-"""Setting of the target → flag of `outrider up`. The target alone says which values it takes, and which not together."""
+"""Maps a target setting to its flag of `outrider up`. The target checks the values."""
 
 
 def with_target_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` an option per row of `TARGET_FLAGS` for its ``**`` parameter."""
+    """Replace the ``**`` parameter of `command` with one option per entry of `TARGET_FLAGS`."""
     hints = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters.values()
     parameters = [
@@ -79,19 +102,19 @@ def with_target_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def signed(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:
-    """Show Typer these parameters in place of the ones that were written."""
+    """Give a function a new signature for Typer to read."""
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
 def keyword(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """Return the parameter of one option; None is a flag that was not given."""
+    """Return the parameter for one option. Its value is None if the flag is not given."""
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
 
 
 def switch_names(flag: str) -> tuple[str]:
-    """Return what Typer calls a switch that can be turned off as well."""
+    """Return Typer's declaration of a switch with a ``--no-`` form."""
     return (f"{flag}/--no-{flag[2:]}",)

@@ -1,6 +1,7 @@
-"""Command-line options made from a settings class, so that a service's flags are its settings and nothing is written twice.
+"""Generates a service's command-line options from its settings class.
 
-Only what the user gave is passed on: the settings class itself resolves flag > environment > file > default.
+Only the flags that were given are passed on. The settings class itself resolves flag > environment > file >
+default.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from outrider.services.cli.flags import keyword, signed, switch_names
 from outrider.shared.base.settings import ServiceSettings, flag_name
 
-# Second names of settings, by field: SGLang's flags are canonical (interfaces.md), the short ones are ours.
+# Additional flags of settings. The long names are SGLang's, so that its users find them here.
 ALIASES: dict[str, tuple[str, ...]] = {
     "num_steps": ("--speculative-num-steps",),
     "topk": ("--speculative-eagle-topk",),
@@ -33,11 +34,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
 def settings_command(
     settings_type: type[ServiceSettings], run: Callable[[ServiceSettings], int], help_text: str
 ) -> Callable[..., None]:
-    """Return a function for `typer.Typer.command` with one option per field of `settings_type`, and ``--config FILE``.
+    """Return a function for `typer.Typer.command` with one option per settings field, plus ``--config FILE``.
 
     Args:
-        settings_type: The service's settings; field descriptions become the help.
-        run: Called with the resolved settings; its return value is the exit code.
+        settings_type: The service's settings. Field descriptions become the help.
+        run: Called with the resolved settings. Its return value is the exit code.
         help_text: First paragraph of ``--help``.
     """
 
@@ -53,7 +54,10 @@ def settings_command(
     parameters = [_parameter(name, field, prefix) for name, field in settings_type.model_fields.items()]
     config_option = Annotated[
         Path | None,
-        typer.Option("--config", help="TOML or JSON file of settings, below flags and environment."),
+        typer.Option(
+            "--config",
+            help="TOML or JSON file with settings. Flags and environment variables override it.",
+        ),
     ]
     parameters.append(
         inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=config_option)
@@ -63,7 +67,7 @@ def settings_command(
 
 
 def _parameter(name: str, field: FieldInfo, env_prefix: str) -> inspect.Parameter:
-    """Return a keyword parameter whose annotation is the option of one settings field."""
+    """Return a keyword parameter annotated with the option for one settings field."""
     default = _default_text(field)
     origin = f"{default}; {env_prefix}{name.upper()}" if default else f"{env_prefix}{name.upper()}"
     help_text = f"{field.description or ''} [{origin}]".strip()

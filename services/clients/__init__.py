@@ -1,1 +1,1 @@
-"""Small clients of running services: the REST API and gRPC health checks."""
+"""Small clients of running services: the gateway's REST API and gRPC health checks."""

@@ -1,4 +1,4 @@
-"""Asks services how they are, without starting anything."""
+"""Checks the health of running gRPC services (`ServingProbe`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ DRAFT_SERVICE = "outrider.draft.v1.Draft"
 
 
 class ServingProbe:
-    """Asks one gRPC address for its health, over one channel."""
+    """Checks the health of one gRPC service over a single channel.
+
+    Args:
+        address: gRPC address of the server.
+        service: Full name of the gRPC service; empty for the server as a whole.
+    """
 
     def __init__(self, address: str, service: str = "") -> None:
         self._channel = connect(address)
@@ -28,7 +33,7 @@ class ServingProbe:
         self._channel.close()
 
     def status(self, timeout_s: float = 2.0) -> str:
-        """Return SERVING, NOT_SERVING, UNKNOWN, or the gRPC status code's name when there was no answer."""
+        """Return SERVING, NOT_SERVING or UNKNOWN, or the name of the gRPC status code if the call failed."""
         try:
             reply = self._stub.Check(self._request, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -36,5 +41,5 @@ class ServingProbe:
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
     def serving(self, timeout_s: float = 2.0) -> bool:
-        """Whether the service can take work."""
+        """Return True if the service accepts requests."""
         return self.status(timeout_s) == "SERVING"

@@ -1,6 +1,6 @@
-"""A small client of the gateway's REST API, for the command line: one request, its events as they arrive.
+"""REST client of the gateway: streams chat and text completions, and measures their speed.
 
-Anything that speaks OpenAI's API works as well; this one also shows the `speculation` object.
+Any client for OpenAI's API works as well. This one also returns the `speculation` object.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 @dataclass(slots=True)
 class Reply:
-    """What one streamed request gave.
+    """Result of one streamed request.
 
     Attributes:
-        text: The whole text.
-        token_ids: Of the text, where the request said ``return_token_ids``.
-        finish_reason: stop, length, ...; None while it runs.
-        completion_tokens, prompt_tokens: As the server counted.
+        text: The complete text.
+        token_ids: Token ids of the text if the request set ``return_token_ids``, else empty.
+        finish_reason: stop, length, ...; None while the request runs.
+        prompt_tokens, completion_tokens: Token counts as reported by the server.
         speculation: The server's `speculation` object.
-        first_token_s, total_s: Seconds from sending the request.
+        first_token_s, total_s: Seconds since the request was sent.
     """
 
     text: str = ""
@@ -43,22 +43,27 @@ class Reply:
 
     @property
     def tokens_per_s(self) -> float:
-        """Completion tokens over the whole time of the request, prefill included."""
+        """Completion tokens per second over the whole request, including the prefill."""
         return self.completion_tokens / self.total_s if self.total_s else 0.0
 
 
 class RestClient:
-    """Talks to one gateway. `stream_*` yield pieces of text and fill the `Reply` that they are given.
+    """Client of one gateway. The `stream_*` methods yield pieces of text and fill the given `Reply`.
+
+    Args:
+        url: URL of the gateway.
+        api_key: API key to send, if any.
+        timeout_s: Limit on each network read and write.
 
     Raises:
-        UnavailableError: nothing answers at the URL.
-        OutriderError: the server's error, with its own message and status.
+        UnavailableError: No server answers at the URL, or the connection breaks.
+        OutriderError: The server reports an error. It carries the server's message and status.
     """
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/")
-        # Proxies of the environment are for the outside; a gateway is addressed directly.
+        # Proxies from the environment are meant for outside addresses; the gateway is reached directly.
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False
         )
@@ -70,7 +75,11 @@ class RestClient:
         self._http.close()
 
     def status(self, path: str) -> tuple[int, dict[str, Any]]:
-        """GET a status route; returns (HTTP status, JSON body or an empty object). Status 0: nobody answers."""
+        """Request a status route.
+
+        Returns:
+            (HTTP status, JSON body or an empty dict). The status is 0 if no server answers.
+        """
         try:
             response = self._http.get(path, timeout=5.0)
         except httpx.TransportError:
@@ -83,7 +92,7 @@ class RestClient:
 
     @cached_property
     def model(self) -> str:
-        """The name of the first served model, asked for once."""
+        """Name of the first served model, requested once."""
         status, body = self.status("/v1/models")
         if status != httpx.codes.OK or not body.get("data"):
             raise self._unreachable() if status == 0 else _error(status, body)
@@ -103,7 +112,7 @@ class RestClient:
     def stream_completion(
         self, prompt: str | list[int], options: Mapping[str, Any], reply: Reply
     ) -> Iterator[str]:
-        """Stream one text completion; token ids are taken too."""
+        """Stream one text completion. The prompt may also be token ids."""
         yield from self._stream(
             "/v1/completions", {"prompt": prompt, **options}, reply, lambda choice: choice.get("text")
         )
@@ -132,13 +141,13 @@ class RestClient:
 
     def _unreachable(self) -> UnavailableError:
         return UnavailableError(
-            f"Nothing answers at {self.url}. Start the services with `outrider up`, or name another --url.",
+            f"No server answers at {self.url}. Start the services with `outrider up`, or pass another --url.",
             field="url",
         )
 
 
 def _take(event: dict[str, Any], reply: Reply, text_of: Any) -> str | None:
-    """Move what one event says into the reply; returns its text."""
+    """Merge one event into the reply, and return its text or None."""
     if usage := event.get("usage"):
         reply.prompt_tokens, reply.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     if speculation := event.get("speculation"):

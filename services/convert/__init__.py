@@ -1,1 +1,1 @@
-"""`outrider convert`: draft heads between layouts, slow tokenizers to tokenizer.json."""
+"""`outrider convert`: rewrites draft heads in a standard layout and slow tokenizers as tokenizer.json."""

@@ -1,4 +1,4 @@
-"""`outrider convert` on the command line. Heavy parts are imported by the command that needs them."""
+"""Commands `outrider convert head` and `outrider convert tokenizer`; heavy imports happen when they run."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ LAYOUTS = ("outrider", "eagle")
 @convert.command("head")
 def convert_head(
     source: Annotated[
-        Path, typer.Argument(help="Folder of a draft head, in any dialect that serves.", metavar="SOURCE")
+        Path, typer.Argument(help="Folder of a draft head in any supported layout.", metavar="SOURCE")
     ],
     destination: Annotated[
-        Path, typer.Argument(help="Folder to write; must not exist, or be empty.", metavar="DESTINATION")
+        Path, typer.Argument(help="Folder to write. It must be empty or not exist.", metavar="DESTINATION")
     ],
     to: Annotated[
-        str, typer.Option("--to", help=f"Layout: {' or '.join(LAYOUTS)} (the official code's).")
+        str,
+        typer.Option("--to", help=f"Layout to write: {' or '.join(LAYOUTS)} (the official EAGLE code's)."),
     ] = "outrider",
 ) -> None:
-    """Write a draft head anew: safetensors, one spelling of names, a flat config.json, d2t as offsets."""
+    """Rewrite a draft head in a standard layout.
+
+    Writes safetensors with canonical tensor names, a flat config.json, and d2t as offsets.
+    """
     from outrider.services.convert.head import HeadLayout, convert_head
     from outrider.shared.obs.logging import configure_logging
 
     configure_logging("convert", "warning")
     if to not in LAYOUTS:
-        raise ConfigurationError(f"--to: {to!r} is none of {', '.join(LAYOUTS)}.", field="--to")
+        raise ConfigurationError(f"--to: {to!r} is not one of {', '.join(LAYOUTS)}.", field="--to")
     done = convert_head(source, destination, HeadLayout(to))
     for note in done.notes:
         typer.echo(note)
@@ -42,17 +46,21 @@ def convert_head(
 @convert.command("tokenizer")
 def convert_tokenizer(
     folder: Annotated[
-        Path, typer.Argument(help="Model folder with a slow tokenizer's files.", metavar="DIR")
+        Path, typer.Argument(help="Model folder with the files of a slow tokenizer.", metavar="DIR")
     ],
     output: Annotated[
         Path | None,
         typer.Option(help="File to write.", show_default="tokenizer.json in the folder", metavar="FILE"),
     ] = None,
 ) -> None:
-    """Make a tokenizer.json from a slow tokenizer's files. Needs transformers: pip install 'outrider[train]'."""
+    """Make a tokenizer.json from a slow tokenizer.
+
+    Needs transformers: pip install 'outrider[train]'.
+    """
     from outrider.services.convert.tokenizer import convert_tokenizer
 
     done = convert_tokenizer(folder, output)
     typer.echo(
-        f"{done.file}: {done.tokens} tokens, from {done.kind}; encodes {done.compared} sample texts as the original does"
+        f"{done.file}: {done.tokens} tokens, converted from {done.kind}; {done.compared} sample texts encode "
+        "as before"
     )

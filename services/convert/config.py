@@ -1,4 +1,4 @@
-"""The config.json of a converted head."""
+"""Writes the config.json of a converted draft head, in Outrider's layout or the official EAGLE code's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outrider.shared.nn.config.model_config import ConfigReader, RopeKind
 
 ARCHITECTURES = {HeadKind.EAGLE: "LlamaForCausalLMEagle", HeadKind.EAGLE3: "LlamaForCausalLMEagle3"}
 MISTRAL_ARCHITECTURE = "MistralForCausalLMEagle"
-"""Of heads whose first layer has its norm, and whose stack ends with one."""
+"""Architecture of EAGLE heads whose first layer has an input norm and whose layers end with a norm."""
 OFFICIAL_ARCHITECTURE = "LlamaForCausalLM"
 EAGLE_SECTION_KEYS = (AUX_KEY, "use_aux_hidden_state")
-"""What other servers look for inside ``eagle_config``."""
+"""Keys that other servers expect inside ``eagle_config``."""
 WRAPPER_KEYS = (
     "speculators_config",
     "speculators_model_type",
@@ -35,14 +35,16 @@ OFFICIAL_ROPES = (RopeKind.DEFAULT, RopeKind.LINEAR)
 def outrider_config(
     raw: Mapping[str, Any], source: Path, kind: HeadKind, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return a flat configuration that says the same, with the aux layers where SGLang looks for them too."""
+    """Return a flat configuration with the same content.
+
+    The aux layers are stored in the ``eagle_config`` section, where SGLang looks for them too.
+    """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
     config = {key: value for key, value in flat.items() if key not in (*WRAPPER_KEYS, *EAGLE_SECTION_KEYS)}
     config |= {"num_hidden_layers": layer.num_layers, "intermediate_size": layer.intermediate_size}
-    if (
-        layer.latent is None
-    ):  # else the model_type says how the layers attend, and the sizes have names of their own
+    # With latent attention, the model_type defines how layers attend, and the sizes have keys of their own.
+    if layer.latent is None:
         is_mistral = kind is HeadKind.EAGLE and "norm.weight" in tensors
         config |= {
             "architectures": [MISTRAL_ARCHITECTURE if is_mistral else ARCHITECTURES[kind]],
@@ -63,29 +65,29 @@ def eagle_config(
     """Return the configuration that the official EAGLE code reads.
 
     Raises:
-        CheckpointError: that code ignores something that this head needs; names the key.
+        CheckpointError: The official code would ignore something that this head needs. Names the key.
     """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
     if layer.latent is not None:
-        raise _unsayable("model_type", f"{flat['model_type']} attends over latents")
+        raise _unsupported("model_type", f"{flat['model_type']} uses latent attention")
     if layer.head_dim * layer.num_heads != layer.hidden_size:
-        raise _unsayable(
+        raise _unsupported(
             "head_dim", f"{layer.head_dim} x {layer.num_heads} heads is not hidden_size {layer.hidden_size}"
         )
     if layer.rope.kind not in OFFICIAL_ROPES:
-        raise _unsayable(
+        raise _unsupported(
             "rope_scaling",
-            f"{layer.rope.kind.value} is none of {', '.join(rope.value for rope in OFFICIAL_ROPES)}",
+            f"{layer.rope.kind.value} is not one of {', '.join(rope.value for rope in OFFICIAL_ROPES)}",
         )
     if layer.sliding_window is not None:
-        raise _unsayable("sliding_window", f"a window of {layer.sliding_window}")
+        raise _unsupported("sliding_window", f"a window of {layer.sliding_window}")
     head_norm = next((name for name in tensors if name.endswith(("q_norm.weight", "k_norm.weight"))), None)
     foreign = head_norm or ("norm.weight" if kind is HeadKind.EAGLE and "norm.weight" in tensors else None)
     homeless = (HOT_IDS, "layers.0.input_layernorm.weight") if kind is HeadKind.EAGLE else (HOT_IDS,)
     foreign = foreign or next((name for name in homeless if name in tensors), None)
     if foreign is not None:
-        raise _unsayable(foreign, "a tensor that it has no place for")
+        raise _unsupported(foreign, "this layout has no such tensor")
     config: dict[str, Any] = {
         "architectures": [OFFICIAL_ARCHITECTURE],
         "model_type": "llama",
@@ -125,39 +127,40 @@ def _official_scaling(reader: ConfigReader, layer: HeadConfig) -> dict[str, Any]
 
 
 def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what the official code would leave out or compute differently without a word."""
+    """Refuse features that the official code would silently drop or compute differently."""
     config = Eagle3Config.parse(raw, source)
     if config.layer.num_layers > 1:
-        raise _unsayable("num_hidden_layers", f"{config.layer.num_layers} layers instead of 1")
+        raise _unsupported("num_hidden_layers", f"{config.layer.num_layers} layers instead of 1")
     for key, wanted in (
         ("norm_output", config.norm_output),
         ("norm_before_residual", config.norm_before_residual),
     ):
         if wanted:
-            raise _unsayable(key, "true")
+            raise _unsupported(key, "true")
     if config.final_hidden:
-        raise _unsayable("use_aux_hidden_state", "false")
+        raise _unsupported("use_aux_hidden_state", "false")
     if config.layer.tie_word_embeddings and "lm_head.weight" not in tensors:
-        raise _unsayable("tie_word_embeddings", "true")
+        raise _unsupported("tie_word_embeddings", "true")
     extra = next(
         (name for name in tensors if name.startswith(("fc_norm.", "input_norm.")) or name.endswith(".bias")),
         None,
     )
     if extra is not None:
-        raise _unsayable(extra, "a tensor that it has no place for")
+        raise _unsupported(extra, "this layout has no such tensor")
     if "lm_head.weight" not in tensors:
-        raise _unsayable("lm_head.weight", "missing, to be borrowed from the target")
+        raise _unsupported("lm_head.weight", "missing, because the head uses the target's")
+    # The official code reads no layer ids. It always derives three of them from the number of target layers.
     ids = config.aux.ids
     if ids is not None:
         layers = ids[-1] + 4
         if ids != (1, layers // 2 - 1, layers - 4):
-            raise _unsayable(AUX_KEY, f"{list(ids)} is not the default triple of any target")
+            raise _unsupported(AUX_KEY, f"{list(ids)} is not the default triple of any target")
     elif config.aux.count != 3:
-        raise _unsayable("num_aux_hidden_states", f"{config.aux.count} instead of 3")
+        raise _unsupported("num_aux_hidden_states", f"{config.aux.count} instead of 3")
 
 
 def _draft_vocabulary(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return ``draft_vocab_size`` as the tensors have it; null stays null, which means the target's lm_head."""
+    """Return ``draft_vocab_size`` according to the tensors. A null is kept: it means the target's lm_head."""
     if HOT_IDS in tensors and "d2t" not in tensors:
         return {HOT_SIZE: tensors[HOT_IDS].shape[0]}
     if "d2t" in tensors:
@@ -167,8 +170,9 @@ def _draft_vocabulary(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
     return {"draft_vocab_size": raw["draft_vocab_size"]} if "draft_vocab_size" in raw else {}
 
 
-def _unsayable(key: str, what: str) -> CheckpointError:
+def _unsupported(key: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{key}: {what}: the official EAGLE layout cannot say this, and its code would compute something else; use --to outrider.",
+        f"{key}: {what}. The official EAGLE layout does not support this; its code would compute something "
+        "else. Use --to outrider.",
         field=key,
     )

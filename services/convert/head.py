@@ -1,6 +1,6 @@
-"""Rewrites a draft head: any dialect that the loader reads, to our layout or to the official EAGLE code's.
+"""Rewrites a draft head from any supported layout to Outrider's layout or to the official EAGLE code's.
 
-What is written is read back by the loader that serves, so nothing is left behind that would not start.
+The result is read back by the loader that serves heads. If that fails, the written files are removed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ EAGLE3_FIRST_LAYER = "midlayer."
 
 
 class HeadLayout(Enum):
-    """OUTRIDER: ``layers.N.*`` and every feature. EAGLE: ``midlayer.*``, and only what the official code can run."""
+    """Layout of a written head.
+
+    Attributes:
+        OUTRIDER: Tensors named ``layers.N.*``; supports every feature.
+        EAGLE: Tensors named ``midlayer.*``; supports only what the official EAGLE code can run.
+    """
 
     OUTRIDER = "outrider"
     EAGLE = "eagle"
@@ -42,12 +47,12 @@ class HeadLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written.
+    """Summary of a conversion.
 
     Attributes:
-        algorithm: Of the head.
-        tensors: How many.
-        notes: What was left out or changed, and why.
+        algorithm: Algorithm of the head.
+        tensors: Number of tensors written.
+        notes: Omissions and changes, each with its reason.
     """
 
     algorithm: str
@@ -57,7 +62,14 @@ class Converted:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A head as it is stored: tensors by canonical name, what its file calls ignored, and its config.json."""
+    """A stored head.
+
+    Attributes:
+        kind: Kind of the head.
+        tensors: Tensors by canonical name.
+        ignored: Stored name of each tensor that is left out, with the reason.
+        raw: The head's config.json.
+    """
 
     kind: HeadKind
     tensors: dict[str, torch.Tensor]
@@ -66,30 +78,31 @@ class _Source:
 
 
 def convert_head(source: Path, destination: Path, layout: HeadLayout) -> Converted:
-    """Rewrite the head in a folder.
+    """Rewrite the draft head in a folder.
 
     Args:
-        source: The folder; safetensors or ``.bin``, any dialect.
-        destination: Made; must be empty if it is there.
-        layout: Of what is written.
+        source: Folder of the head: safetensors or ``.bin`` files in any supported layout.
+        destination: Folder to write. It is created if needed and must be empty.
+        layout: Layout to write.
 
     Raises:
-        CheckpointError: the source is no head that can be read, or the layout cannot say what it needs; names the key or tensor.
-        ConfigurationError: the destination is not empty.
+        CheckpointError: The source is not a readable head, or the layout does not support a feature that it
+            needs. Names the key or tensor.
+        ConfigurationError: The destination is not empty.
     """
     kind = head_kind(source)
     if kind is None:
         raise CheckpointError(
-            f"{source} is a plain model, not a draft head; there is nothing to convert.", field=str(source)
+            f"{source} is a plain model, not a draft head, so there is nothing to convert.", field=str(source)
         )
     if kind not in _READERS:
         raise CheckpointError(
-            f"{source}: heads of kind {kind.value} come in one layout only; there is nothing to convert.",
+            f"{source}: heads of kind {kind.value} have only one layout, so there is nothing to convert.",
             field="architectures",
         )
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ConfigurationError(
-            f"{destination} is there already and not empty; give a new folder.", field=str(destination)
+            f"{destination} already exists and is not empty. Give a new folder.", field=str(destination)
         )
     stored = _read(source, kind)
     notes = [f"left out {name}: {reason}" for name, reason in stored.ignored.items()]
@@ -108,7 +121,7 @@ def _read(source: Path, kind: HeadKind) -> _Source:
         tensors: dict[str, torch.Tensor] = {}
         for name, actual in keys.actual.items():
             scale = read_scale(reader, keys.scales[name]) if name in keys.scales else None
-            # Copies: a converted head must not hang on the mapping of its source.
+            # Clone: the tensors must stay valid after the source files are unmapped.
             tensors[name] = keys.adapt(name, files[actual].read(actual).clone(), scale)
             if scale is not None:
                 tensors[name] = tensors[name].to(torch.bfloat16)
@@ -120,7 +133,7 @@ def _eagle_keys(source: Path, reader: CheckpointReader) -> HeadKeys:
 
 
 def _eagle3_keys(source: Path, reader: CheckpointReader) -> HeadKeys:
-    # Without taking the vocabulary in: a d2t of target ids is refused there, and rewritten here.
+    # Does not load the vocabulary: loading refuses a d2t of target ids, which this command rewrites.
     return resolve(reader, Eagle3Config.from_dir(source))
 
 
@@ -137,7 +150,13 @@ CONFIGS: Mapping[
 
 
 def _settle_vocabulary(source: Path, stored: _Source) -> list[str]:
-    """Make ``d2t`` int64 offsets and ``t2d`` their mask; a full lm_head keeps the rows of the draft vocabulary only."""
+    """Rewrite ``d2t`` as int64 offsets and ``t2d`` as the matching mask.
+
+    An lm_head of the full vocabulary is reduced to the rows of the draft vocabulary.
+
+    Returns:
+        Notes about the changes.
+    """
     tensors, notes = stored.tensors, []
     target_size = Eagle3Config.from_dir(source).layer.vocab_size
     values = tensors["d2t"].to(torch.int64)
@@ -145,12 +164,13 @@ def _settle_vocabulary(source: Path, stored: _Source) -> list[str]:
     meaning = d2t_meaning(values, tensors.get("t2d"), target_size)
     if meaning is D2tMeaning.NEITHER:
         raise CheckpointError(
-            f"{source}: d2t holds neither offsets nor ids of a vocabulary of {target_size}, or contradicts t2d; export the head again.",
+            f"{source}: d2t contains neither offsets nor token ids below {target_size}, or it contradicts "
+            "t2d. Export the head again.",
             field="d2t",
         )
     if meaning is D2tMeaning.TARGET_IDS:
         values = values - draft_ids
-        notes.append("d2t held target ids; written as offsets")
+        notes.append("d2t contained target ids; written as offsets")
     ids = values + draft_ids
     tensors["d2t"] = values
     tensors["t2d"] = torch.zeros(target_size, dtype=torch.bool).index_fill_(0, ids, True)
@@ -158,7 +178,8 @@ def _settle_vocabulary(source: Path, stored: _Source) -> list[str]:
     if head is not None and head.shape[0] != ids.shape[0]:
         tensors["lm_head.weight"] = head[ids]
         notes.append(
-            f"lm_head.weight cut from {head.shape[0]} to the {ids.shape[0]} rows of the draft vocabulary"
+            f"lm_head.weight reduced from {head.shape[0]} rows to the {ids.shape[0]} rows of the draft "
+            "vocabulary"
         )
     return notes
 

@@ -1,4 +1,7 @@
-"""Makes a tokenizer.json from a slow tokenizer's files; the only place in the serving tree where transformers is imported."""
+"""Makes tokenizer.json from a slow tokenizer's files, and checks that both encode sample texts alike.
+
+Uses transformers, which the services' tokenizers do not need.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,14 @@ SAMPLES: Sequence[str] = (
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTokenizer:
-    """What was written: the file, its size, the class that it came from, and how many sample texts were compared."""
+    """Summary of a conversion.
+
+    Attributes:
+        file: The written file.
+        tokens: Size of the vocabulary.
+        kind: Class of the original tokenizer.
+        compared: Number of sample texts on which both were compared.
+    """
 
     file: Path
     tokens: int
@@ -31,29 +41,30 @@ class ConvertedTokenizer:
 
 
 def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedTokenizer:
-    """Convert a folder's tokenizer and compare both on sample texts.
+    """Convert a folder's tokenizer, and compare the result with the original on sample texts.
 
     Args:
-        folder: With the slow tokenizer's files (vocab.json and merges.txt, tokenizer.model, vocab.txt …).
-        output: File to write; ``tokenizer.json`` in the folder if None.
+        folder: Folder with the slow tokenizer's files, such as tokenizer.model, or vocab.json and merges.txt.
+        output: File to write; None writes ``tokenizer.json`` into the folder.
 
     Raises:
         ConfigurationError: transformers is not installed, or the file exists.
-        CheckpointError: transformers cannot read or convert it, or the result encodes differently.
+        CheckpointError: transformers cannot read or convert the tokenizer, or the result encodes differently.
     """
     file = output or folder / TOKENIZER_FILE
     if file.exists():
         raise ConfigurationError(
-            f"{file} exists already; remove it, or name another by --output.", field=str(file)
+            f"{file} already exists. Remove it, or choose another file with --output.", field=str(file)
         )
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist; give a model folder.", field=str(folder))
+        raise CheckpointError(f"{folder} does not exist. Give a model folder.", field=str(folder))
     try:
         from tokenizers import Tokenizer
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigurationError(
-            f"Converting needs transformers: pip install 'outrider[train]' ({error}).", field="transformers"
+            f"Converting a tokenizer needs transformers ({error}). Run: pip install 'outrider[train]'.",
+            field="transformers",
         ) from None
     try:
         original: Any = AutoTokenizer.from_pretrained(
@@ -61,7 +72,7 @@ def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedToke
         )
         backend = original.backend_tokenizer
     except Exception as error:
-        # transformers raises whatever its many tokenizers raise; the text says which file or package is missing.
+        # Each tokenizer class raises its own exceptions; the text names the missing file or package.
         raise CheckpointError(
             f"{folder}: transformers cannot convert this tokenizer: {error}", field=str(folder)
         ) from error
@@ -71,7 +82,7 @@ def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedToke
         if written.encode(text).ids != list(original(text)["input_ids"]):
             file.unlink()
             raise CheckpointError(
-                f"{folder}: the converted tokenizer encodes {text!r} differently; it was not kept.",
+                f"{folder}: the converted tokenizer encodes {text!r} differently, so it was removed.",
                 field=TOKENIZER_FILE,
             )
     return ConvertedTokenizer(file, written.get_vocab_size(), type(original).__name__, len(SAMPLES))

@@ -1,1 +1,1 @@
-"""`outrider doctor`: whether a target and a draft fit each other and this machine, before anything is served."""
+"""`outrider doctor`: checks before serving whether a target and a draft fit each other and this machine."""

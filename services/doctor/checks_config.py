@@ -1,4 +1,4 @@
-"""Checks of what the configurations say: architecture, algorithm, vocabulary, sizes, positions, aux layers, tokenizers."""
+"""Configuration checks: architecture, algorithm, vocabulary, sizes, positions, aux layers and tokenizers."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ MAX_NAMED = 3
 
 
 def check_target(pair: Pair) -> Iterator[Finding]:
-    """Say what the target is; an unknown architecture or one that runs code is refused by the configuration itself."""
+    """Describe the target. Parsing its configuration raises for unknown architectures and for custom code."""
     config = pair.target_config
     yield Finding.ok(
         "architectures",
-        f"{config.architecture}: {config.num_layers} layers of {config.hidden_size}, {config.num_heads} heads "
-        f"({config.num_kv_heads} in the cache), vocabulary {config.vocab_size}, context {config.max_position_embeddings}",
+        f"{config.architecture}: {config.num_layers} layers of {config.hidden_size}, {config.num_heads} "
+        f"heads ({config.num_kv_heads} in the cache), vocabulary {config.vocab_size}, context "
+        f"{config.max_position_embeddings}",
     )
 
 
 def check_unused(pair: Pair) -> Iterator[Finding]:
-    """Refuse a draft beside an algorithm that drafts without any, as serving does."""
+    """Refuse a --draft together with algorithm NONE, as serving does."""
     if pair.draft is not None and pair.algorithm is Algorithm.NONE:
         yield Finding.refused(
             FIELD,
-            f"NONE decodes without a draft, and --draft {pair.draft} names one",
-            "Leave one of the two out; the draft was not looked at.",
+            f"NONE decodes without a draft, but --draft {pair.draft} is given",
+            "Remove one of the two flags. The draft was not examined.",
         )
 
 
 def check_algorithm(pair: Pair) -> Iterator[Finding]:
-    """Say how drafts would be made, and how the checkpoint spells it."""
+    """Report the drafting algorithm and where it comes from."""
     choice = pair.choice
     if choice.algorithm is Algorithm.EAGLE:
         named = ", ".join(pair.head_reader.strings("architectures") or ("no architecture",))
@@ -53,7 +54,7 @@ def check_algorithm(pair: Pair) -> Iterator[Finding]:
 
 
 def check_vocabulary(pair: Pair) -> Iterator[Finding]:
-    """Compare the sizes of the vocabularies: target ids mean the same on both sides or nothing fits."""
+    """Compare the vocabulary sizes. The draft's token ids must mean the same as the target's."""
     theirs = pair.target_config.vocab_size
     if pair.choice.algorithm is Algorithm.STANDALONE:
         mine = pair.draft_model.vocab_size
@@ -61,7 +62,7 @@ def check_vocabulary(pair: Pair) -> Iterator[Finding]:
         if mine != theirs:
             yield Finding.ok(
                 "vocab_size",
-                f"the draft's is {mine}, the target's {theirs}: one tokenizer, padded differently",
+                f"draft {mine}, target {theirs}: the same tokenizer with different padding",
             )
             return
     elif pair.choice.algorithm is Algorithm.EAGLE:
@@ -69,13 +70,13 @@ def check_vocabulary(pair: Pair) -> Iterator[Finding]:
     else:
         return
     if mine != theirs:
-        yield Finding.refused("vocab_size", f"the draft's is {mine}, the target's {theirs}", ANOTHER_DRAFT)
+        yield Finding.refused("vocab_size", f"draft {mine}, target {theirs}", ANOTHER_DRAFT)
     else:
-        yield Finding.ok("vocab_size", f"{mine} on both sides")
+        yield Finding.ok("vocab_size", f"{mine}, the same for draft and target")
 
 
 def check_hidden_size(pair: Pair) -> Iterator[Finding]:
-    """Compare the width of the features that a head reads with the target's states."""
+    """Compare the feature width that the head expects with the target's hidden size."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     layer, theirs = pair.head_config, pair.target_config.hidden_size
@@ -83,14 +84,16 @@ def check_hidden_size(pair: Pair) -> Iterator[Finding]:
     if reads != theirs:
         key = "target_hidden_size" if "target_hidden_size" in pair.head_reader.raw else "hidden_size"
         yield Finding.refused(
-            key, f"the head reads features of width {reads}, the target's states have {theirs}", ANOTHER_DRAFT
+            key, f"the head expects features of width {reads}, but the target's have {theirs}", ANOTHER_DRAFT
         )
     else:
-        yield Finding.ok("hidden_size", f"head {layer.hidden_size}, its features {reads}, target {theirs}")
+        yield Finding.ok(
+            "hidden_size", f"head {layer.hidden_size}, its input features {reads}, target {theirs}"
+        )
 
 
 def check_rope(pair: Pair) -> Iterator[Finding]:
-    """Compare rotary bases; a head keeps what it was trained with, which often is not the target's."""
+    """Compare the rotary bases. A head keeps the base of its training, which may differ from the target's."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     mine, theirs = pair.head_config.rope, pair.target_config.rope
@@ -99,32 +102,33 @@ def check_rope(pair: Pair) -> Iterator[Finding]:
     if not named and theirs.theta != DEFAULT_ROPE_THETA:
         yield Finding.ok(
             "rope_theta",
-            f"the head names none, which means {DEFAULT_ROPE_THETA:g}; the target has {theirs.theta:g}. Published heads are trained so; "
-            "--probe measures it",
+            f"not set in the head's config, so {DEFAULT_ROPE_THETA:g} is used; the target has "
+            f"{theirs.theta:g}. Published heads are trained this way. --probe measures the effect",
         )
     else:
         yield Finding.ok("rope_theta", f"head {_rope(mine)}, target {_rope(theirs)}")
     if plain_rope(pair.head_reader) == "dynamic":
         yield Finding.ok(
             "rope_scaling",
-            "dynamic: as trained up to max_position_embeddings; beyond it the base stays, and drafts may be accepted less",
+            "dynamic: applied as trained up to max_position_embeddings; beyond that the base is fixed, and "
+            "acceptance may drop",
         )
-    table = raw.get("max_position_embeddings")  # serving does not look at it
+    table = raw.get("max_position_embeddings")  # not used for serving
     if isinstance(table, int) and table < pair.target_config.max_position_embeddings:
         yield Finding.ok(
             "max_position_embeddings",
-            f"head {table}, target {pair.target_config.max_position_embeddings}: longer texts are drafted too, but the head was not "
-            "trained on such positions",
+            f"head {table}, target {pair.target_config.max_position_embeddings}: longer texts are drafted "
+            "too, but the head was not trained on such positions",
         )
 
 
 def check_aux_layers(pair: Pair) -> Iterator[Finding]:
-    """Say which layers' outputs the target captures, and how the head's file counts them."""
+    """Report which target layers are captured for the head, and how its config numbers them."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     spec = pair.head.feature_spec(pair.target_info)
     if spec.final_hidden:
-        yield Finding.ok(AUX_KEY, "none: the head reads the last hidden state")
+        yield Finding.ok(AUX_KEY, "none: the head reads the last hidden state only")
         return
     captured = list(spec.aux_layer_ids)
     config = Eagle3Config.parse(pair.draft_raw, pair.head_reader.source)
@@ -133,63 +137,67 @@ def check_aux_layers(pair: Pair) -> Iterator[Finding]:
     if aux.contradicted is not None:
         yield Finding.warning(
             NUM_AUX_KEY,
-            f"is {aux.count}, but {AUX_KEY} names {len(aux.contradicted)} layers, {list(aux.contradicted)}: the number goes first, and "
-            f"outputs of layers {captured} are captured",
-            f"Write as many layers as fc takes into the head's config.json; --probe measures {captured}.",
+            f"is {aux.count}, but {AUX_KEY} lists {len(aux.contradicted)} layers, {list(aux.contradicted)}. "
+            f"The number takes precedence: outputs of layers {captured} are captured",
+            f"List the layers that fc expects in the head's config.json. --probe measures {captured}.",
         )
     if convention is AuxConvention.DEFAULT:
         yield Finding.ok(
             AUX_KEY,
-            f"not named: outputs of layers {captured}, the inputs of the default triple of the official code",
+            f"not set: outputs of layers {captured} are captured, the default of the official code",
         )
     elif convention is AuxConvention.OUTPUTS:
-        yield Finding.ok(AUX_KEY, f"{captured}, read as outputs of these layers (target {family})")
+        yield Finding.ok(AUX_KEY, f"{captured}, interpreted as outputs of these layers (target {family})")
     else:
         yield Finding.warning(
             AUX_KEY,
-            f"{list(aux.ids or ())}: {convention.value} (target {family}, {pair.target_config.num_layers} layers): outputs of {captured} "
-            "are captured",
-            "--probe measures the ids one lower and one higher too.",
+            f"{list(aux.ids or ())}: {convention.value} (target {family}, {pair.target_config.num_layers} "
+            f"layers); outputs of layers {captured} are captured",
+            "Run with --probe, which also measures the ids one lower and one higher.",
         )
 
 
 def check_token_map(pair: Pair) -> Iterator[Finding]:
-    """Read the token map, and compare it with the vocabulary that it cuts."""
+    """Read the token map, and compare it with the vocabulary that it restricts."""
     if pair.token_map is None:
         return
     if not pair.drafts:
         yield Finding.refused(
-            MAP_FIELD, "nothing drafts that it could restrict", "Leave it out, or give a --draft."
+            MAP_FIELD, "there is no draft whose vocabulary it could restrict", "Remove it, or give a --draft."
         )
         return
-    yield Finding.ok(MAP_FIELD, f"{pair.drafted.size} of {pair.target_config.vocab_size} tokens are drafted")
+    yield Finding.ok(
+        MAP_FIELD, f"{pair.drafted.size} of {pair.target_config.vocab_size} tokens can be drafted"
+    )
 
 
 def check_tokenizers(pair: Pair) -> Iterator[Finding]:
-    """Compare the folders' tokenizers, where both have one, and the target's with its vocabulary."""
+    """Compare the tokenizers of target and draft if both exist, and the target's with its vocabulary size."""
     file = pair.target / TOKENIZER_FILE
     theirs = read_vocabulary(pair.target)
     if theirs is None:
         yield Finding.warning(
             str(file),
-            "does not exist; the gateway needs it for anything but token ids",
-            f"Make it by `outrider convert tokenizer {pair.target}`, or serve with --skip-tokenizer.",
+            "does not exist, so the gateway can serve token ids only",
+            f"Make it with `outrider convert tokenizer {pair.target}`, or serve with --skip-tokenizer.",
         )
         return
     size = pair.target_config.vocab_size
     beyond = sorted((number, token) for token, number in theirs.items() if number >= size)
-    if beyond:  # Gemma 3 without vision is published so: the token of images has no row
+    if beyond:  # published so for Gemma 3 without vision: the image token has no embedding row
         yield Finding.warning(
             TOKENIZER_FILE,
-            f"the target's tokenizer has ids up to {beyond[-1][0]}, its vocab_size is {size}: texts that hold {beyond[0][1]!r}"
-            + (f" or one of {len(beyond) - 1} more" if len(beyond) > 1 else "")
+            f"the target's tokenizer has ids up to {beyond[-1][0]}, but its vocab_size is {size}: texts that "
+            f"contain {beyond[0][1]!r}"
+            + (f" or one of {len(beyond) - 1} other tokens" if len(beyond) > 1 else "")
             + " are refused",
-            "If there are more than a few special tokens, download tokenizer and weights of the same revision.",
+            "If these are more than a few special tokens, download tokenizer and weights of the same "
+            "revision.",
         )
     folder = pair.choice.folder if pair.drafts else None
     mine = read_vocabulary(folder) if folder is not None and folder != pair.target else None
     if folder is None or mine is None:
-        yield Finding.ok(TOKENIZER_FILE, f"{len(theirs)} tokens; the draft has none of its own")
+        yield Finding.ok(TOKENIZER_FILE, f"{len(theirs)} tokens; the draft has no tokenizer of its own")
         return
     yield _compare(theirs, mine, folder / TOKENIZER_FILE)
 
@@ -200,14 +208,14 @@ def _compare(theirs: Mapping[str, int], mine: Mapping[str, int], file: Path) -> 
         key=lambda token: min(theirs.get(token, 1 << 31), mine.get(token, 1 << 31)),
     )
     if not different:
-        return Finding.ok(TOKENIZER_FILE, f"{len(theirs)} tokens, the same on both sides")
+        return Finding.ok(TOKENIZER_FILE, f"{len(theirs)} tokens, the same for target and draft")
     named = ", ".join(
         f"{token!r} is {_id(theirs, token)} and {_id(mine, token)}" for token in different[:MAX_NAMED]
     )
     return Finding.refused(
         TOKENIZER_FILE,
         f"{len(different)} tokens differ between the target's tokenizer and {file}: {named}",
-        f"{ANOTHER_DRAFT} If only the file is stale, remove it.",
+        f"{ANOTHER_DRAFT} If only the file is outdated, remove it.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks of the tensors: what is missing, what contradicts the configuration, and what was never trained or is damaged."""
+"""Tensor checks: missing or misshaped tensors, damaged or untrained weights, d2t, head embedding."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.spec.algorithm import Algorithm
 
 MAX_SAMPLED = 2000
-"""Tensors of a model that are looked at."""
+"""Maximum number of tensors of a model to sample."""
 EMBEDDING_ENDING = "embed_tokens.weight"
 
 
 def check_target_tensors(pair: Pair) -> Iterator[Finding]:
-    """Compare the headers of all shards with the configuration, and look at a sample of every tensor."""
+    """Compare the headers of all shards with the configuration, and sample the tensors' numbers."""
     config = pair.target_config
     with CheckpointReader(pair.target) as reader:
         names = _compare(reader, config)
@@ -32,7 +32,8 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
         if not faults:
             yield Finding.ok(
                 "tensors",
-                f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as expected",
+                f"{len(names)} in {len(reader.files)} file{'s' if len(reader.files) > 1 else ''}, all as "
+                "expected",
             )
         yield from judge(
             _statistics(reader, names, whole=False),
@@ -43,7 +44,7 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
 
 
 def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
-    """Read the draft as serving would, and look at every number of a head or of MTP layers."""
+    """Read the draft as serving does, and check its numbers. Draft models are only sampled."""
     choice = pair.choice
     if choice.algorithm is Algorithm.STANDALONE:
         config = pair.draft_model
@@ -76,16 +77,16 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
     with CheckpointReader(choice.require_folder()) as reader:
         yield from judge(_statistics(reader, list(reader.names), whole=True), "the head", sampled=False)
         yield from _file_format(reader)
-    # Last: it raises the one error that serving would, and the statistics above may tell why.
+    # Last, because reading the head may raise; the statistics above may explain the error.
     missing = ", ".join(pair.head.missing())
     yield Finding.ok(
         "tensors",
-        "all used or ignored by name" + (f"; {missing} borrowed from the target" if missing else ""),
+        "all used, or ignored by name" + (f"; {missing} comes from the target" if missing else ""),
     )
 
 
 def check_d2t(pair: Pair) -> Iterator[Finding]:
-    """Tell from the values whether a draft vocabulary is stored as offsets."""
+    """Infer from the values whether d2t stores offsets."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(pair.choice.require_folder()) as reader:
@@ -95,35 +96,35 @@ def check_d2t(pair: Pair) -> Iterator[Finding]:
         return
     if d2t.is_floating_point() or d2t.dim() != 1:
         yield Finding.refused(
-            "d2t", f"is {d2t.dtype} {list(d2t.shape)}, must be one list of integers", DOWNLOAD
+            "d2t", f"is {d2t.dtype} {list(d2t.shape)}, but must be a vector of integers", DOWNLOAD
         )
         return
     size = pair.head_config.vocab_size
     meaning = d2t_meaning(d2t, t2d, size)
     if meaning is D2tMeaning.OFFSETS:
         share = f"{d2t.shape[0]} of {size} tokens"
-        yield Finding.ok("d2t", f"{meaning.value}: {share}" + ("" if t2d is None else ", as t2d says"))
+        yield Finding.ok("d2t", f"{meaning.value}: {share}" + ("" if t2d is None else ", as in t2d"))
     elif meaning is D2tMeaning.TARGET_IDS:
         yield Finding.refused(
             "d2t",
-            "holds target ids, not offsets: "
-            + ("t2d marks exactly these" if t2d is not None else "as offsets they leave the vocabulary"),
-            "Rewrite it by `outrider convert head`, which stores offsets.",
+            "contains target ids, not offsets: "
+            + ("t2d marks exactly these" if t2d is not None else "as offsets, they exceed the vocabulary"),
+            "Rewrite it with `outrider convert head`, which stores offsets.",
         )
     elif meaning is D2tMeaning.EITHER:
         yield Finding.warning(
             "d2t",
-            "could be offsets or target ids by its values; it is read as offsets",
-            "Look at the accept length: --probe measures it.",
+            "could contain offsets or target ids; it is read as offsets",
+            "Check the accept length, which --probe measures.",
         )
     else:
         yield Finding.refused(
-            "d2t", f"holds neither offsets nor ids of a vocabulary of {size}, or contradicts t2d", DOWNLOAD
+            "d2t", f"contains neither offsets nor token ids below {size}, or it contradicts t2d", DOWNLOAD
         )
 
 
 def check_embedding(pair: Pair) -> Iterator[Finding]:
-    """Compare a head's own embedding with the target's: exports exist that carry an untrained one."""
+    """Compare a head's own embedding with the target's, because some exports contain an untrained one."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(pair.choice.require_folder()) as head, CheckpointReader(pair.target) as target:
@@ -137,17 +138,22 @@ def check_embedding(pair: Pair) -> Iterator[Finding]:
         )
         likeness = float(torch.nn.functional.cosine_similarity(own, original, dim=-1).mean())
     if likeness > 0.99:
-        yield Finding.ok(mine, "the head's own is the target's")
+        yield Finding.ok(mine, "the head's own copy equals the target's")
     else:
         yield Finding.warning(
             mine,
-            f"the head's own embedding is not the target's (mean cosine {likeness:.2f})",
-            "If the head was trained with the target's, drop it from the file; --probe measures what it is worth.",
+            f"the head's own embedding differs from the target's (mean cosine {likeness:.2f})",
+            "If the head was trained with the target's embedding, remove this tensor. --probe measures the "
+            "acceptance.",
         )
 
 
 def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
-    """Return the names of a model's tensors; raises as loading does for those missing, unexpected, misshaped or of another type."""
+    """Check a model's tensors as loading does, and return their names.
+
+    Raises:
+        CheckpointError: A tensor is missing, unexpected, or has the wrong shape or type.
+    """
     expected = expected_of(reader, config)
     reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
     for name, dtype in expected.dtypes.items():
@@ -160,7 +166,7 @@ def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) 
     floating = [
         name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape
     ]
-    if not whole:  # tens of thousands of experts look alike; the target is read in full when it is loaded
+    if not whole:  # experts come in tens of thousands and look alike; loading reads all of the target anyway
         floating = floating[:: 1 + len(floating) // MAX_SAMPLED]
     return [Examined(name, describe(_file(reader, name), whole=whole)) for name in floating]
 
@@ -169,7 +175,7 @@ def _file_format(reader: CheckpointReader) -> Iterator[Finding]:
     file = reader.files[0].path
     if file.suffix != ".safetensors":
         yield Finding.ok(
-            file.name, "unpickled with weights_only; `outrider convert head` makes safetensors of it"
+            file.name, "unpickled with weights_only; `outrider convert head` writes it as safetensors"
         )
 
 
@@ -180,6 +186,6 @@ def _read_all(reader: CheckpointReader, names: Sequence[str]) -> dict[str, torch
 
 
 def _file(reader: CheckpointReader, name: str) -> torch.Tensor:
-    """Return a stored tensor that shares the file's memory."""
+    """Return a stored tensor that shares memory with the mapped file."""
     file = next(file for file in reader.files if name in file.tensors)
     return file.read(name)

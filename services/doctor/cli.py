@@ -1,4 +1,4 @@
-"""`outrider doctor` on the command line. Heavy parts are imported when it runs."""
+"""Declares the `outrider doctor` command and its flags; heavy imports happen when it runs."""
 
 from __future__ import annotations
 
@@ -13,47 +13,60 @@ from outrider.shared.spec.algorithm import FIELD, Algorithm
 
 def doctor(
     target: Annotated[
-        Path, typer.Option("--target", help="Model folder in Hugging Face layout.", metavar="DIR")
+        Path,
+        typer.Option("--target", help="Folder of the target model, in Hugging Face layout.", metavar="DIR"),
     ],
     draft: Annotated[
         str,
         typer.Option(
             "--draft",
             "--speculative-draft-model-path",
-            help="Folder of the head or draft model.",
+            help="Folder of the draft head or draft model.",
             metavar="DIR|none",
         ),
     ] = "none",
     algorithm: Annotated[
         str,
-        typer.Option("--speculative-algorithm", help="As for the services; auto: what the checkpoint shows."),
+        typer.Option("--speculative-algorithm", help="Drafting method, as in `outrider up`."),
     ] = "auto",
     token_map: Annotated[
         Path | None,
         typer.Option(
-            "--speculative-token-map", help="FR-Spec's map: .pt, .safetensors or .json.", metavar="FILE"
+            "--speculative-token-map", help="FR-Spec token map (.pt, .safetensors or .json).", metavar="FILE"
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …")] = "auto",
+    device: Annotated[str, typer.Option(help="Device to plan for: auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[
-        str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), float32, bfloat16, float16.")
+        str,
+        typer.Option(
+            help="Data type of the weights: auto (bfloat16 on CUDA, float32 on a CPU), float32, bfloat16 or "
+            "float16."
+        ),
     ] = "auto",
     probe: Annotated[
-        bool, typer.Option("--probe", help="Load the pair and measure it, with other aux layers too.")
+        bool,
+        typer.Option(
+            "--probe", help="Also load the pair and measure its accept length, with other aux layers too."
+        ),
     ] = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="JSON lines with `prompt`, `messages` or `prompt_ids`.", show_default="the embedded prompts"
+            help="Prompts of the probe: JSON lines with `prompt`, `messages` or `prompt_ids`.",
+            show_default="the embedded prompts",
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 16,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of prompts that the probe uses.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that the probe generates per prompt.")] = 64,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
 ) -> None:
-    """Check target and draft before anything is served: files, sizes, conventions, memory.
+    """Check whether a target and a draft can be served.
 
-    Exit code 0: the pair can be served, maybe with warnings; 2: it would be refused.
+    Examines their files, sizes, conventions and memory use without starting a service.
+
+    Exit code 0: the pair can be served, perhaps with warnings. 2: it would be refused.
     """
     from outrider.services.doctor.command import DoctorOptions, run_doctor
 
@@ -79,5 +92,5 @@ def _algorithm(name: str) -> Algorithm:
     except ValueError:
         known = ", ".join(member.value for member in Algorithm)
         raise ConfigurationError(
-            f"--speculative-algorithm: {name!r} is none of {known}.", field=FIELD
+            f"--speculative-algorithm: {name!r} is not one of {known}.", field=FIELD
         ) from None

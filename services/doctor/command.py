@@ -1,4 +1,4 @@
-"""The command: examine, maybe probe, and print a table for people or JSON for scripts."""
+"""Runs `outrider doctor`: examines a pair, optionally probes it, and prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.REFUSED: "
 VERDICTS = {
     Severity.OK: "This pair can be served.",
     Severity.WARNING: "This pair can be served, but read the warnings.",
-    Severity.REFUSED: "This pair would not start.",
+    Severity.REFUSED: "This pair cannot be served.",
 }
 PIPE_WIDTH = 160
 PROBE_SHAPE = DraftShape(depth=5, topk=4, max_nodes=16)
@@ -36,19 +36,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """What to examine.
+    """Options of `outrider doctor`.
 
     Attributes:
-        target: The target's folder.
-        draft: Of a head or a draft model; None for none.
-        algorithm: As `--speculative-algorithm`.
-        token_map: As `--speculative-token-map`.
-        device, dtype: As the services take them; ``auto`` too.
-        probe: Whether to run the pair.
-        prompts: Of the probe, JSON lines; None for the built-in ones.
-        num_prompts, tokens: How many, and how long the answers are.
-        shape: Of the probe's trees.
-        as_json: One JSON object on stdout instead of a table.
+        target: Folder of the target.
+        draft: Folder of a head or a draft model, or None.
+        algorithm: Value of `--speculative-algorithm`.
+        token_map: Value of `--speculative-token-map`.
+        device, dtype: In the services' notation, including ``auto``.
+        probe: Whether to run the pair and measure it.
+        prompts: JSON lines file with the probe's prompts; None for the built-in ones.
+        num_prompts, tokens: Number of prompts, and length of each answer.
+        shape: Shape of the probe's draft trees.
+        as_json: Whether to print one JSON object instead of a table.
     """
 
     target: Path
@@ -66,13 +66,13 @@ class DoctorOptions:
 
 
 def run_doctor(options: DoctorOptions) -> int:
-    """Examine and print.
+    """Examine a pair and print the report.
 
     Returns:
-        The exit code: 0 the pair can be served, 2 it would be refused.
+        Exit code: 0 if the pair can be served, 2 if it would be refused.
 
     Raises:
-        ConfigurationError: a flag is wrong.
+        ConfigurationError: A flag is invalid.
     """
     configure_logging("doctor", "warning")
     device = _device(options.device)
@@ -95,7 +95,7 @@ def run_doctor(options: DoctorOptions) -> int:
 
 
 def print_report(report: DoctorReport, console: Console) -> None:
-    """Print the table; a fix stands below its finding."""
+    """Print the findings as a table, each fix below its finding, and the verdict."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in report.findings:
         text = Text.assemble((f"{finding.field}: ", "cyan"), finding.message)
@@ -107,13 +107,13 @@ def print_report(report: DoctorReport, console: Console) -> None:
 
 
 def _probed(report: DoctorReport, pair: Pair, options: DoctorOptions) -> DoctorReport:
-    """Add a measured run to a report, unless the pair would not even load."""
+    """Add a measured run to a report, unless the pair cannot be loaded."""
     if report.severity is Severity.REFUSED:
-        found = [Finding.ok("--probe", "not run: the pair would be refused")]
+        found = [Finding.ok("--probe", "not run, because the pair would be refused")]
         numbers = {}
     elif not pair.drafts:
         raise ConfigurationError(
-            "--probe measures a draft; give one by --draft or --speculative-algorithm.", field="--probe"
+            "--probe measures a draft. Give one with --draft or --speculative-algorithm.", field="--probe"
         )
     else:
         try:
@@ -135,11 +135,11 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigurationError(
-            f"device: {name!r} is none of auto, cpu, cuda and cuda:N.", field="device"
+            f"--device: {name!r} is not one of auto, cpu, cuda or cuda:N.", field="device"
         ) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(
-            "device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device"
+            "--device is cuda, but torch finds no GPU. Use --device cpu.", field="device"
         )
     return device
 
@@ -148,5 +148,5 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return default_dtype(device)
     if name not in DTYPES:
-        raise ConfigurationError(f"dtype: {name!r} is none of auto, {', '.join(DTYPES)}.", field="dtype")
+        raise ConfigurationError(f"--dtype: {name!r} is not one of auto, {', '.join(DTYPES)}.", field="dtype")
     return DTYPES[name]

@@ -1,4 +1,4 @@
-"""Runs the checks: each says what it sees, and what one cannot read does not keep the others from looking."""
+"""Runs all checks on a pair. An error in one check becomes a finding and does not stop the others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LAST_CHECKS: Mapping[str, Check] = {
 
 
 def examine(pair: Pair) -> DoctorReport:
-    """Return the report of all checks that apply."""
+    """Return the report of all checks that apply to the pair."""
     checks = {**TARGET_CHECKS, **(DRAFT_CHECKS if pair.drafts else UNDRAFTED_CHECKS), **LAST_CHECKS}
     findings: list[Finding] = []
     for name, check in checks.items():
@@ -69,13 +69,13 @@ def _run(check: Check, pair: Pair) -> Iterator[Finding]:
 
 
 def _new(known: list[Finding], found: list[Finding]) -> list[Finding]:
-    """Leave out what an earlier check said already: several stumble over the same unreadable file."""
-    said = {(finding.field, finding.message) for finding in known}
-    return [finding for finding in found if (finding.field, finding.message) not in said]
+    """Drop repeated findings: several checks can fail on the same unreadable file."""
+    seen = {(finding.field, finding.message) for finding in known}
+    return [finding for finding in found if (finding.field, finding.message) not in seen]
 
 
 def _numbers(pair: Pair) -> dict[str, Mapping[str, Any]]:
     try:
         return {"memory": memory_numbers(plan_memory(pair))}
     except OutriderError:
-        return {}  # its check has said why
+        return {}  # the memory check has reported the error

@@ -1,4 +1,4 @@
-"""What a check says, and the report of all of them."""
+"""Data types of the report: one `Finding` per result of a check, and the `DoctorReport` of all findings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from outrider.shared.base.errors import OutriderError
 
 
 class Severity(Enum):
-    """OK: as it should be, or good to know. WARNING: serves, but maybe not well. REFUSED: would not start."""
+    """Severity of a finding.
+
+    Attributes:
+        OK: As expected, or for information.
+        WARNING: The pair can be served, but perhaps not well.
+        REFUSED: The pair would not start.
+    """
 
     OK = "ok"
     WARNING = "warning"
@@ -23,11 +29,11 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        severity: How bad it is.
-        field: The config key, tensor, file or flag that it is about.
-        message: What was seen, with the values.
-        fix: What to do; empty for OK.
-        check: Name of the check, filled in by the report.
+        severity: Severity.
+        field: The config key, tensor, file or flag concerned.
+        message: The observation, with its values.
+        fix: Suggested fix; empty for OK.
+        check: Name of the check. Filled in by `examine`.
     """
 
     severity: Severity
@@ -38,26 +44,26 @@ class Finding:
 
     @classmethod
     def ok(cls, field: str, message: str) -> Finding:
-        """Return a line that needs nothing done."""
+        """Return a finding that requires no action."""
         return cls(Severity.OK, field, message)
 
     @classmethod
     def warning(cls, field: str, message: str, fix: str) -> Finding:
-        """Return a line about something that serves, but maybe badly."""
+        """Return a finding about a pair that can be served, but perhaps not well."""
         return cls(Severity.WARNING, field, message, fix)
 
     @classmethod
     def refused(cls, field: str, message: str, fix: str = "") -> Finding:
-        """Return a line about something that keeps the pair from being served."""
+        """Return a finding that keeps the pair from being served."""
         return cls(Severity.REFUSED, field, message, fix)
 
     @classmethod
     def of_error(cls, error: OutriderError) -> Finding:
-        """Return the line that an error of loading becomes; its message says what to do."""
+        """Return the finding for an error raised while loading. Its message includes the fix."""
         return cls.refused(error.field or error.reason, error.message)
 
     def as_json(self) -> dict[str, str]:
-        """Return it for scripts."""
+        """Return the finding as a JSON object."""
         return {
             "check": self.check,
             "severity": self.severity.value,
@@ -72,9 +78,9 @@ class DoctorReport:
     """All findings about a pair.
 
     Attributes:
-        target, draft: The folders; draft is empty without one.
-        findings: In the order of the checks.
-        numbers: What scripts may want beside the lines: section (``memory``, ``probe``) → name → value.
+        target, draft: The folders; draft is empty if there is none.
+        findings: Findings in the order of the checks.
+        numbers: Additional numbers for scripts: section (``memory``, ``probe``) → name → value.
     """
 
     target: str
@@ -84,7 +90,7 @@ class DoctorReport:
 
     @property
     def severity(self) -> Severity:
-        """The worst of the findings."""
+        """The highest severity of all findings."""
         found = {finding.severity for finding in self.findings}
         return next(
             (severity for severity in (Severity.REFUSED, Severity.WARNING) if severity in found), Severity.OK
@@ -92,11 +98,11 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """0: the pair can be served, maybe with warnings. 2: it would be refused."""
+        """0 if the pair can be served, perhaps with warnings; 2 if it would be refused."""
         return 2 if self.severity is Severity.REFUSED else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for scripts."""
+        """Return the report as a JSON object."""
         return {
             "target": self.target,
             "draft": self.draft,

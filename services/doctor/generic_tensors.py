@@ -1,4 +1,4 @@
-"""Compares the files of a model that `transformers` computes with what that library would save, experts one by one included."""
+"""Checks the tensors of models that run on transformers' modules against those transformers would save."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from outrider.shared.nn.config.model_config import CONFIG_FILE, read_json
 
 
 def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
-    """Name tensors that are missing, misshaped or of a type that no weight has.
+    """Report tensors that are missing or have a wrong shape or type.
 
-    Names that the file has beside those are no fault: `transformers` renames what older releases saved. Where there are any, what seems
-    missing may be called otherwise, and is warned about only; loading decides.
+    Extra names are not errors, because transformers renames tensors of older releases. If there are any, a
+    missing tensor may be stored under such a name. It then only causes a warning, and loading decides.
     """
     from outrider.shared.nn.generic.weights import wrong_types
 
@@ -31,7 +31,8 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
         first = misshaped[0]
         yield Finding.refused(
             first,
-            f"{named(misshaped)} misshaped: {list(stored[first])}, must be {list(expected[first])}",
+            f"{named(misshaped)} with the wrong shape: {list(stored[first])} instead of "
+            f"{list(expected[first])}",
             DOWNLOAD,
         )
     wrong = wrong_types(reader.tensors, model)
@@ -45,15 +46,16 @@ def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
     if missing and others:
         yield Finding.warning(
             missing[0],
-            f"{named(missing)} not there by the name that transformers saves, but {named(others)} with other names",
-            "If these are names of an older release, transformers renames them; otherwise loading refuses the file by name.",
+            f"{named(missing)} missing, but {named(others)} unexpected",
+            "If the names are from an older release, transformers renames the tensors. Otherwise loading "
+            "refuses them by name.",
         )
     elif missing:
         yield Finding.refused(missing[0], f"{named(missing)} missing", DOWNLOAD)
 
 
 def model_of(folder: Path) -> Any:
-    """Return the model of a folder's configuration, on the meta device."""
+    """Return the model for a folder's configuration, on the meta device."""
     from outrider.shared.nn.generic.config import find_class
 
     model_class: Any
@@ -65,13 +67,19 @@ def model_of(folder: Path) -> Any:
 
 
 def saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
-    """Return name → shape of what `transformers` saves of a folder's model, which is told how to convert its weights."""
+    """Return name → shape of the tensors that transformers would save for a model.
+
+    Args:
+        model: The model. Its weight conversions are set here.
+        folder: Folder of its configuration.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
     with faults_of(folder / CONFIG_FILE):
         tied = set(model.all_tied_weights_keys)
-        # It keeps the experts of a layer in one tensor, and files have one each: what save_pretrained does about it.
+        # Files store the experts of a layer one by one, while the model stacks them. This applies the same
+        # conversion as save_pretrained.
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
         tensors = revert_weight_conversion(
             model, {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

@@ -1,4 +1,4 @@
-"""What the statistics of a model's tensors give away: damaged, never filled, or still as before training."""
+"""Judges tensor statistics: finds weights that are damaged, never filled, or still as initialised."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ NORM_ENDING = "norm.weight"
 TRAINED = "Check that this is a trained export."
 DOWNLOAD = "Download the checkpoint again, or take another export of it."
 UNTRAINED_SHARE = 0.8
-"""Share of the projections that look initialised, from which on a head counts as untrained, however small its tensors are."""
+"""Minimum share of projections that look initialised for a model to count as untrained, whatever its size."""
 OTHER_SIZE = 1.5
-"""Factor between the deviations of one tensor and of its like in other layers that initialisation explains and training does not."""
+"""Ratio between the deviations of one tensor in different layers that training does not explain."""
 MIN_SIBLINGS = 3
 NORM_NEGATIVES = 0.25
-"""Share of negative weights that no trained norm has; numbers drawn around zero have half."""
+"""Share of negative weights above which a norm counts as untrained. Numbers drawn around zero have half."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A tensor's name and what was found out about it."""
+    """A tensor's name and its statistics."""
 
     name: str
     statistics: TensorStatistics
 
     @property
     def is_norm(self) -> bool:
-        """Whether it is the weight of a norm."""
+        """True if the tensor is the weight of a norm."""
         return self.name.endswith(NORM_ENDING) or "norm." in self.name
 
 
 def judge(
     examined: Sequence[Examined], whose: str, *, sampled: bool, norms_about_one: bool = True
 ) -> Iterator[Finding]:
-    """Say what is wrong with the tensors of a model.
+    """Report damaged or untrained tensors of a model.
 
     Args:
-        examined: All of them, or a sample.
-        whose: ``the head``, for the lines.
-        sampled: Of a model of many layers; its tensors are compared with their like in other layers before one is suspected alone.
-        norms_about_one: A norm multiplies by its weight; in some families by 1 + its weight, which may then be anything.
+        examined: All tensors of the model, or a sample.
+        whose: The model's name for the messages, such as ``the head``.
+        sampled: True for a sampled model of many layers. A single tensor is then suspected only if it differs
+            from the same tensor in other layers.
+        norms_about_one: True if norms multiply by their weight. False if they multiply by 1 + weight, whose
+            weights may have any sign.
     """
     broken = [one.name for one in examined if not one.statistics.finite]
     if broken:
-        yield Finding.refused(broken[0], f"{named(broken)} with NaN or infinite numbers", DOWNLOAD)
+        yield Finding.refused(broken[0], f"{named(broken)} with NaN or infinite values", DOWNLOAD)
     weights = [
         one for one in examined if one.statistics.finite and not one.is_norm and one.statistics.columns
     ]
     flat = [one.name for one in weights if one.statistics.std < NEAR_ZERO and not one.name.endswith(".bias")]
     if flat:
         yield Finding.warning(
-            flat[0], f"{named(flat)} with a standard deviation under {NEAR_ZERO:g}: never filled", DOWNLOAD
+            flat[0], f"{named(flat)} never filled: the standard deviation is below {NEAR_ZERO:g}", DOWNLOAD
         )
     yield from _norms(
         [one for one in examined if one.statistics.finite and one.is_norm], whose, norms_about_one
     )
     yield from _untrained(weights, whose, sampled=sampled)
     if not broken and not flat:
-        seen = (
-            f"a sample of {len(examined)} tensors" if sampled else f"every number of {len(examined)} tensors"
-        )
-        yield Finding.ok("weights", f"{seen} of {whose} is finite")
+        seen = f"a sample of {len(examined)} tensors" if sampled else f"all values of {len(examined)} tensors"
+        yield Finding.ok("weights", f"{seen} of {whose}: no NaN or infinite values")
 
 
 def named(names: Sequence[str]) -> str:
-    """Return the number of tensors and the first few names."""
+    """Return the number of tensors and the first few names, for messages."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:MAX_NAMED])}{more})"
 
@@ -88,7 +88,7 @@ def _norms(norms: Sequence[Examined], whose: str, about_one: bool) -> Iterator[F
     if same:
         yield Finding.warning(
             same[0],
-            f"{named(same)}: all numbers of a norm are the same, and those of the others are not",
+            f"{named(same)}: all weights of the norm are equal, unlike those of the other norms",
             TRAINED,
         )
     around_zero = [
@@ -97,20 +97,21 @@ def _norms(norms: Sequence[Examined], whose: str, about_one: bool) -> Iterator[F
     if around_zero:
         yield Finding.warning(
             around_zero[0],
-            f"{named(around_zero)}: a norm whose weights scatter around zero was never trained",
+            f"{named(around_zero)}: norm weights scatter around zero, so the norm was never trained",
             TRAINED,
         )
 
 
 def _untrained(weights: Sequence[Examined], whose: str, *, sampled: bool) -> Iterator[Finding]:
-    """Name what looks drawn by an initialisation: nearly all projections together, or single ones that are large enough to tell."""
+    """Report projections that look freshly initialised: almost all together, or single large ones."""
     looks = {one.name: look for one in weights if (look := one.statistics.looks_initialised)}
     if looks and len(looks) >= UNTRAINED_SHARE * len(weights):
         name, look = next(iter(looks.items()))
         yield Finding.warning(
             name,
-            f"{len(looks)} of {len(weights)} projections of {whose} look like a fresh initialisation, e.g. {name}: {look}, rows all alike",
-            f"{TRAINED} --probe measures it: an untrained head has accept length 1.0.",
+            f"{len(looks)} of {len(weights)} projections of {whose} look freshly initialised, e.g. {name}: "
+            f"{look}, all rows alike",
+            f"{TRAINED} --probe measures the accept length, which is 1.0 for an untrained head.",
         )
         return
     large = [one for one in weights if one.name in looks and one.statistics.telling]
@@ -120,14 +121,17 @@ def _untrained(weights: Sequence[Examined], whose: str, *, sampled: bool) -> Ite
             continue
         yield Finding.warning(
             one.name,
-            f"looks like a fresh initialisation among the trained tensors of {whose}: {looks[one.name]}, independent numbers, rows and "
-            "columns all alike",
-            f"{TRAINED} Lightly trained tensors can look so too; --probe measures what the pair is worth.",
+            f"looks freshly initialised, unlike the other tensors of {whose}: {looks[one.name]}, independent "
+            "numbers, all rows and columns alike",
+            f"{TRAINED} Lightly trained tensors can also look like this; --probe measures the accept length.",
         )
 
 
 def _differs(one: Examined, group: Sequence[Examined], look: str) -> bool:
-    """Whether a tensor that looks initialised stands out of its like in other layers: small models leave some nearly as they began."""
+    """Return True if a tensor that looks initialised differs from the same tensor in other layers.
+
+    Training leaves some tensors of small models almost unchanged, so similar tensors are not suspicious.
+    """
     others = [other for other in group if other is not one and other.statistics.std > NEAR_ZERO]
     if not look.startswith("normal"):
         return not any(other.statistics.looks_initialised == look for other in others)
@@ -145,5 +149,5 @@ def _groups(weights: Sequence[Examined]) -> Mapping[str, list[Examined]]:
 
 
 def _group(name: str) -> str:
-    """Return what a tensor shares its name with in other layers and experts."""
+    """Return the part of the name that a tensor shares with the same tensor of other layers and experts."""
     return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,4 +1,4 @@
-"""What the pair takes of the device's memory, and the least that works."""
+"""Plans device memory: sizes of weights and KV caches, the minimum that works, and the default capacity."""
 
 from __future__ import annotations
 
@@ -34,25 +34,28 @@ from outrider.shared.spec.algorithm import Algorithm
 
 GIB = 1 << 30
 WORKSPACE = 0.05
-"""On a CPU: share of the weights for activations, masks and the allocator's slack; measured runs need less."""
+"""On a CPU: share of the weights added for activations, masks and allocator slack. Measured runs use less."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes, with target and draft in one process on one device.
+    """Memory needed when target and draft run in one process on one device. Sizes are in bytes.
 
     Attributes:
-        target_weights, draft_weights: At the dtype of serving, with the table of a draft on a GPU; what the draft borrows counts once.
-        target_kv_per_token: Keys, values (or latents) and the feature row of one token.
-        draft_kv_per_token: Keys and values of the draft.
-        context: Tokens of the target's full context.
-        least_tokens: With fewer the target does not start.
-        minimum: Weights, what a step works with, and caches of `least_tokens`.
-        full_context: The same with one text of the full context.
-        kv_tokens: What the target's cache holds by its defaults (`--mem-fraction-static` and all); 0 where it would not start.
-        refusal: What it says then; else empty.
-        reserve: Of a GPU: kept for graphs, activations and logits by the target's defaults.
-        available: Free on the device; total is what there is.
+        target_weights, draft_weights: Weights in the data type used for serving. Tensors that the draft
+            borrows count once. On a GPU, the draft's weights include the table of embedding products of an
+            EAGLE-3 head.
+        target_kv_per_token: Keys and values (or latents) and the feature row of one token.
+        draft_kv_per_token: Keys and values of one token in the draft.
+        context: Full context of the target, in tokens.
+        least_tokens: Minimum cache size in tokens; the target does not start with less.
+        minimum: Weights, working memory, and caches of `least_tokens`.
+        full_context: Like `minimum`, with caches for one text of the full context.
+        kv_tokens: Cache size in tokens that the target chooses with the given settings; 0 if it would not
+            start.
+        refusal: The target's error message if it would not start, else empty.
+        reserve: On a GPU: memory that the target reserves for CUDA graphs, activations and logits.
+        available, total: Free and total memory of the device.
     """
 
     target_weights: int
@@ -73,16 +76,17 @@ class MemoryEstimate:
 def plan_memory(
     pair: Pair, settings: TargetSettings | None = None, memory_of_device: tuple[int, int] | None = None
 ) -> MemoryEstimate:
-    """Compute the plan from headers and configurations.
+    """Compute the memory plan from tensor headers and configurations.
 
     Args:
-        pair: What is to be served.
-        settings: Of the target; None: its defaults.
-        memory_of_device: (free, total) bytes, if they are known.
+        pair: Target and draft.
+        settings: Settings of the target; None uses its defaults.
+        memory_of_device: (free, total) bytes of the device; None queries the device.
 
     Raises:
-        CheckpointError: a folder cannot be read.
+        CheckpointError: A folder cannot be read.
     """
+    # 1. Size the weights and the cache of one token.
     config = pair.target_config
     feature_size, draft_kv, draft_weights = 0, 0, 0
     if pair.drafts:
@@ -95,7 +99,8 @@ def plan_memory(
         target_weights = _weights(pair.target, config, pair.dtype)
     target_kv = token_bytes(
         config.num_layers, config.num_kv_heads, config.head_dim, pair.dtype, feature_size,
-        latent=config.latent is not None, kv_dtype=None if settings.kv_cache_dtype is KvCacheDtype.AUTO else torch.float8_e4m3fn,
+        latent=config.latent is not None,
+        kv_dtype=None if settings.kv_cache_dtype is KvCacheDtype.AUTO else torch.float8_e4m3fn,
     )  # fmt: skip
     available, total = memory_of_device or device_memory(pair.device)
     has_table = pair.device.type == "cuda" and pair.drafts and pair.choice.algorithm is Algorithm.EAGLE
@@ -103,6 +108,7 @@ def plan_memory(
         draft_weights += table_bytes(
             pair.head_config, pair.dtype, available - target_weights - draft_weights, total
         )
+    # 2. Let the target's own planner choose the cache size, or report why it would not start.
     weights = target_weights + draft_weights
     context = longest_text(config, settings.max_model_len)
     on_gpu = pair.device.type == "cuda"
@@ -119,6 +125,7 @@ def plan_memory(
         kv_tokens = planned.pages * planned.page_size
     except ConfigurationError as error:
         refusal = error.message
+    # 3. Add up the minimum and the memory for one text of the full context.
     least = least_tokens(settings, context)
     full = max(least, context + settings.max_nodes + settings.page_size)
     fixed = weights + (reserve if on_gpu else int(weights * WORKSPACE)) + draft.more
@@ -140,7 +147,10 @@ def plan_memory(
 
 
 def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -> int:
-    """Return what an EAGLE-3 head's products of all embeddings take of a GPU, 0 where they are not kept; see `token_products`."""
+    """Return the size of an EAGLE-3 head's table of embedding products on a GPU, or 0 if it keeps none.
+
+    See `token_products`.
+    """
     nbytes = (
         config.vocab_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * dtype.itemsize
     )
@@ -149,33 +159,35 @@ def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -
 
 
 def check_memory(pair: Pair) -> Iterator[Finding]:
-    """Compare what the pair needs with what the device has."""
+    """Compare the memory that the pair needs with the device's."""
     plan = plan_memory(pair)
     yield Finding.ok(
         "memory",
-        f"{_size(plan.target_weights)} target, {_size(plan.draft_weights)} draft as {str(pair.dtype).removeprefix('torch.')}; a token of "
-        f"context takes {plan.target_kv_per_token / 1024:.1f} KiB + {plan.draft_kv_per_token / 1024:.1f} KiB",
+        f"{_size(plan.target_weights)} target, {_size(plan.draft_weights)} draft as "
+        f"{str(pair.dtype).removeprefix('torch.')}; each token of context takes "
+        f"{plan.target_kv_per_token / 1024:.1f} KiB + {plan.draft_kv_per_token / 1024:.1f} KiB",
     )
     numbers = (
-        f"at least {_size(plan.minimum)} (caches of {plan.least_tokens} tokens), {_size(plan.full_context)} for one text of "
-        f"{plan.context}; {pair.device} has {_size(plan.available)} free of {_size(plan.total)}"
+        f"needs at least {_size(plan.minimum)} (caches of {plan.least_tokens} tokens), or "
+        f"{_size(plan.full_context)} for one text of {plan.context} tokens; {pair.device} has "
+        f"{_size(plan.available)} free of {_size(plan.total)}"
     )
     if plan.minimum > plan.available:
         yield Finding.refused(
-            "device", numbers, "Free memory of the device, serve on a larger one, or with a smaller --dtype."
+            "device", numbers, "Free device memory, use a larger device, or use a smaller --dtype."
         )
     elif plan.refusal:
         yield Finding.refused("device", numbers, plan.refusal)
     elif plan.full_context > plan.available:
         yield Finding.warning(
-            "max_model_len", numbers, "Serve with a lower --max-model-len, or on a larger device."
+            "max_model_len", numbers, "Serve with a lower --max-model-len, or use a larger device."
         )
     else:
         yield Finding.ok("device", f"{numbers}; by default the cache holds {plan.kv_tokens} tokens")
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Return (free, total) bytes of a device; of the host what the kernel calls available."""
+    """Return (free, total) bytes of a device. For the host, free is what the kernel reports as available."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total
@@ -190,12 +202,12 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 
 def memory_numbers(plan: MemoryEstimate) -> dict[str, int]:
-    """Return the plan for scripts."""
+    """Return the plan as a JSON object."""
     return asdict(plan)
 
 
 def _weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a loaded model."""
+    """Return the size of a loaded model in bytes."""
     with CheckpointReader(folder) as reader:
         names = expected_of(reader, config).shapes or reader.names
         return sum(
@@ -204,7 +216,7 @@ def _weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _draft(pair: Pair) -> tuple[int, int, int]:
-    """Return (bytes of weights, bytes of a token in the draft's KV, width of a feature row)."""
+    """Return (weight bytes, KV bytes per token, width of a feature row) of the draft."""
     choice = pair.choice
     if choice.algorithm is Algorithm.EAGLE:
         head = pair.head
@@ -230,7 +242,7 @@ def _draft(pair: Pair) -> tuple[int, int, int]:
 
 
 def _mtp(pair: Pair) -> tuple[int, int, int]:
-    """Return the same of MTP layers: in the file they lie beside the target's own tensors."""
+    """Return the same for MTP layers, whose tensors are stored together with the target's own."""
     mtp, config = pair.mtp, pair.mtp.config
     with CheckpointReader(pair.choice.require_folder()) as reader:
         own = expected_of(reader, config).shapes

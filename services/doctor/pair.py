@@ -1,4 +1,4 @@
-"""The pair under examination: what its folders say, read once and only when a check asks."""
+"""A target and a draft on disk, read lazily: configurations, head, MTP layers, token map, tensor shapes."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ from outrider.shared.spec.algorithm import Algorithm
 
 HOST = torch.device("cpu")
 ANYTHING = "*"
-"""Pattern of ignored tensors in a configuration that leaves the comparison to `transformers`."""
+"""Pattern of ignored tensors in configurations of models whose tensors transformers checks itself."""
 HEADERS_ONLY = torch.device("meta")
 
 
 class Pair:
-    """A target and a draft on disk. Every property raises `CheckpointError` when what it reads is unusable.
+    """A target and a draft on disk. Each property reads its files once, on first use.
 
     Args:
-        target: The target's folder.
-        draft: Of a head or a draft model; None for drafting without one, or not at all.
-        algorithm: As `speculative_algorithm` of the settings.
-        device, dtype: Where and how the pair is to be served.
-        token_map: File of FR-Spec's map, or None.
+        target: Folder of the target.
+        draft: Folder of a head or a draft model, or None.
+        algorithm: Value of the `speculative_algorithm` setting.
+        device, dtype: Device and data type for serving.
+        token_map: File of an FR-Spec token map, or None.
+
+    Raises:
+        CheckpointError: Raised by the properties if their files are unusable.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Pair:
 
     @property
     def drafts(self) -> bool:
-        """Whether anything drafts at all."""
+        """True if serving this pair would speculate."""
         return self.algorithm is not Algorithm.NONE and (
             self.draft is not None or self.algorithm is not Algorithm.AUTO
         )
@@ -75,40 +78,40 @@ class Pair:
 
     @cached_property
     def target_info(self) -> TargetInfo:
-        """The target as the draft sees it."""
+        """The facts about the target that a draft receives."""
         return TargetInfo.of(self.target.name, self.target_config)
 
     @cached_property
     def choice(self) -> Choice:
-        """How drafts would be made."""
+        """The drafting method and its folder."""
         return choose(self.algorithm, self.draft, self.target)
 
     @cached_property
     def draft_raw(self) -> Mapping[str, Any]:
-        """The draft's config.json as it is."""
+        """The draft's config.json, unmodified."""
         return read_head_config(self.choice.require_folder())
 
     @cached_property
     def head_reader(self) -> ConfigReader:
-        """The head's config.json, its sections merged."""
+        """The head's config.json with its sections merged."""
         source = config_file(self.choice.require_folder())
         return ConfigReader(flatten(self.draft_raw, source), source)
 
     @cached_property
     def head_config(self) -> HeadConfig:
-        """The decoder layers of the head."""
+        """Configuration of the head's decoder layers."""
         return HeadConfig.parse(self.head_reader)
 
     @cached_property
     def head(self) -> RecurrentHead:
-        """The head itself, read through the code that serves it, on the host."""
+        """The head, loaded on the host with the code that serves it."""
         head = load_head(self.choice.require_folder(), HOST, self.dtype, self.token_ids)
         check_head(self.choice, head.algorithm)
         return head
 
     @cached_property
     def token_ids(self) -> torch.Tensor | None:
-        """What the token map leaves, or None for all tokens."""
+        """Token ids in the token map, or None for all tokens."""
         check_restricted(self.choice, self.token_map)
         return read_token_map(self.token_map) if self.token_map is not None else None
 
@@ -126,25 +129,26 @@ class Pair:
 
     @cached_property
     def mtp(self) -> MtpWeights:
-        """The MTP layers of a checkpoint, their shapes only."""
+        """The checkpoint's MTP layers, shapes only."""
         return MtpWeights.load(self.choice.require_folder(), HEADERS_ONLY, self.dtype)
 
     @cached_property
     def standalone_vocabulary(self) -> StandaloneVocabulary:
-        """What a draft model is told of the target's ids."""
+        """Mapping between the token ids of a draft model and the target."""
         same = check_same_tokenizer(self.choice.require_folder(), self.target)
         return StandaloneVocabulary(self.target_config.vocab_size, same, self.token_ids)
 
     @cached_property
     def draft_model(self) -> ModelConfig:
-        """The configuration of a draft model of its own."""
+        """Configuration of a standalone draft model."""
         return read_model_config(self.choice.require_folder())
 
 
 def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:
-    """Return what a model's files must hold, the scales of FP8 matrices and of an FP8 cache included.
+    """Return the tensors that a model's files must contain, including FP8 scales of weights and KV cache.
 
-    Nothing where `transformers` computes the model: it renames tensors while it loads them, and checks them itself.
+    Returns nothing for a model that runs on transformers' modules. transformers renames tensors while
+    loading, and checks them itself.
     """
     if ANYTHING in config.ignored:
         return ExpectedTensors()

@@ -1,4 +1,4 @@
-"""A short measured run of the pair in this process: accept length as it is, and with the aux layers read one off."""
+"""Measures a pair's accept length (`--probe`), as configured and with the aux layers shifted by one."""
 
 from __future__ import annotations
 
@@ -40,22 +40,23 @@ from outrider.shared.spec.tree import DraftShape
 PAGE_SIZE = 16
 BATCH = 8
 BETTER = 1.03
-"""An alternative must accept so many times more to be named: runs of a few hundred tokens differ by chance."""
+"""Minimum factor by which an alternative must be better to be recommended; smaller gains may be chance."""
 USEFUL = 1.2
-"""Below this accept length a draft costs more than it brings."""
+"""Minimum useful accept length: below it, drafting costs more time than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run over all prompts.
+    """Result of one run over all prompts.
 
     Attributes:
         variant: ``as configured``, ``aux layers -1`` or ``aux layers +1``.
-        aux_layer_ids: Whose outputs were captured.
-        named_ids: How a head's file names these for this target; None: it cannot.
+        aux_layer_ids: Target layers whose outputs were captured.
+        named_ids: Ids that a head's config uses for these layers of this target; None if it cannot express
+            them.
         accept_length: Tokens per round, over rounds with draft nodes.
-        rounds, tokens: Of all prompts.
-        seconds: Of the run.
+        rounds, tokens: Totals over all prompts.
+        seconds: Duration of the run.
     """
 
     variant: str
@@ -73,14 +74,14 @@ def run_probe(
     """Load the pair and answer the prompts greedily, once per variant.
 
     Args:
-        pair: With something that drafts.
-        prompts: Token ids.
-        num_tokens: Of each answer.
-        shape: Of every tree.
+        pair: The pair; it must draft.
+        prompts: Prompts as token ids.
+        num_tokens: Length of each answer.
+        shape: Shape of every draft tree.
 
     Raises:
-        CheckpointError, ConfigurationError: it cannot be loaded.
-        OutriderError: a request failed.
+        CheckpointError, ConfigurationError: The pair cannot be loaded.
+        OutriderError: A request failed.
     """
     decoder = load_decoder(pair.target, pair.device, pair.dtype)
     room = max(len(prompt) for prompt in prompts) + num_tokens + shape.max_nodes + 2 * PAGE_SIZE
@@ -98,7 +99,7 @@ def run_probe(
     spec = engine.strategy.feature_spec(pair.target_info)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
-    warm_up(engine, torch.device("cpu"))  # a measurement waits for its kernels
+    warm_up(engine, torch.device("cpu"))  # or the first run would also time the compilation of kernels
     return [
         _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, _named(pair, one))
         for name, one in _variants(spec, decoder)
@@ -106,14 +107,18 @@ def run_probe(
 
 
 def judge_probe(measured: Sequence[Measured]) -> Iterator[Finding]:
-    """Say how well the pair does, and whether other aux layers would do better."""
+    """Report the measured accept length, and whether other aux layers would be better."""
     first, *others = measured
-    numbers = f"accept length {first.accept_length:.2f} over {first.rounds} rounds ({first.tokens} tokens, {first.seconds:.1f} s)"
+    numbers = (
+        f"accept length {first.accept_length:.2f} over {first.rounds} rounds ({first.tokens} tokens, "
+        f"{first.seconds:.1f} s)"
+    )
     if first.accept_length < USEFUL:
         yield Finding.warning(
             "accept_length",
             numbers,
-            "The draft guesses next to nothing of this target's text: it is untrained, or made for another model.",
+            "The draft predicts almost none of the target's tokens. It may be untrained, or made for another "
+            "model.",
         )
     else:
         yield Finding.ok("accept_length", numbers)
@@ -121,22 +126,25 @@ def judge_probe(measured: Sequence[Measured]) -> Iterator[Finding]:
     if best.accept_length > first.accept_length * BETTER:
         yield Finding.warning(
             AUX_KEY,
-            f"you lose {best.accept_length - first.accept_length:.2f} of accept length: outputs of layers {list(first.aux_layer_ids)} give "
-            f"{first.accept_length:.2f}, those of {list(best.aux_layer_ids)} {best.accept_length:.2f}",
-            f'Write "eagle_config": {{"{AUX_KEY}": {list(best.named_ids)}}} into the head\'s config.json.'
+            f"outputs of layers {list(first.aux_layer_ids)} have accept length {first.accept_length:.2f}, "
+            f"those of {list(best.aux_layer_ids)} have {best.accept_length:.2f}: you lose "
+            f"{best.accept_length - first.accept_length:.2f}",
+            f'Set "eagle_config": {{"{AUX_KEY}": {list(best.named_ids)}}} in the head\'s config.json.'
             if best.named_ids is not None
-            else "A head's config.json cannot name these layers of this target: ids that begin with 1 count outputs there, others inputs.",
+            else "A head's config.json cannot express these layers for this target: lists that start with 1 "
+            "count outputs, others inputs.",
         )
     elif others:
         runs = ", ".join(f"{one.accept_length:.2f} with {one.variant}" for one in others)
         yield Finding.ok(
             AUX_KEY,
-            f"measured accept length {first.accept_length:.2f} as configured, {runs}: no other is more than {BETTER - 1:.0%} better",
+            f"measured accept length {first.accept_length:.2f} as configured, {runs}: no alternative is more "
+            f"than {BETTER - 1:.0%} better",
         )
 
 
 def probe_numbers(measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return the runs for scripts."""
+    """Return the runs as a JSON object."""
     return {"runs": [asdict(one) for one in measured]}
 
 
@@ -149,7 +157,7 @@ def _variants(spec: FeatureSpec, decoder: Decoder) -> Iterator[tuple[str, Featur
 
 
 def _named(pair: Pair, spec: FeatureSpec) -> tuple[int, ...] | None:
-    """Return how the head's file would name what is captured; nothing where nothing is."""
+    """Return the ids that the head's config would use for the captured layers; empty if none are captured."""
     outputs = tuple(spec.aux_layer_ids)
     return (
         Eagle3Config.parse(pair.draft_raw, pair.head_reader.source).aux_naming(outputs, pair.target_info)
@@ -159,14 +167,14 @@ def _named(pair: Pair, spec: FeatureSpec) -> tuple[int, ...] | None:
 
 
 class _Outcome:
-    """An `EventSink` that sums up."""
+    """An `EventSink` that collects finished and failed requests."""
 
     def __init__(self) -> None:
         self.finished: list[FinishedEvent] = []
         self.failed: list[FailedEvent] = []
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """See `EventSink.deliver`."""
+        """Collect the final events of requests."""
         self.finished += [event for event in events if isinstance(event, FinishedEvent)]
         self.failed += [event for event in events if isinstance(event, FailedEvent)]
 

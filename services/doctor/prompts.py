@@ -1,4 +1,4 @@
-"""The prompts of a probe, as token ids of the target."""
+"""Reads the prompts of a probe and encodes them as token ids of the target."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MADE_UP_LEN = 32
 
 
 def read_prompts(file: Path | None, target: Path, vocab_size: int, count: int) -> list[tuple[int, ...]]:
-    """Return at most `count` prompts.
+    """Return up to `count` prompts.
 
     Args:
-        file: JSON lines with ``prompt``, ``messages`` or ``prompt_ids``; None for the built-in ones.
-        target: Folder with the tokenizer; without one, and without `file`, prompts are made-up token ids.
-        vocab_size: Of the target.
-        count: How many.
+        file: JSON lines with ``prompt``, ``messages`` or ``prompt_ids``; None uses the built-in prompts.
+        target: Folder with the tokenizer. If it has none and `file` is None, prompts are random token ids.
+        vocab_size: Vocabulary size of the target.
+        count: Maximum number of prompts.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a line has none of the fields.
-        CheckpointError: text has to be encoded and the tokenizer is missing or broken.
+        ConfigurationError: The file cannot be read, or a line has none of the fields.
+        CheckpointError: Text must be encoded, but the tokenizer is missing or broken.
     """
     if file is None and not (target / TOKENIZER_FILE).is_file():
         return _made_up(vocab_size, count)
@@ -36,9 +36,9 @@ def read_prompts(file: Path | None, target: Path, vocab_size: int, count: int) -
         lines = [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()][:count]
         rows = [json.loads(line) for line in lines]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigurationError(f"{source} cannot be read as JSON lines ({error}).", field=FIELD) from error
+        raise ConfigurationError(f"{source} cannot be read as JSON lines: {error}.", field=FIELD) from error
     if not rows:
-        raise ConfigurationError(f"{source} holds no prompt.", field=FIELD)
+        raise ConfigurationError(f"{source} contains no prompts.", field=FIELD)
     codec = (
         TextCodec.load(target)
         if any(not isinstance(row, dict) or "prompt_ids" not in row for row in rows)
@@ -60,7 +60,7 @@ def _encode(row: Any, codec: TextCodec | None, vocab_size: int, where: str) -> t
             )
         return tuple(ids)
     if not isinstance(row, dict) or codec is None or not ("prompt" in row or "messages" in row):
-        raise ConfigurationError(f"{where}: needs `prompt`, `messages` or `prompt_ids`.", field=FIELD)
+        raise ConfigurationError(f"{where} needs `prompt`, `messages` or `prompt_ids`.", field=FIELD)
     if codec.template is None:
         return codec.encode(row["prompt"] if "prompt" in row else row["messages"][-1]["content"])
     return codec.encode_chat(

@@ -1,4 +1,4 @@
-"""Statistics of stored tensors: not-a-number, constant, and what an initialisation leaves behind."""
+"""Statistics of stored tensors that reveal NaN, constant tensors and fresh initialisations."""
 
 from __future__ import annotations
 
@@ -9,33 +9,37 @@ import torch
 
 SAMPLE = 1 << 20
 SPREAD = 16
-"""Pieces that a sample is taken in."""
+"""Number of places in the tensor from which a sample is drawn."""
 NEAR_ZERO = 1e-6
 SIGMAS = 5.0
 UNIFORM = 1.2
 SLACK = 0.02
-"""Relative deviation that the formulas for independent numbers may be off by at small sizes."""
+"""Tolerated relative error of the formulas for independent numbers, which are inexact for small sizes."""
 MIN_NUMBERS = 4096
-"""Fewer say nothing about a distribution."""
+"""Fewer numbers do not determine a distribution."""
 ENOUGH_NUMBERS = 1 << 15
-"""From here on a trained matrix shows, alone, that it is no draw of independent numbers: smaller ones may hide it."""
+"""From this size on, a trained matrix is distinguishable from independent numbers on its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """Of one floating-point tensor, or of a sample of it.
+    """Statistics of a floating-point tensor, or of a sample of it.
+
+    The three spreads are standard deviations, divided by the deviation expected for independent numbers of
+    the same kurtosis. They are 1 for independent numbers, and higher for trained weights, whose rows and
+    columns differ in size. For vectors they are 0.
 
     Attributes:
-        numbers: How many were looked at.
-        finite: Whether all of them are.
-        mean, std: Of them.
-        kurtosis: Excess; 0 for a normal distribution, -1.2 for a uniform one; trained weights have more, some far more.
-        row_spread, column_spread: Deviation of the norms of rows and of columns, and
-        mean_spread: of the means of columns, each in units of what independent numbers of this kurtosis have: 1 for them, more in trained
-            weights, whose rows and columns differ in size; 0 for vectors.
-        rows, columns: That were looked at, and their length; 0 for vectors.
+        numbers: Count of numbers examined.
+        finite: True if all of them are finite.
+        mean, std: Mean and standard deviation.
+        kurtosis: Excess kurtosis: 0 for a normal distribution, -1.2 for a uniform one, and higher, sometimes
+            far higher, for trained weights.
+        row_spread, column_spread: Spread of the norms of rows and of columns.
+        mean_spread: Spread of the means of columns.
+        rows, columns: Number of rows examined and their length; 0 for vectors.
         negative: Share of negative numbers.
-        constant: All numbers are the first one.
+        constant: True if all numbers are equal.
     """
 
     numbers: int
@@ -53,7 +57,7 @@ class TensorStatistics:
 
     @property
     def looks_initialised(self) -> str:
-        """Name of the distribution that all numbers seem to be drawn from independently; empty if they do not."""
+        """Distribution from which all numbers seem to be drawn independently; empty if there is none."""
         if self.numbers < MIN_NUMBERS or not self.finite or self.constant or not self.columns:
             return ""
         spreads = (
@@ -70,17 +74,17 @@ class TensorStatistics:
             return f"normal, std {self.std:.3g}"
         if abs(self.kurtosis + UNIFORM) < tolerance:
             return f"uniform, ±{self.std * math.sqrt(3):.3g}"
-        # A normal distribution that was cut off, as some libraries draw it.
+        # Some libraries initialise with a truncated normal distribution.
         return f"truncated normal, std {self.std:.3g}" if -UNIFORM < self.kurtosis < 0 else ""
 
     @property
     def telling(self) -> bool:
-        """Whether the look of this tensor alone says something."""
+        """True if the tensor is large enough to be judged on its own."""
         return self.numbers >= ENOUGH_NUMBERS
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no number of a tensor is NaN or infinite; looks at all of them, without a copy."""
+    """Return True if a tensor contains no NaN or infinity. Reads all numbers without copying them."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     wide = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
@@ -89,7 +93,13 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def sample(tensor: torch.Tensor, size: int = SAMPLE) -> torch.Tensor:
-    """Return about `size` numbers at most, in whole rows from a few places of the tensor, fp32: ``[rows, columns]`` or ``[numbers]``."""
+    """Return a sample of about `size` numbers at most, as fp32.
+
+    It consists of whole rows from several places of the tensor.
+
+    Returns:
+        ``[rows, columns]``, or ``[numbers]`` for a vector.
+    """
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1)
     per_row = rows.shape[1] if rows.dim() > 1 else 1
     wanted = max(1, size // max(per_row, 1))
@@ -105,38 +115,39 @@ def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
     """Return the statistics of a stored tensor.
 
     Args:
-        tensor: Floating point, on the host.
-        whole: Look at every number for NaN; otherwise at the sample's only (so that a large target is not read in full).
+        tensor: Floating-point tensor on the host.
+        whole: True checks every number for NaN. False checks a sample only, so that a large target is not
+            read in full.
     """
-    taken = sample(tensor) if whole else sample(tensor, SAMPLE >> 4)
-    numbers, columns = taken.numel(), taken.shape[-1] if taken.dim() > 1 else 0
-    finite = is_finite(tensor if whole else taken)
+    sampled = sample(tensor) if whole else sample(tensor, SAMPLE >> 4)
+    numbers, columns = sampled.numel(), sampled.shape[-1] if sampled.dim() > 1 else 0
+    finite = is_finite(tensor if whole else sampled)
     if not numbers or not finite:
         return TensorStatistics(
             numbers, finite, math.nan, math.nan, math.nan, 0.0, 0.0, 0.0, 0, columns, 0.0, False
         )
-    centred = (taken - taken.mean()).double()
+    centred = (sampled - sampled.mean()).double()
     variance = float(centred.square().mean())
     kurtosis = float(centred.pow(4).mean()) / variance**2 - 3 if variance > 0 else 0.0
     rows, spreads = (
-        (numbers // columns, _spreads(taken, math.sqrt(variance), kurtosis))
+        (numbers // columns, _spreads(sampled, math.sqrt(variance), kurtosis))
         if columns
         else (0, (0.0, 0.0, 0.0))
     )
-    constant = bool((taken == taken.reshape(-1)[0]).all())
-    negative = float((taken < 0).float().mean())
-    mean, std = float(taken.mean()), math.sqrt(variance)
+    constant = bool((sampled == sampled.reshape(-1)[0]).all())
+    negative = float((sampled < 0).float().mean())
+    mean, std = float(sampled.mean()), math.sqrt(variance)
     return TensorStatistics(numbers, finite, mean, std, kurtosis, *spreads, rows, columns, negative, constant)
 
 
-def _spreads(taken: torch.Tensor, std: float, kurtosis: float) -> tuple[float, float, float]:
-    """Return the row, column and mean spread of ``[rows, columns]``, see `TensorStatistics`."""
-    rows, columns = taken.shape
+def _spreads(sampled: torch.Tensor, std: float, kurtosis: float) -> tuple[float, float, float]:
+    """Return the row, column and mean spread of ``[rows, columns]`` as defined by `TensorStatistics`."""
+    rows, columns = sampled.shape
     squares = max(kurtosis + 2, NEAR_ZERO)  # variance of a squared number over its squared mean
 
     def of_norms(norms: torch.Tensor, length: int) -> float:
         relative = float(norms.std(unbiased=False) / norms.mean().clamp_min(1e-30))
         return relative / math.sqrt(squares / (4 * length))
 
-    means = float(taken.mean(dim=0).std(unbiased=False)) / max(std / math.sqrt(rows), 1e-30)
-    return of_norms(taken.norm(dim=1), columns), of_norms(taken.norm(dim=0), rows), means
+    means = float(sampled.mean(dim=0).std(unbiased=False)) / max(std / math.sqrt(rows), 1e-30)
+    return of_norms(sampled.norm(dim=1), columns), of_norms(sampled.norm(dim=0), rows), means

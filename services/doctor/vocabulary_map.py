@@ -1,6 +1,7 @@
-"""Whether a ``d2t`` holds offsets, as published heads do, or target ids: told from the values.
+"""Infers from the values of a ``d2t`` tensor whether it holds offsets, as in published heads, or target ids.
 
-Offsets grow slowly and repeat (neighbouring tokens that are both kept share one); target ids never repeat.
+Offsets grow slowly and repeat, because neighbouring tokens that are both kept share one. Target ids never
+repeat.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 
 class D2tMeaning(Enum):
-    """What the numbers of a ``d2t`` can mean."""
+    """Possible meanings of the numbers in a ``d2t`` tensor."""
 
     OFFSETS = "offsets (target id - draft id)"
     TARGET_IDS = "target ids"
@@ -20,18 +21,20 @@ class D2tMeaning(Enum):
 
 
 def d2t_meaning(d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> D2tMeaning:
-    """Decide by range, by distinctness and, where there is one, by the membership mask.
+    """Return the meaning of a ``d2t`` tensor.
+
+    Decides by the range of the values, by whether they are distinct, and by the mask ``t2d`` if there is one.
 
     Args:
         d2t: ``[size]`` integers.
         t2d: ``[target_size]`` mask of the kept tokens, or None.
-        target_size: The target's vocabulary.
+        target_size: Vocabulary size of the target.
     """
     values = d2t.to(torch.int64)
     as_offsets = is_vocabulary(values + torch.arange(values.shape[0]), t2d, target_size)
     as_ids = is_vocabulary(values, t2d, target_size)
     if as_offsets and as_ids:
-        # All zeros are offsets of the identity; a map that keeps the first tokens only cannot tell.
+        # Zeros, for example, are valid as offsets. A map that keeps only the first tokens is ambiguous too.
         return D2tMeaning.EITHER
     if as_offsets:
         return D2tMeaning.OFFSETS
@@ -39,7 +42,7 @@ def d2t_meaning(d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -
 
 
 def is_vocabulary(ids: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> bool:
-    """Return whether ``ids [size] int64`` are distinct target ids, and those that ``t2d`` marks if it is there."""
+    """Return True if ``ids [size] int64`` are distinct target ids that match the mask ``t2d``, if given."""
     if not ids.numel():
         return False
     if int(ids.min()) < 0 or int(ids.max()) >= target_size or len(set(ids.tolist())) != ids.numel():

@@ -1,1 +1,1 @@
-"""`outrider up`: which processes to start, with which flags, and their supervision."""
+"""Running all services together: option checks, command lines, startup and supervision for `outrider up`."""

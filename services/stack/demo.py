@@ -1,4 +1,4 @@
-"""`outrider demo`: the embedded pair, answering and measuring itself through all three services."""
+"""`outrider demo`: serves the embedded models, answers a prompt, and measures what speculation gains."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ SHOWN_LINES_ON_FAILURE = 30
 
 
 def run_demo(prompt: str, device: str, tokens: int) -> int:
-    """Start the services, stream one answer, measure speculation on and off in turn, stop. Returns the exit code.
+    """Start the services, stream one answer, measure with and without speculation, and stop.
 
     Args:
-        prompt: What to ask.
-        device: As the services take it; auto takes CUDA if there is one.
-        tokens: Length of each measuring run, end-of-text ignored.
+        prompt: The prompt to answer.
+        device: Device in the services' notation; ``auto`` uses CUDA if there is a GPU.
+        tokens: Length of each measured answer. End-of-text tokens are ignored.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        OutriderError: The services could not start or answer. Their last lines are printed to stderr first.
     """
     console = Console(highlight=False)
     log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)
@@ -58,11 +64,14 @@ def _answer(console: Console, client: RestClient, prompt: str) -> None:
         sys.stdout.flush()
     speculation = reply.speculation
     rounds = f"{speculation['rounds']} rounds for {reply.completion_tokens} tokens"
-    console.print(f"\n\n  accept length {speculation['accept_length']:.2f} tokens a round, {rounds}")
+    console.print(f"\n\n  accept length {speculation['accept_length']:.2f} tokens per round, {rounds}")
 
 
 def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> None:
-    """Alternate runs with and without speculation, so that both see the same machine; print the medians."""
+    """Print the median speed with and without speculation.
+
+    The runs alternate, so that a change in the machine's load affects both modes alike.
+    """
     runs: dict[str, list[Reply]] = {"on": [], "off": []}
     options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     for _ in range(REPEATS):
@@ -76,7 +85,7 @@ def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> 
     speeds = {
         mode: statistics.median(reply.tokens_per_s for reply in replies) for mode, replies in runs.items()
     }
-    table = Table(title=f"{tokens} tokens, median of {REPEATS} runs in turn, batch 1")
+    table = Table(title=f"{tokens} tokens, batch 1, median of {REPEATS} alternating runs")
     for heading in ("speculation", "tokens/s", "accept length", "rounds"):
         table.add_column(heading, justify="right")
     for mode, replies in runs.items():
@@ -86,4 +95,6 @@ def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> 
     console.print(table)
     console.print(f"Speculation made it [bold]{speeds['on'] / speeds['off']:.2f} ×[/] as fast.")
     if runs["on"][-1].text != runs["off"][-1].text:
-        console.print("The two texts differ where two tokens were nearly tied (see docs/architecture.md).")
+        console.print(
+            "The two answers differ where two tokens were almost equally likely (see docs/architecture.md)."
+        )

@@ -1,4 +1,4 @@
-"""Puts the services together: what `outrider up` starts, and with which flags."""
+"""Starts the services for `outrider up` and waits until all are ready; builds each service's command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.shared.spec.algorithm import Algorithm, check_given
 Progress = Callable[[str], None]
 
 OWN_PORTS = range(20_000, 32_000)
-"""Below those that systems give to connections (Linux: 32768 on)."""
+"""Ports for `free_port`; below the range from which Linux assigns ports to connections (32768 and up)."""
 START_TIMEOUT_S = 600.0
 POLL_S = 0.05
 DRAFT_DRAIN_S = 10.0
@@ -34,7 +34,14 @@ DRAIN_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """Command lines and addresses of one stack. `children` in the order of draining: gateway, target, draft."""
+    """Command lines and addresses of one stack.
+
+    Attributes:
+        children: Processes in the order in which they are drained: gateway, target, draft.
+        url: REST address of the gateway.
+        target_address: gRPC address of the target.
+        draft_address: Address of the draft; None if it has no process of its own.
+    """
 
     children: tuple[ChildSpec, ...]
     url: str
@@ -43,17 +50,20 @@ class StackPlan:
 
 
 def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackPlan:
-    """Return what to start. Services meet on unix sockets in `runtime_dir`; only the gateway has a port.
+    """Return the processes to start.
+
+    The services connect through unix sockets in `runtime_dir`. Only the gateway listens on ports.
 
     Args:
-        options: What was asked for.
-        runtime_dir: A private folder; its path must be short enough for a socket's name (about 90 characters).
-        inproc: Whether the draft runs inside the target.
+        options: Options of `outrider up`.
+        runtime_dir: A private folder. Its path must be short enough for socket names (about 90 characters).
+        inproc: True if the draft runs inside the target's process.
     """
     target_address = f"unix:{runtime_dir / 'target.sock'}"
     by_ipc = options.transport is Transport.IPC or (options.mps and options.transport is Transport.AUTO)
     scheme = "ipc://" if by_ipc else "unix:"
     draft_address = f"{scheme}{runtime_dir / 'draft.sock'}" if options.speculates and not inproc else None
+    # 1. Flags that several services share.
     shape = {
         "num-steps": options.num_steps,
         "topk": options.topk,
@@ -76,6 +86,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         "tp": options.tp,
     }
 
+    # 2. The gateway.
     gateway = {
         "host": options.host,
         "port": options.port,
@@ -86,12 +97,14 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         "tokenizer": None if options.skip_tokenizer else options.target,
         "log-level": options.log_level,
     }
+
+    # 3. The target. EAGLE can mean MTP layers, as in SGLang. A draft process finds that out from the
+    # checkpoint. The target would refuse MTP layers under the name EAGLE, so it is started without the name.
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
-    # EAGLE may turn out to be MTP layers, as in SGLang. A draft of its own finds out; the target would refuse them by that name.
-    told = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
+    target_algorithm = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
     target = (
         {"listen": target_address, "model": options.target, "draft": drafter}
-        | told
+        | target_algorithm
         | shape
         | caps
         | placement
@@ -102,6 +115,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         _child("gateway", gateway),
         _child("target", target | (texts if options.speculates and inproc else {})),
     ]
+
+    # 4. The draft, if it has its own process.
     if draft_address:
         draft = (
             {"listen": draft_address, "draft": options.draft, "target-weights": options.target}
@@ -124,12 +139,12 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
 
 
 def _sessions(running: int | None) -> int | None:
-    """Return how many sequences the draft must follow for so many running ones; None = its default."""
+    """Return the draft's session limit for this many running sequences; None keeps its default."""
     return running if running is not None and running > DEFAULT_MAX_SESSIONS else None
 
 
 def _reachable(host: str) -> str:
-    """Return how this machine reaches what listens on `host`."""
+    """Return an address at which this machine can reach a server that listens on `host`."""
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
@@ -146,46 +161,48 @@ def _child(service: str, flags: Mapping[str, object], drain_s: float = DRAIN_S) 
 
 
 def outrider_command() -> str:
-    """Return the path of the `outrider` script of this environment.
+    """Return the path of this environment's `outrider` script.
 
     Raises:
-        ConfigurationError: it is not installed.
+        ConfigurationError: The script is not installed.
     """
-    beside = Path(sysconfig.get_path("scripts")) / "outrider"
-    found = str(beside) if beside.exists() else shutil.which("outrider")
+    script = Path(sysconfig.get_path("scripts")) / "outrider"
+    found = str(script) if script.exists() else shutil.which("outrider")
     if not found:
         raise ConfigurationError(
-            "The `outrider` command is not installed in this environment: pip install outrider.",
+            "The `outrider` command is not installed in this environment. Run: pip install outrider.",
             field="outrider",
         )
     return found
 
 
 def check_options(options: StackOptions) -> None:
-    """Refuse what cannot work before any process is started.
+    """Reject invalid options before any process is started.
 
     Raises:
-        ConfigurationError: names the flag and the fix.
+        ConfigurationError: Names the flag and the fix.
     """
     check_values(options)
     if importlib.util.find_spec("torch") is None:
         raise ConfigurationError(
-            "PyTorch is not installed here, and target and draft need it: pip install 'outrider[engine]'.",
+            "PyTorch is not installed, but the target and the draft need it. Run: pip install "
+            "'outrider[engine]'.",
             field="torch",
         )
     _check_model_folder(options.target, "--target")
     if options.algorithm is Algorithm.NONE and options.draft is not None:
         raise ConfigurationError(
-            f"--speculative-algorithm NONE decodes without a draft, and --draft {options.draft} names one; leave one of the two out.",
+            f"--draft {options.draft} conflicts with --speculative-algorithm NONE, which decodes without a "
+            "draft. Remove one of the two flags.",
             field="--speculative-algorithm",
         )
     if options.speculates or options.algorithm is Algorithm.STANDALONE:
         check_given(options.algorithm, options.draft, options.target)
     if options.draft is not None:
-        _check_model_folder(options.draft, "--draft", " (or --draft none to serve without speculation)")
+        _check_model_folder(options.draft, "--draft", " Use --draft none to serve without speculation.")
     if not options.skip_tokenizer and not (options.target / "tokenizer.json").exists():
-        fix = "add the file, or pass --skip-tokenizer to serve token ids only"
-        raise ConfigurationError(f"--target {options.target} has no tokenizer.json: {fix}.", field="--target")
+        fix = "Add the file, or pass --skip-tokenizer to serve token ids only."
+        raise ConfigurationError(f"--target {options.target} has no tokenizer.json. {fix}", field="--target")
     if options.target_flags or options.mem_fraction_static is not None:
         _check_target_flags(options)
     for port in (options.port, options.port + 1):
@@ -195,45 +212,58 @@ def check_options(options: StackOptions) -> None:
                 probe.bind((options.host, port))
             except OSError as error:
                 what = "REST" if port == options.port else "gRPC, the port after --port"
-                message = f"Cannot listen on {options.host}:{port} ({what}): {error.strerror}. Stop what uses it, or choose another --port."
+                message = (
+                    f"Cannot listen on {options.host}:{port} ({what}): {error.strerror}. Stop the process "
+                    "that uses the port, or choose another --port."
+                )
                 raise ConfigurationError(message, field="--port") from None
 
 
 def _check_target_flags(options: StackOptions) -> None:
-    """Let the target's own settings refuse what they would refuse in its process. Costs the import of torch."""
+    """Check the target's flags with its own settings class, so that errors appear before it starts.
+
+    This imports torch.
+    """
     from outrider.services.target.settings import TargetSettings
 
     draft = "unix:/draft" if options.speculates and not wants_inproc(options) else "none"
-    beside = {
+    related = {
         "model": options.target,
         "device": options.device,
         "dtype": options.dtype,
         "tp": options.tp,
         "draft": draft,
     }
-    beside["mem_fraction_static"] = options.mem_fraction_static
-    TargetSettings.load({**beside, **options.target_flags}).check()
+    related["mem_fraction_static"] = options.mem_fraction_static
+    TargetSettings.load({**related, **options.target_flags}).check()
 
 
 def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
     if not folder.is_dir():
-        raise ConfigurationError(f"{flag} {folder}: there is no such folder{hint}.", field=flag)
-    # Draft heads of Mistral's come with params.json.
+        raise ConfigurationError(f"{flag} {folder}: there is no such folder.{hint}", field=flag)
+    # Mistral publishes draft heads with params.json instead of config.json.
     if not any(
         (folder / name).exists()
         for name in (("config.json", "params.json") if flag == "--draft" else ("config.json",))
     ):
-        message = f"{flag} {folder} has no config.json; give a model folder in Hugging Face layout, downloaded in full{hint}."
+        message = (
+            f"{flag} {folder} has no config.json. Give a complete model folder in Hugging Face layout.{hint}"
+        )
         raise ConfigurationError(message, field=flag)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ConfigurationError(
-            f"{flag} {folder} holds no weights (*.safetensors or *.bin); download the model in full{hint}.",
+            f"{flag} {folder} contains no weights (*.safetensors or *.bin). Download the complete "
+            f"model.{hint}",
             field=flag,
         )
 
 
 def wants_inproc(options: StackOptions) -> bool:
-    """Decide whether the draft runs in the target's process: as asked; for AUTO n-grams always, a model with one GPU or with ``--tp``."""
+    """Return True if the draft should run in the target's process.
+
+    An explicit transport decides. Otherwise n-grams and tensor parallelism always use the target's process,
+    and other drafts use it on a machine with one GPU.
+    """
     if not options.speculates or options.mps or options.transport in (Transport.GRPC, Transport.IPC):
         return False
     if options.transport is Transport.INPROC or options.algorithm is Algorithm.NGRAM:
@@ -248,7 +278,11 @@ def wants_inproc(options: StackOptions) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free now, and so is the one after it; the system gives neither to a connection before a service listens."""
+    """Return a free port whose successor is free too.
+
+    Both lie outside the range from which the system assigns ports to outgoing connections, so they normally
+    stay free until a service listens on them.
+    """
     while True:
         port = OWN_PORTS[secrets.randbelow(len(OWN_PORTS))]
         with socket.socket() as first, socket.socket() as second:
@@ -262,7 +296,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A running stack: where it listens, and its supervisor."""
+    """A running stack: its addresses and its supervisor."""
 
     plan: StackPlan
     supervisor: Supervisor
@@ -277,18 +311,21 @@ class Stack:
 def running_stack(
     options: StackOptions, echo: Echo, progress: Progress, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Stack]:
-    """Start the services, wait until all can serve, and stop them on leaving.
+    """Start the services, wait until all are ready, and stop them on exit.
 
     Args:
-        options: What to serve.
-        echo: Gets (service, line) for each line that a service prints.
-        progress: Gets a line for each service that has become ready.
-        stopped: Asked while waiting; True gives up (a signal came).
+        options: Models and settings to serve.
+        echo: Called with (service, line) for each line that a service prints.
+        progress: Called with a message each time a service becomes ready.
+        stopped: Polled during startup. Startup is abandoned when it returns True.
+
+    Yields:
+        The running stack.
 
     Raises:
-        ConfigurationError: something is missing, or a service refused its settings or model.
-        UnavailableError: not ready within `START_TIMEOUT_S`.
-        CancelledError: `stopped` while still starting.
+        ConfigurationError: An option is invalid, or a service stopped during startup.
+        UnavailableError: The services were not ready within `START_TIMEOUT_S`.
+        CancelledError: `stopped` returned True during startup.
     """
     check_options(options)
     with ExitStack() as cleanup:
@@ -323,7 +360,7 @@ def _wait_until_ready(
                 ServingProbe(grpc_address(plan.draft_address, "draft"), DRAFT_SERVICE)
             ).serving
         waiting["target"] = target.serving
-        # Asked last: the gateway is ready when the target is.
+        # Last and only once the others serve: the gateway is ready only after the target is.
         waiting["gateway"] = lambda: len(waiting) == 1 and gateway.status("/ready")[0] == 200
         while waiting:
             if stopped():
@@ -334,7 +371,8 @@ def _wait_until_ready(
                 )
             if time.monotonic() - started > START_TIMEOUT_S:
                 raise UnavailableError(
-                    f"Not ready after {START_TIMEOUT_S:g} s: {', '.join(waiting)}. Their lines above say how far they came."
+                    f"Not ready after {START_TIMEOUT_S:g} s: {', '.join(waiting)}. See the log lines above "
+                    "for their progress."
                 )
             for name in [name for name, ready in waiting.items() if ready()]:
                 del waiting[name]

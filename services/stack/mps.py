@@ -1,7 +1,7 @@
-"""NVIDIA's multi-process service for one stack: kernels of target and draft run on the GPU at the same time, instead of by turns.
+"""Starts and stops NVIDIA's multi-process service (MPS), so that target and draft use the GPU concurrently.
 
-Only on request (`outrider up --mps`): its clients share one context, so a fatal fault of one on the GPU can end the other too.
-https://docs.nvidia.com/deploy/mps
+MPS runs only on request (`outrider up --mps`). Its clients share one GPU context, so a fatal GPU fault in one
+process can end the others too. See https://docs.nvidia.com/deploy/mps.
 """
 
 from __future__ import annotations
@@ -24,28 +24,32 @@ COMMAND_LIMIT_S = 10.0
 
 
 def mps_program() -> str:
-    """Return the path of the program that controls the service.
+    """Return the path of the MPS control program.
 
     Raises:
-        ConfigurationError: it is not installed.
+        ConfigurationError: The program is not installed.
     """
     found = shutil.which(PROGRAM)
     if found is None:
-        message = f"{FLAG}: {PROGRAM}, which comes with NVIDIA's driver, is not on PATH; install it, or leave {FLAG} out."
+        message = f"{FLAG}: {PROGRAM} is not on PATH. Install it with NVIDIA's driver, or remove {FLAG}."
         raise ConfigurationError(message, field=FLAG)
     return found
 
 
 @contextmanager
 def shared_gpu(folder: Path, echo: Echo) -> Iterator[Surroundings]:
-    """Run the service, with pipes and logs of its own, for the processes that start in what is yielded; it ends on leaving.
+    """Run an MPS daemon with its own pipes and logs until the context exits.
 
     Args:
-        folder: Made here; holds pipes and logs. A short path, as it names sockets.
-        echo: Gets ("mps", line).
+        folder: Folder to create for the pipes and logs. The path must be short because it becomes part of
+            socket names.
+        echo: Called with ("mps", line).
+
+    Yields:
+        The environment in which to start processes that share the GPU.
 
     Raises:
-        ConfigurationError: the program is missing, or says that it cannot start.
+        ConfigurationError: The control program is missing or cannot start the daemon.
     """
     control = _Control(mps_program(), folder)
     control.start()
@@ -57,7 +61,7 @@ def shared_gpu(folder: Path, echo: Echo) -> Iterator[Surroundings]:
 
 
 class _Control:
-    """One daemon, reached through its pipes."""
+    """Controls one MPS daemon through its pipes."""
 
     def __init__(self, program: str, folder: Path) -> None:
         self._program = program
@@ -66,17 +70,19 @@ class _Control:
             "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
         }
-        # The daemon would number the GPUs that it is shown anew, and its clients choose by the same variable once more.
+        # The daemon renumbers the GPUs listed in this variable. Its clients would then apply the variable a
+        # second time to the new numbers, so the daemon must not see it.
         others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         self._environment = {**others, **self.variables}
 
     def start(self) -> None:
-        """Start the daemon; returns when it listens, as the program then leaves it in the background."""
+        """Start the daemon, and return when it listens. The control program leaves it in the background."""
         for path in self.variables.values():
             Path(path).mkdir(parents=True)
-        said = self._folder / "start.log"  # a pipe would stay open for as long as the daemon lives
+        # A file, not a pipe: the daemon inherits the descriptor, so a pipe would stay open while it runs.
+        start_log = self._folder / "start.log"
         try:
-            with said.open("wb") as output:
+            with start_log.open("wb") as output:
                 code = subprocess.run(
                     (self._program, "-d"),
                     stdin=subprocess.DEVNULL,
@@ -90,13 +96,17 @@ class _Control:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ConfigurationError(f"{FLAG}: cannot start {PROGRAM}: {error}.", field=FLAG) from None
         if code:
-            why = said.read_text(encoding="utf-8", errors="replace").strip() or f"exit code {code}"
+            why = start_log.read_text(encoding="utf-8", errors="replace").strip() or f"exit code {code}"
             raise ConfigurationError(
-                f"{FLAG}: {PROGRAM} does not start: {why}. Leave {FLAG} out to do without it.", field=FLAG
+                f"{FLAG}: {PROGRAM} failed to start: {why}. Remove {FLAG} to run without it.", field=FLAG
             )
 
     def tell(self, command: str) -> tuple[str, str | None]:
-        """Return the daemon's answer to a command, and why there is none if it failed."""
+        """Send the daemon a command.
+
+        Returns:
+            (answer, error): the daemon's answer, and why the command failed or None.
+        """
         try:
             done = subprocess.run(
                 (self._program,),
@@ -115,7 +125,10 @@ class _Control:
         ) if done.returncode else None
 
     def let_go(self, process_id: int) -> None:
-        """Take a process off the GPU before it is killed: with work in flight its end would be that of the others too."""
+        """Detach a process from the GPU before it is killed.
+
+        Killing an MPS client with kernels in flight would end the other clients too.
+        """
         for server in self.tell("get_server_list")[0].split():
             with contextlib.suppress(ValueError):
                 self.tell(f"terminate_client {int(server)} {process_id}")

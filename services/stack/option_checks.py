@@ -1,6 +1,7 @@
-"""What can be said of the values given to `outrider up` without torch and before any process is started.
+"""Checks the values given to `outrider up` before any process starts and without importing torch.
 
-The services check their settings once more; here a wrong value costs no second and is named by the flag that was typed.
+The services check their own settings again. Checking here first reports a wrong value immediately and names
+the flag that the user typed.
 """
 
 from __future__ import annotations
@@ -20,31 +21,30 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_NUM_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
 DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
 DEFAULT_MAX_SESSIONS = 64
-"""The services' own defaults, known here without importing them; a test compares."""
+"""Copies of the services' defaults, whose import would load torch. A test compares them."""
 NVIDIA_DEVICE = "nvidia[0-9]*"
-# NVIDIA's driver, the same under WSL, and ROCm's, whose GPUs torch calls cuda too.
+# NVIDIA's driver, the same driver under WSL, and ROCm's driver, whose GPUs torch also calls cuda.
 GPU_DEVICES = (NVIDIA_DEVICE, "dxg", "kfd")
 
 
 def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
-    """Refuse values that no service would take.
+    """Reject values that no service accepts.
 
     Args:
-        options: What was asked for.
-        devices: Where the kernel lists its devices.
+        options: Options of `outrider up`.
+        devices: Folder of the kernel's device files.
 
     Raises:
-        ConfigurationError: names the flag, the value and what is allowed.
+        ConfigurationError: Names the flag, the value and the allowed values.
     """
     if not 1 <= options.port < MAX_PORT:
-        raise _wrong(
-            "--port", options.port, f"between 1 and {MAX_PORT - 1}", "; gRPC listens on the port after it"
-        )
+        raise _wrong("--port", options.port, f"between 1 and {MAX_PORT - 1}", "; gRPC uses the next port")
     if not DEVICE.fullmatch(options.device):
         raise _wrong("--device", options.device, "auto, cpu, cuda or cuda:N")
     if options.device.startswith("cuda") and not any(next(devices.glob(name), None) for name in GPU_DEVICES):
         raise ConfigurationError(
-            f"--device {options.device}: this machine shows no GPU; use --device cpu, or --device auto to take a GPU where there is one.",
+            f"--device {options.device}: this machine has no GPU. Use --device cpu, or --device auto to use "
+            "a GPU only if there is one.",
             field="--device",
         )
     for flag, text, allowed in (
@@ -57,8 +57,8 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
     _check_files(options)
     if options.transport.value != "auto" and not options.speculates:
         raise ConfigurationError(
-            f"--transport {options.transport.value} says how the target reaches a draft, and nothing drafts; "
-            "leave it out, or give a --draft or a --speculative-algorithm that drafts.",
+            f"--transport {options.transport.value} has no effect because there is no draft. Remove it, or "
+            "give a --draft or a --speculative-algorithm that drafts.",
             field="--transport",
         )
     if options.mps:
@@ -71,41 +71,41 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
         if number is not None and number < 1:
             raise _wrong(flag, number, "at least 1")
     if options.mem_fraction_static is not None and not 0 < options.mem_fraction_static < 1:
-        raise _wrong("--mem-fraction-static", options.mem_fraction_static, "between 0 and 1, both excluded")
+        raise _wrong("--mem-fraction-static", options.mem_fraction_static, "between 0 and 1, both exclusive")
 
 
 def _check_mps(options: StackOptions, devices: Path) -> None:
-    """Refuse the multi-process service where no two processes would share an NVIDIA GPU, or where it is not installed."""
+    """Reject --mps unless two processes share an NVIDIA GPU and MPS is installed."""
     check_mps_device(options.device, devices)
     if not options.speculates or options.algorithm is Algorithm.NGRAM or options.transport.value == "inproc":
         raise _no_mps(
-            "is for a target and a draft that are two processes on a GPU, and here only the target is"
+            "needs a target and a draft in two processes on one GPU, but only the target would run there"
         )
     mps_program()
 
 
 def check_mps_device(device: str, devices: Path = Path("/dev")) -> None:
-    """Refuse the multi-process service for processes that share no NVIDIA GPU.
+    """Reject --mps for processes that share no NVIDIA GPU.
 
     Args:
-        device: Where they compute, as `--device` takes it.
-        devices: Where the kernel lists its devices.
+        device: Their device, in the notation of `--device`.
+        devices: Folder of the kernel's device files.
 
     Raises:
-        ConfigurationError: There is none, or they do not use it.
+        ConfigurationError: There is no NVIDIA GPU, or the processes do not use it.
     """
     if device == "cpu":
-        raise _no_mps("shares a GPU, and --device cpu uses none")
+        raise _no_mps("shares a GPU, but --device cpu uses none")
     if next(devices.glob(NVIDIA_DEVICE), None) is None:
-        raise _no_mps("shares an NVIDIA GPU, and this machine shows none")
+        raise _no_mps("shares an NVIDIA GPU, but this machine has none")
 
 
 def _no_mps(why: str) -> ConfigurationError:
-    return ConfigurationError(f"--mps {why}; leave it out.", field="--mps")
+    return ConfigurationError(f"--mps {why}. Remove --mps.", field="--mps")
 
 
 def _check_shape(options: StackOptions) -> None:
-    """Compare the default tree with its caps, the services' own defaults where a flag was not given."""
+    """Check the default tree shape against its limits, with the services' defaults for missing flags."""
     for flag, value, default, cap_flag, cap, default_cap in (
         (
             "--num-steps",
@@ -127,7 +127,8 @@ def _check_shape(options: StackOptions) -> None:
         asked, most = (default if value is None else value), (default_cap if cap is None else cap)
         if asked > most:
             raise ConfigurationError(
-                f"{_said(flag, asked, value)} is above {_said(cap_flag, most, cap)}; raise the cap or lower the default.",
+                f"{_with_origin(flag, asked, value)} exceeds {_with_origin(cap_flag, most, cap)}. "
+                "Raise the limit or lower the default.",
                 field=flag,
             )
     num_steps = options.num_steps or DEFAULT_NUM_STEPS
@@ -137,14 +138,14 @@ def _check_shape(options: StackOptions) -> None:
         and options.num_draft_tokens > num_steps + 1
     ):
         raise ConfigurationError(
-            f"--num-draft-tokens {options.num_draft_tokens}: with --topk 1 drafts are a chain of num_steps + 1 = {num_steps + 1} nodes; "
-            "lower it, or raise --num-steps or --topk.",
+            f"--num-draft-tokens {options.num_draft_tokens} is too large: with --topk 1, a draft is a "
+            f"chain of num_steps + 1 = {num_steps + 1} nodes. Lower it, or raise --num-steps or --topk.",
             field="--num-draft-tokens",
         )
 
 
 def _check_files(options: StackOptions) -> None:
-    """Refuse a token map or a corpus that is not there, or that nothing would read."""
+    """Reject a token map or an n-gram corpus that does not exist or would not be used."""
     for flag, path in (
         ("--speculative-token-map", options.token_map),
         ("--ngram-corpus", options.ngram_corpus),
@@ -153,26 +154,27 @@ def _check_files(options: StackOptions) -> None:
             raise ConfigurationError(f"{flag} {path}: there is no such file.", field=flag)
     if options.token_map is not None and options.token_map.suffix not in TOKEN_MAP_SUFFIXES:
         raise _wrong(
-            "--speculative-token-map", options.token_map, f"a file of {', '.join(TOKEN_MAP_SUFFIXES)}"
+            "--speculative-token-map", options.token_map, f"a file of type {', '.join(TOKEN_MAP_SUFFIXES)}"
         )
     if options.token_map is not None and (options.algorithm is Algorithm.NGRAM or not options.speculates):
         why = (
             "n-grams have no vocabulary of their own"
             if options.algorithm is Algorithm.NGRAM
-            else "nothing drafts"
+            else "there is no draft"
         )
         raise ConfigurationError(
-            f"--speculative-token-map: {why}; leave it out, or give a --draft that it restricts.",
+            f"--speculative-token-map: {why}. Remove it, or give a --draft whose vocabulary it restricts.",
             field="--speculative-token-map",
         )
     if options.ngram_corpus is not None and options.algorithm is not Algorithm.NGRAM:
         raise ConfigurationError(
-            f"--ngram-corpus {options.ngram_corpus} is read by NGRAM only; ask for --speculative-algorithm NGRAM, or leave it out.",
+            f"--ngram-corpus {options.ngram_corpus} is used by NGRAM only. Remove it, or add "
+            "--speculative-algorithm NGRAM.",
             field="--ngram-corpus",
         )
 
 
-def _said(flag: str, value: int, given: int | None) -> str:
+def _with_origin(flag: str, value: int, given: int | None) -> str:
     return f"{flag} {value}" + (" (the default)" if given is None else "")
 
 

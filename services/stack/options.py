@@ -1,4 +1,4 @@
-"""The options of `outrider up`, and the paths of the embedded model pair."""
+"""Defines the options of `outrider up` and the paths of the embedded model pair."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 from outrider.shared.spec.algorithm import Algorithm
 
-# The folder that holds services/, models/ and bench/ side by side, in a checkout and in an installed package alike.
+# The folder that contains services/, models/ and bench/, both in a checkout and in an installed package.
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 DEMO_TARGET = PACKAGE_ROOT / "models" / "demo" / "target"
 DEMO_DRAFT = PACKAGE_ROOT / "models" / "demo" / "eagle3"
 
 INPROC = "inproc:"
-"""`--draft inproc:DIR` of the target: the draft lives in its process."""
+"""Prefix of the target's ``--draft inproc:DIR``, which runs the draft in the target's process."""
 
 
 class Transport(Enum):
@@ -29,26 +29,29 @@ class Transport(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What `outrider up` was asked for. None: the service's own default.
+    """Options of `outrider up`. None means the service's own default.
 
     Attributes:
-        target: Model folder, Hugging Face layout.
+        target: Model folder in Hugging Face layout.
         draft: Folder of the draft head or draft model, or None.
-        algorithm: How to draft. AUTO without a draft serves without speculation.
-        token_map: File of the token ids to draft; None = all of them.
-        ngram_corpus: File of further texts for n-grams.
-        device, dtype: As the services take them.
-        num_steps, topk, num_draft_tokens: Tree shape when a request names none.
-        max_steps, max_topk, max_nodes: Caps of the shape that a request may name.
-        host, port: The gateway's REST address; gRPC listens on the next port.
-        skip_tokenizer: Token ids only.
-        transport: AUTO takes the draft into the target's process on a machine with one GPU, else a process of its own.
-        kv_tokens: Size of the KV caches in tokens, of target and draft alike, for several stacks on one GPU.
-        max_running_requests: Sequences that the target works on at once, and that the draft follows if they are more than its default.
-        mem_fraction_static: Share of the GPU's memory for weights and KV cache, the draft's included.
-        mps: Share the GPU by the multi-process service; the draft then has a process of its own.
-        tp: GPUs (processes, on a CPU) that share the target. AUTO transport then takes the draft into the target's first process.
-        target_flags: Further settings that only the target reads, by their names.
+        algorithm: Drafting method. AUTO without a draft serves without speculation.
+        token_map: File of the token ids that may be drafted (FR-Spec); None allows all.
+        ngram_corpus: File with additional texts for n-gram drafting.
+        device, dtype: In the services' notation.
+        num_steps, topk, num_draft_tokens: Shape of the draft tree for requests that specify none.
+        max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
+        host, port: REST address of the gateway. The gRPC API listens on the next port.
+        skip_tokenizer: Serve token ids only.
+        transport: How the target reaches the draft. For AUTO see `launch.wants_inproc`.
+        kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
+            stacks on one GPU.
+        max_running_requests: Number of sequences that the target runs at the same time. The draft's session
+            limit is raised to it if it exceeds the draft's default.
+        mem_fraction_static: Fraction of GPU memory for weights and KV caches, including the draft's.
+        mps: Share the GPU through NVIDIA's multi-process service. The draft then has its own process.
+        tp: Number of GPUs that share the target (processes on a CPU). With AUTO transport, the draft then
+            runs in the target's first process.
+        target_flags: Settings that only the target reads, by setting name.
     """
 
     target: Path = DEMO_TARGET
@@ -78,7 +81,7 @@ class StackOptions:
 
     @property
     def speculates(self) -> bool:
-        """Whether anything drafts."""
+        """True if the stack speculates, with or without a draft folder."""
         if self.algorithm is Algorithm.NONE:
             return False
         return self.draft is not None or not self.algorithm.needs_draft

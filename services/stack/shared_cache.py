@@ -1,7 +1,7 @@
-"""How many tokens target and draft both hold that `outrider up` starts as two processes on one GPU.
+"""Chooses one KV cache size for a target and a draft that `outrider up` starts as two processes on one GPU.
 
-Each alone would size its cache by what it finds free, which depends on who comes first; so both are told one number, of the plan that a
-target with the draft in its process makes.
+If each process sized its cache by the free memory that it finds, the result would depend on which starts
+first. Both therefore get the same size, from the memory plan for a target with the draft in its own process.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from outrider.services.stack.options import StackOptions
 from outrider.shared.spec.algorithm import Algorithm
 
 CONTEXTS_BYTES = 2 * (600 << 20)
-"""What CUDA takes of a GPU for two processes, which a process's own `mem_get_info` counts as used."""
+"""GPU memory of two processes' CUDA contexts. A running process's `mem_get_info` counts it as used."""
 DRAFT_WORK_BYTES = 512 << 20
-"""What the draft's process needs beside weights and cache: graphs, the workspaces of its products, copies while it tries tiles. The plan
-counts that of the target alone, since a draft in its process shares it."""
+"""GPU memory that the draft process needs in addition to weights and cache: CUDA graphs, workspaces of matrix
+products, and copies made while it tunes tile sizes. The plan counts only the target's workspaces, because an
+in-process draft shares them."""
 QUERY_TIMEOUT_S = 20.0
 
 
 def shared_kv_tokens(options: StackOptions) -> int | None:
-    """Return the size of both caches; None where it was given, where there is no GPU to share, or where the plan says that nothing fits.
+    """Return the size in tokens of both KV caches.
 
     Args:
-        options: Of a stack whose draft has a process of its own.
+        options: Options of a stack whose draft has its own process.
+
+    Returns:
+        The size in tokens. None if it is already set, if no GPU is shared, or if the plan says nothing fits.
 
     Raises:
-        CheckpointError: A folder cannot be read.
-        ConfigurationError: A setting is wrong.
+        CheckpointError: A model folder cannot be read.
+        ConfigurationError: A setting is invalid.
     """
     apart = options.algorithm is Algorithm.NGRAM or (options.tp or 1) > 1
     if options.kv_tokens is not None or apart or not options.speculates or options.device == "cpu":
@@ -37,11 +41,11 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
     memory = gpu_memory(int(device.partition(":")[2]))
     if memory is None:
         return None
-    # Only here: they import torch, which a stack on a CPU starts without.
+    # Imported here because the modules below import torch, which a stack on a CPU does not need.
     import torch
 
     if options.device == "auto" and torch.version.cuda is None:
-        return None  # there is a GPU, and these services compute without it
+        return None  # torch was built without CUDA, so the services do not use the GPU
 
     from outrider.services.doctor.memory import plan_memory
     from outrider.services.doctor.pair import Pair
@@ -78,14 +82,14 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
 
 
 def gpu_memory(index: int) -> tuple[int, int] | None:
-    """Return (free, total) bytes of a GPU that this process sees as number `index`, by its driver's tool; None if there is none.
+    """Return (free, total) bytes of the GPU that this process numbers `index`, or None if there is none.
 
-    Asking CUDA would take memory of it for as long as this process lives.
+    Uses nvidia-smi. Asking CUDA would create a context, which occupies GPU memory until this process exits.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [name.strip() for name in (named or "").split(",") if name.strip()]
     if named is not None and index >= len(visible):
-        return None  # an empty list hides all
+        return None  # an empty list hides all GPUs
     command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
     try:
         asked = subprocess.run(

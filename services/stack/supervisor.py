@@ -1,7 +1,7 @@
-"""Runs services as child processes: restarts the dead, passes their output on line by line, and leaves nothing running.
+"""Runs services as child processes: restarts them when they exit, forwards their output, and stops them.
 
-One thread per child starts it, reads its output and waits for it. The kernel kills the children if this process dies without
-stopping them (Linux's parent-death signal, bound to the thread that started the child).
+One thread per child starts it, reads its output and waits for it. If this process dies without stopping its
+children, Linux kills them: each child has a parent-death signal, tied to the thread that started it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 5.0
-# A child that lived this long has recovered: its next death starts from the first back-off again.
+# A child that ran this long counts as recovered, so its next exit starts again from the first back-off.
 STABLE_AFTER_S = 10.0
 PR_SET_PDEATHSIG = 1
 KEPT_LINES = 30
@@ -29,7 +29,7 @@ Echo = Callable[[str, str], None]
 
 
 def next_backoff(previous_s: float, lived_s: float) -> float:
-    """Return how long to wait before a restart: 0.2 s, doubling to 5 s, from the start again after a stable life."""
+    """Return the delay before a restart: 0.2 s, doubling up to 5 s, and 0.2 s again after a stable run."""
     if previous_s == 0.0 or lived_s >= STABLE_AFTER_S:
         return FIRST_BACKOFF_S
     return min(previous_s * 2, LAST_BACKOFF_S)
@@ -40,9 +40,9 @@ class ChildSpec:
     """One process to keep running.
 
     Attributes:
-        name: Shown before each of its lines.
-        command: The command line.
-        drain_s: How long it may take to stop after SIGTERM before it is killed.
+        name: Prefix of its output lines.
+        command: Command line.
+        drain_s: Seconds that it may take to stop after SIGTERM before it is killed.
     """
 
     name: str
@@ -52,10 +52,10 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the children live in.
+    """Environment of the children.
 
     Attributes:
-        variables: Of their environment, beside this process's.
+        variables: Environment variables to add to this process's own.
         before_kill: Called with the id of a process that did not stop in time, before it is killed.
     """
 
@@ -64,7 +64,15 @@ class Surroundings:
 
 
 class Child:
-    """A supervised process. Restarted from the moment the supervisor is `settled`; a death before that is for the caller to see."""
+    """A supervised process.
+
+    It is restarted when it exits after the supervisor has settled. Earlier exits are left to the caller.
+
+    Attributes:
+        starts: How often the process has been started.
+        exit_code: Exit code of the last run; None until one has ended.
+        last_lines: The most recent lines of its output.
+    """
 
     def __init__(self, spec: ChildSpec, echo: Echo, settled: threading.Event, around: Surroundings) -> None:
         self.spec = spec
@@ -85,23 +93,23 @@ class Child:
 
     @property
     def process_id(self) -> int | None:
-        """The running process, or None between a death and the restart."""
+        """Id of the running process, or None between an exit and the restart."""
         process = self._process
         return process.pid if process and process.poll() is None else None
 
     def failed(self) -> bool:
-        """Whether the process died before the supervisor was settled, which no restart will mend."""
+        """Return True if the process exited before the supervisor was settled; it is not restarted then."""
         return self.exit_code is not None and not self._thread.is_alive()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM (and SIGCONT, in case it is stopped) and start it no more."""
+        """Send SIGTERM and prevent restarts. SIGCONT follows, because a suspended process would not react."""
         with self._lock:
             self._stopping.set()
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)
 
     def join(self) -> None:
-        """Wait until the process is gone; kill it when its drain time is over."""
+        """Wait until the process has exited; kill it when its drain time is over."""
         self._thread.join(self.spec.drain_s)
         if self._thread.is_alive():
             self._echo(self.spec.name, f"did not stop within {self.spec.drain_s:g} s; killed")
@@ -117,6 +125,7 @@ class Child:
     def _keep_running(self) -> None:
         backoff_s = 0.0
         while True:
+            # Under the lock, so that `ask_to_stop` cannot miss a process that is just being started.
             with self._lock:
                 if self._stopping.is_set():
                     return
@@ -145,9 +154,10 @@ class Child:
 
 
 class Supervisor:
-    """A stack of children, started together and stopped in the order given (the front door first, so that streams can finish).
+    """A group of child processes that start together and stop one after the other.
 
-    Use as a context manager: leaving it stops everything.
+    They stop in the order given: the gateway comes first, so that its streams can finish. Leaving the context
+    manager stops all children.
     """
 
     def __init__(self, specs: Sequence[ChildSpec], echo: Echo, around: Surroundings | None = None) -> None:
@@ -167,22 +177,25 @@ class Supervisor:
         return next(child for child in self.children if child.spec.name == name)
 
     def failed(self) -> Child | None:
-        """Return a child that died before `settle`."""
+        """Return a child that exited before `settle`, or None."""
         return next((child for child in self.children if child.failed()), None)
 
     def settle(self) -> None:
-        """Say that the stack has come up: from now on the dead are restarted."""
+        """Declare startup complete. From now on, children that exit are restarted."""
         self._settled.set()
 
     def stop(self) -> None:
-        """Drain the children one after the other; returns when all are gone."""
+        """Drain the children one after the other, and return when all have exited."""
         for child in self.children:
             child.ask_to_stop()
             child.join()
 
 
 def _spawn(spec: ChildSpec, variables: Mapping[str, str]) -> subprocess.Popen[str]:
-    """Start a child in a session of its own (a terminal's Ctrl-C shall reach the supervisor only), tied to this thread's life."""
+    """Start a child whose life is tied to the calling thread.
+
+    The child gets its own session, so that Ctrl-C in a terminal reaches only the supervisor.
+    """
     return subprocess.Popen(
         spec.command,
         stdin=subprocess.DEVNULL,
@@ -200,7 +213,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def _die_with_parent() -> None:
-    """Runs in the child before exec: have the kernel kill it when the thread that started it ends."""
+    """Ask the kernel to kill this process when its parent thread ends. Runs in the child before exec."""
     assert _libc is not None
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from support.stack import PROMPTS, Result, Stack, supervised
+from support.gateway_client import Result
+from support.stack import PROMPTS, Stack, supervised
 
 from outrider.common.v1 import common_pb2
 

@@ -346,7 +346,7 @@ def serving(
     process = Process("serve", "target", *flags, *arguments, log=log / "log")
     try:
         process.wait_serving(address, TARGET_SERVICE)
-        (rank,) = child_pids(process.popen.pid, "tp_worker")
+        (rank,) = child_pids(process.popen.pid, "rank_main")
         with grpc.insecure_channel(address) as channel:
             yield process, target_pb2_grpc.TargetStub(channel), rank
     except BaseException:

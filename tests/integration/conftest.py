@@ -1,4 +1,4 @@
-"""One supervised stack per transport for all tests that leave it as they found it."""
+"""Fixtures: one supervised stack per transport, shared by all tests that leave it unchanged."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from support.stack import Stack, supervised
 
 @pytest.fixture(scope="session", params=["grpc", "ipc"])
 def transport(request: pytest.FixtureRequest) -> str:
-    """How the target reaches the draft."""
+    """Transport between target and draft."""
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
 def stack(transport: str) -> Iterator[Stack]:
-    """`outrider up` on the embedded pair; it drafts."""
+    """A running `outrider up` with the embedded pair; the draft is connected."""
     with supervised("--transport", transport) as running:
         yield running

@@ -1,4 +1,4 @@
-"""A proxy between target and draft that answers garbage when told to: every other message passes through byte for byte."""
+"""A proxy between target and draft that replaces proposed trees by garbage on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mangle = Callable[[draft_pb2.Tree, random.Random], list[draft_pb2.Tree]]
 
 
 def random_tokens(tree: draft_pb2.Tree, rng: random.Random) -> list[draft_pb2.Tree]:
-    """A well-formed tree of wrong tokens."""
+    """Replace the tokens of a well-formed tree."""
     tree.token_ids[:] = [rng.randrange(300) for _ in tree.token_ids]
     return [tree]
 
@@ -34,13 +34,13 @@ def parents_after_children(tree: draft_pb2.Tree, rng: random.Random) -> list[dra
 
 
 def ragged(tree: draft_pb2.Tree, rng: random.Random) -> list[draft_pb2.Tree]:
-    """Fewer parents than tokens."""
+    """Remove parents, so that there are fewer parents than tokens."""
     del tree.parents[rng.randrange(len(tree.parents)) if tree.parents else 0 :]
     return [tree]
 
 
 def oversized(tree: draft_pb2.Tree, rng: random.Random) -> list[draft_pb2.Tree]:
-    """Far more nodes than were asked for."""
+    """Return far more nodes than requested."""
     tree.token_ids[:] = [rng.randrange(300) for _ in range(5000)]
     tree.parents[:] = range(5000)
     return [tree]
@@ -57,7 +57,7 @@ def other_session(tree: draft_pb2.Tree, rng: random.Random) -> list[draft_pb2.Tr
 
 
 def duplicated(tree: draft_pb2.Tree, rng: random.Random) -> list[draft_pb2.Tree]:
-    """The true answer, after two wrong ones for the same fence."""
+    """Return the correct tree after two wrong trees with the same fence."""
     wrong = []
     for _ in range(2):
         copy = draft_pb2.Tree.FromString(tree.SerializeToString())
@@ -86,10 +86,15 @@ GARBAGE: dict[str, Mangle] = {
 
 
 class ManglingProxy:
-    """Listens on `listen` and forwards to the draft at `upstream`; while `mangle` is set it rewrites every proposed tree.
+    """Listens on `listen` and forwards to the draft at `upstream`.
 
-    `forwarded` counts the frames of trees passed through untouched and `mangled` the trees rewritten so far, so that a test can tell
-    that the draft was good before and that the garbage was really served.
+    While `mangle` is set, it rewrites every proposed tree. Other messages are forwarded unchanged. The two
+    counters let a test check that the draft was good before, and that garbage was really sent.
+
+    Attributes:
+        mangle: Function that rewrites trees, or None.
+        forwarded: Number of frames with trees that were forwarded unchanged.
+        mangled: Number of rewritten trees.
     """
 
     def __init__(self, listen: str, upstream: str, seed: int = 0) -> None:
@@ -123,7 +128,7 @@ class ManglingProxy:
     def forward(
         self, method: str, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        """Pass one call through as a stream of bytes in both directions (a unary message is a stream of one)."""
+        """Forward one call as streams of bytes in both directions. A unary message is a stream of one."""
         call = self._channel.stream_stream(method)(requests)
         context.add_callback(call.cancel)
         try:
@@ -133,7 +138,7 @@ class ManglingProxy:
             context.abort(error.code(), error.details() or "")  # type: ignore[attr-defined]
 
     def rewrite(self, reply: bytes) -> bytes:
-        """Mangle the trees of a reply that carries any."""
+        """Return a reply with its trees rewritten, if it has any and `mangle` is set."""
         message = draft_pb2.SessionReply.FromString(reply)
         if message.WhichOneof("message") != "frame" or not message.frame.trees:
             return reply
@@ -149,7 +154,7 @@ class ManglingProxy:
 
 
 class _Streams:
-    """The streams of a proxy as `IpcBridge` serves them."""
+    """Adapts a proxy to the interface that `IpcBridge` calls."""
 
     def __init__(self, proxy: ManglingProxy) -> None:
         self._proxy = proxy

@@ -1,4 +1,4 @@
-"""Promise 3, the draft is disposable: killed, stopped or answering garbage in mid-stream, every stream ends with the same tokens."""
+"""The draft is disposable: if it is killed or suspended in mid-stream, every stream keeps the same tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 from grpc_health.v1 import health_pb2
-from support.stack import PROMPTS, Result, Stack, TokenCounter, child_pid, health_changes
+from support.gateway_client import Result
+from support.stack import PROMPTS, Stack, TokenCounter, child_pid, health_changes
 
 from outrider.common.v1 import common_pb2
 
@@ -22,18 +23,21 @@ POINTS = [1, 20, 50, 80, 120, 160, 200, 250, 300, 350]
 
 @pytest.fixture
 def points(transport: str) -> list[int]:
-    """Tokens after which the draft is hit. Over shared memory every second point: what a restart costs is the same."""
+    """Token counts at which the draft is hit.
+
+    Shared memory uses every second point, because a restart takes the same path there.
+    """
     return POINTS if transport == "grpc" else POINTS[::2]
 
 
 @pytest.fixture(scope="module")
 def expected(stack: Stack) -> list[list[int]]:
-    """What the target alone writes."""
+    """Tokens that the target generates without speculation."""
     return [result.token_ids for result in run_streams(stack, mode=common_pb2.SPECULATION_MODE_OFF)]
 
 
 def run_streams(stack: Stack, *, mode: int, counter: TokenCounter | None = None) -> list[Result]:
-    """Run all six streams at once."""
+    """Run all six streams concurrently."""
     with ThreadPoolExecutor(len(STREAMS)) as pool:
         futures = [
             pool.submit(
@@ -58,11 +62,11 @@ def drafted_rounds(results: list[Result]) -> int:
 
 
 def wait_serving(address: str) -> float:
-    """Block until the draft reports SERVING; return when that was (monotonic)."""
+    """Block until the draft reports SERVING, and return the monotonic time."""
     for status in health_changes(address):
         if status == health_pb2.HealthCheckResponse.SERVING:
             return time.monotonic()
-    raise AssertionError("health watch ended")
+    raise AssertionError("the health watch ended")
 
 
 def test_streams_draft_when_nothing_is_wrong(stack: Stack, expected: list[list[int]]) -> None:

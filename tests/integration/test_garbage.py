@@ -1,4 +1,4 @@
-"""Promise 3: a draft that answers garbage costs speed only, and drafting is resumed when it comes to its senses."""
+"""A draft that answers garbage costs speed only, and drafting resumes when its answers are valid again."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from outrider.common.v1 import common_pb2
 MAX_TOKENS = 64
 # Six streams: three greedy, three seeded at temperature 1.
 STREAMS = [(prompt, float(index % 2), 100 + index) for index, prompt in enumerate(PROMPTS)]
-# Tokens that the six streams have received when the draft turns bad; every kind of garbage has its turn.
+# Total tokens received by the six streams when the draft turns bad. Every kind of garbage is used.
 POINTS = [1, 20, 50, 80, 120, 160, 200, 250, 300, 340]
 KINDS = [list(GARBAGE)[index % len(GARBAGE)] for index in range(len(POINTS))]
 
 
 @pytest.fixture(scope="module", params=["unix:", "ipc://"])
 def scheme(request: pytest.FixtureRequest) -> str:
-    """How the target reaches the proxy."""
+    """Scheme of the address at which the target reaches the proxy."""
     return str(request.param)
 
 
@@ -84,11 +84,10 @@ def test_garbage_in_mid_stream_changes_no_token(
         proxy.mangle = None
     assert got == want, f"{kind} after {point} tokens"
     ((good, mangled),) = at_switch
-    assert mangled == before[1], "garbage before its time"
-    assert proxy.mangled > mangled, "no garbage was served"
-    if point > len(
-        STREAMS
-    ):  # Past the first tokens, which prefills emit, rounds were drafted for by a good draft.
+    assert mangled == before[1], "garbage was sent too early"
+    assert proxy.mangled > mangled, "no garbage was sent"
+    # Prefills emit the first token of each stream. Later tokens come from rounds, which had a good draft.
+    if point > len(STREAMS):
         assert good > before[0], "the draft was not good before"
     stack.wait_drafting(15)
     stack.assert_no_page_held()

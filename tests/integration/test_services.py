@@ -1,4 +1,4 @@
-"""The services as real processes: what happens when clients leave, when they are told to stop, and when a model does not fit."""
+"""The services as real processes: clients that disconnect, SIGTERM, and models that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chat_request(prompt: str, max_tokens: int) -> gateway_pb2.ChatRequest:
     )
 
 
-def test_a_client_that_leaves_frees_pages_on_both_sides(stack: Stack) -> None:
+def test_a_disconnected_client_frees_pages_on_both_sides(stack: Stack) -> None:
     calls = [stack.client.stub.Chat(chat_request(prompt, 1500)) for prompt in PROMPTS]
     for call in calls:
         next(call)
@@ -50,7 +50,7 @@ def test_a_client_that_leaves_frees_pages_on_both_sides(stack: Stack) -> None:
     assert info.pages_free == info.pages_total
 
 
-def test_an_overlong_prompt_disturbs_nobody(stack: Stack) -> None:
+def test_an_overlong_prompt_does_not_disturb_other_streams(stack: Stack) -> None:
     running = stack.client.stub.Chat(chat_request(PROMPTS[0], 200))
     next(running)
     with pytest.raises(grpc.RpcError) as error:
@@ -109,7 +109,7 @@ def head_copy(tmp_path: Path) -> Path:
 
 
 def refused(*arguments: str) -> str:
-    """Run a command that must fail soon; return what it said."""
+    """Run a command that must fail quickly, and return its output."""
     done = subprocess.run([*OUTRIDER, *arguments], capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode != 0
     return done.stdout + done.stderr
@@ -119,29 +119,29 @@ def test_a_missing_tensor_is_named(head_copy: Path) -> None:
     weights = load_file(head_copy / "model.safetensors")
     del weights["midlayer.self_attn.k_proj.weight"]
     save_file(weights, head_copy / "model.safetensors")
-    said = refused(
+    output = refused(
         "serve", "draft", "--draft", str(head_copy), "--target-weights", str(DEMO_TARGET), "--device", "cpu"
     )
-    assert "k_proj" in said
+    assert "k_proj" in output
 
 
 def test_a_missing_shard_is_named(target_copy: Path) -> None:
     shard = sorted(target_copy.glob("*.safetensors"))[-1]
     shard.unlink()
-    said = refused("serve", "target", "--model", str(target_copy), "--device", "cpu")
-    assert shard.name in said
+    output = refused("serve", "target", "--model", str(target_copy), "--device", "cpu")
+    assert shard.name in output
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    said = refused("up", "--target", str(tmp_path / "nowhere"))
-    assert "nowhere" in said
-    assert "--target" in said
+    output = refused("up", "--target", str(tmp_path / "nowhere"))
+    assert "nowhere" in output
+    assert "--target" in output
 
 
 def test_a_head_that_does_not_fit_names_the_key(head_copy: Path) -> None:
     config = json.loads((head_copy / "config.json").read_text())
     (head_copy / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
-    said = refused(
+    output = refused(
         "serve", "draft", "--draft", str(head_copy), "--target-weights", str(DEMO_TARGET), "--device", "cpu"
     )
-    assert "fc.weight" in said or "hidden_size" in said
+    assert "fc.weight" in output or "hidden_size" in output

@@ -1,4 +1,4 @@
-"""Models and caches of every kind over two processes (gloo on the CPU): the tokens of one process, with speculation and without."""
+"""Tensor parallelism for all kinds of models and caches: the tokens equal those of one process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def spread_over_two(settings: TargetSettings) -> Iterator[Decoder]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_one_process_with_and_without_speculation(case: str, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_process_with_and_without_speculation(case: str, tmp_path: Path) -> None:
     family, values = CASES[case]
     folder, sampled = save(family, tmp_path), SamplingParams(temperature=0.9, seed=7)
     settings = TargetSettings.load({"model": folder, "device": "cpu", "tp": 2, "threads": 1, **values})
@@ -108,7 +108,7 @@ def test_tokens_are_those_of_one_process_with_and_without_speculation(case: str,
             assert accepted > (NEW_TOKENS // 3 if name == "oracle" else -1)
 
 
-def test_the_layers_that_a_deepseek_brings_draft_beside_rank_0_as_for_one_process(tmp_path: Path) -> None:
+def test_deepseek_mtp_layers_on_rank_0_draft_as_for_one_process(tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         folder = toy_deepseek.save(toy_deepseek.Model(mtp_layers=1), tmp_path / "model")

@@ -1,4 +1,4 @@
-"""`outrider up` with every drafter that is no head: what it drafts is accepted, and the text is that of plain decoding."""
+"""`outrider up` with draft models, n-grams and MTP layers: drafts are accepted, and the text is unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from support import toy_mtp
-from support.stack import DEMO_TARGET, PROMPTS, START_TIMEOUT_S, Result, Stack, supervised
+from support.gateway_client import Result
+from support.stack import DEMO_TARGET, PROMPTS, START_TIMEOUT_S, Stack, supervised
 
 from outrider.common.v1 import common_pb2
 
@@ -28,7 +29,7 @@ def accepted(results: Sequence[Result]) -> int:
 
 
 def until_drafted(tokens: Sequence[int]) -> Callable[[Stack], None]:
-    """Return a wait until a request over token ids is drafted for."""
+    """Return a function that waits until a completion of `tokens` is served with drafts."""
 
     def wait(stack: Stack) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -43,7 +44,7 @@ def until_drafted(tokens: Sequence[int]) -> Callable[[Stack], None]:
 
 
 def test_a_standalone_model_drafts() -> None:
-    """The target as its own draft: nearly all is accepted."""
+    """The target is its own draft, so nearly all tokens are accepted."""
     draft = ("--draft", str(DEMO_TARGET), "--speculative-algorithm", "STANDALONE")
     with supervised("--target", str(DEMO_TARGET), *draft) as stack:
         plain, drafted = chats(stack, OFF), chats(stack, ON)

@@ -1,4 +1,4 @@
-"""A draft in a process of its own for tests that drive the target's engine by hand; it can be told to hand over nonsense."""
+"""Runs a draft in a process of its own, for tests that step the target's engine; can send corrupt trees."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ from outrider.shared.rpc.ipc.cuda_blob_mailbox import StreamMailbox
 from outrider.shared.rpc.ipc.blob_mailbox import HostMailbox
 from outrider.shared.rpc.blob_staging import BlobStaging
 
-values, spoils = json.loads(sys.argv[1]), sys.argv[2] == "spoil"
+values, corrupts = json.loads(sys.argv[1]), sys.argv[2] == "corrupt"
 rng = random.Random(7)
 
-def spoilt(owner, name):
+def corrupt(owner, name):
     true_send = getattr(owner, name)
     def send(self, *arguments):
         at = [isinstance(argument, torch.Tensor) for argument in arguments].index(True)
         before, blob, after = arguments[:at], arguments[at], arguments[at + 1 :]
         kind = rng.choice(["noise", "near", "stale", "true"])
         last.setdefault("blob", blob.clone())
-        if kind == "noise":  # any bytes
+        if kind == "noise":  # arbitrary bytes
             blob[256:].view(torch.int32).random_(-(1 << 31), (1 << 31) - 1)
-        elif kind == "near":  # small numbers: some pass as trees
+        elif kind == "near":  # small numbers, some of which are valid trees
             blob[256:].view(torch.int32).random_(-1, 12)
-        elif kind == "stale":  # the trees of another round, as if they were of this one
+        elif kind == "stale":  # the trees of an earlier round
             blob = last["blob"]
         return true_send(self, *before, blob, *after)
     last = {}
     setattr(owner, name, send)
 
-if spoils:
-    # Kernels are loaded when they are first launched, which waits for the device: not while it awaits a state.
+if corrupts:
+    # Load these kernels now. The first launch waits for the device, which would deadlock while the device
+    # itself waits for a state.
     blob = torch.zeros(64, dtype=torch.uint8, device=values["device"]).clone()
     blob.view(torch.int32).random_(-(1 << 31), (1 << 31) - 1)
     blob.view(torch.int32).random_(-1, 12)
-    spoilt(HostMailbox, "send")
-    spoilt(StreamMailbox, "send")
-    spoilt(BlobStaging, "fetch")
-# The threads that bring messages do on a CPU too what they do on a GPU.
+    corrupt(HostMailbox, "send")
+    corrupt(StreamMailbox, "send")
+    corrupt(BlobStaging, "fetch")
+# On a CPU too, the receiving threads only enqueue messages, as they do on a GPU.
 app.DraftProtocol = functools.partial(app.DraftProtocol, only_enqueues=True)
 app.run(DraftSettings.load(values))
 """
@@ -58,10 +59,10 @@ class DraftProcess:
     """A draft service on a unix socket.
 
     Args:
-        folder: Where its sockets are.
-        scheme: Of its address: ``ipc://`` or ``unix:``, which is gRPC.
-        target, head: Checkpoints.
-        spoils: Now and then it hands over nonsense in place of the trees of rounds on the device.
+        folder: Folder for its socket and log.
+        scheme: Scheme of its address: ``ipc://``, or ``unix:`` for gRPC.
+        target, head: Folders of the checkpoints.
+        spoils: Whether to corrupt some of the trees that it sends for rounds on the device.
     """
 
     def __init__(self, folder: Path, scheme: str, target: Path, head: Path, *, spoils: bool = False) -> None:
@@ -76,22 +77,22 @@ class DraftProcess:
             "kv_tokens": 8192,
         }
         self._log = (folder / "draft.log").open("a+")
-        command = [sys.executable, "-c", SCRIPT, json.dumps(values), "spoil" if spoils else ""]
+        command = [sys.executable, "-c", SCRIPT, json.dumps(values), "corrupt" if spoils else ""]
         self.popen = subprocess.Popen(
             command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
         )
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to it."""
+        """Send a signal to the process."""
         os.kill(self.popen.pid, number)
 
     def output(self) -> str:
-        """Return what it has said."""
+        """Return its output so far."""
         self._log.seek(0)
         return self._log.read()
 
     def stop(self) -> int:
-        """End it, by force if need be; returns its exit code."""
+        """Terminate the process, or kill it after 20 s, and return its exit code."""
         self.popen.terminate()
         try:
             return self.popen.wait(20)

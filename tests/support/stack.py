@@ -1,4 +1,4 @@
-"""Starts the services as the real processes that users run, and talks to them through the public gRPC API."""
+"""Starts the services as real processes: `outrider up` (`supervised`), or one by one (`separate`)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.common.v1 import common_pb2
-from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.stack.launch import free_port
 from outrider.shared.rpc import address as addresses
 from outrider.target.v1 import target_pb2, target_pb2_grpc
+from support.gateway_client import Client
 
 ROOT = Path(__file__).parents[2]
 DEMO_TARGET = ROOT / "models" / "demo" / "target"
@@ -41,7 +39,7 @@ PROMPTS = (
 
 
 def health_changes(address: str, service: str = "") -> Iterator[int]:
-    """Yield the serving statuses that a health Watch reports, reconnecting for ever."""
+    """Yield the serving statuses that a health Watch reports. It reconnects forever."""
     while True:
         with grpc.insecure_channel(
             address,
@@ -57,7 +55,7 @@ def health_changes(address: str, service: str = "") -> Iterator[int]:
 
 
 class Process:
-    """One command with its output in a file; `stop` and `__exit__` leave nothing behind."""
+    """A running command that writes its output to a file. `stop` kills its whole process group."""
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class Process:
         return self._log.read_text(errors="replace")
 
     def wait_serving(self, address: str, service: str = "") -> None:
-        """Block until health says SERVING; fail at once if the process died."""
+        """Block until the health service reports SERVING. Fail as soon as the process exits."""
         deadline = threading.Timer(START_TIMEOUT_S, self.popen.kill)
         deadline.start()
         watcher = threading.Thread(target=lambda: (self.popen.wait(), deadline.cancel()), daemon=True)
@@ -104,7 +102,7 @@ class Process:
         )
 
     def stop(self, timeout_s: float = 30) -> int:
-        """SIGTERM, then wait for the exit code."""
+        """Send SIGTERM, and return the exit code."""
         if self.popen.poll() is None:
             self.popen.terminate()
         try:
@@ -116,78 +114,16 @@ class Process:
             self._output.close()
 
 
-@dataclass(slots=True)
-class Result:
-    """What one stream received."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    rounds: list[common_pb2.RoundTrace] = field(default_factory=list)
-    finished: gateway_pb2.Finished | None = None
-
-
-class Client:
-    """The public gRPC API of a gateway."""
-
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address)
-        self.stub = gateway_pb2_grpc.InferenceStub(self.channel)
-
-    def chat(
-        self,
-        prompt: str,
-        *,
-        mode: int = common_pb2.SPECULATION_MODE_AUTO,
-        max_tokens: int = 96,
-        temperature: float = 0.0,
-        seed: int = 0,
-        trace: bool = False,
-        on_tokens: Callable[[int], None] = lambda count: None,
-    ) -> Result:
-        """Run one chat to its end; `on_tokens` hears of every chunk as it arrives."""
-        request = gateway_pb2.ChatRequest(
-            messages=[gateway_pb2.Message(role="user", content=prompt)],
-            options=gateway_pb2.GenerationOptions(
-                max_tokens=max_tokens,
-                sampling=common_pb2.SamplingOptions(temperature=temperature, seed=seed),
-                speculation=common_pb2.SpeculationOptions(mode=mode, trace=trace),
-                ignore_eos=True,
-            ),
-        )
-        return self._collect(self.stub.Chat(request, timeout=100), on_tokens)
-
-    def complete(
-        self, tokens: Sequence[int], *, mode: int = common_pb2.SPECULATION_MODE_AUTO, max_tokens: int = 96
-    ) -> Result:
-        """Continue token ids, with traces."""
-        request = gateway_pb2.CompleteRequest(
-            token_ids=gateway_pb2.TokenIds(ids=tokens),
-            options=gateway_pb2.GenerationOptions(
-                max_tokens=max_tokens,
-                sampling=common_pb2.SamplingOptions(temperature=0.0),
-                speculation=common_pb2.SpeculationOptions(mode=mode, trace=True),
-                ignore_eos=True,
-            ),
-        )
-        return self._collect(self.stub.Complete(request, timeout=100))
-
-    def _collect(
-        self, replies: Iterable[Any], on_tokens: Callable[[int], None] = lambda count: None
-    ) -> Result:
-        result = Result()
-        for reply in replies:
-            if reply.HasField("finished"):
-                result.finished = reply.finished
-            else:
-                result.token_ids.extend(reply.chunk.token_ids)
-                result.text += reply.chunk.text
-                result.rounds.extend(reply.chunk.rounds)
-                on_tokens(len(reply.chunk.token_ids))
-        return result
-
-
 class Stack:
-    """A running gateway, target and draft; `draft_address` is where the draft takes gRPC calls."""
+    """A running gateway, target and draft.
+
+    Args:
+        processes: Processes to stop on `close`, in this order.
+        grpc_address: Address of the gateway's gRPC API.
+        target_address: gRPC address of the target.
+        draft_address: gRPC address of the draft; empty if it runs in the target's process.
+        http_port: Port of the REST API.
+    """
 
     def __init__(
         self,
@@ -212,7 +148,7 @@ class Stack:
         return reply
 
     def wait_drafting(self, timeout_s: float) -> float:
-        """Return how long it took until a request was drafted for; fail after `timeout_s`."""
+        """Wait until a request is served with drafts, and return the time taken. Fail after `timeout_s`."""
         started = time.monotonic()
         while (elapsed := time.monotonic() - started) < timeout_s:
             result = self.client.chat(
@@ -223,7 +159,10 @@ class Stack:
         raise AssertionError(f"not drafting after {elapsed:.2f} s; draft state {self.stats().draft_state}")
 
     def assert_no_page_held(self, timeout_s: float = 5) -> None:
-        """Pages are free within two steps or 250 ms of a request's end; poll, since the last answer travels before they are freed."""
+        """Check that no sequence holds KV pages any more.
+
+        This polls, because pages are freed shortly after the last answer is sent: within two steps or 250 ms.
+        """
         deadline = time.monotonic() + timeout_s
         stats = self.stats()
         while stats.pages_held and time.monotonic() < deadline:
@@ -242,7 +181,16 @@ class Stack:
 def supervised(
     *arguments: str, device: str = "cpu", until: Callable[[Stack], object] | None = None
 ) -> Iterator[Stack]:
-    """`outrider up`, on the embedded pair unless `arguments` say otherwise, until it drafts for a chat (or `until` returns)."""
+    """Run `outrider up`, by default on the embedded pair.
+
+    Args:
+        arguments: Further flags.
+        device: Device of the services.
+        until: Waits until the stack is ready; None waits until a chat is served with drafts.
+
+    Yields:
+        The running stack.
+    """
     folder = Path(tempfile.mkdtemp(prefix="outrider-"))
     port = free_port()
     up = Process("up", "--device", device, "--port", str(port), *arguments, log=folder / "up.log")
@@ -251,7 +199,7 @@ def supervised(
         up.wait_serving(grpc_address)
         target_address = child_argument(child_pid(up.popen.pid, "target"), "--listen")
         draft_address = ""
-        with contextlib.suppress(ProcessLookupError):  # in process
+        with contextlib.suppress(ProcessLookupError):  # the draft runs in the target's process
             draft_address = addresses.grpc_address(
                 child_argument(child_pid(up.popen.pid, "draft"), "--listen"), "--listen"
             )
@@ -281,12 +229,16 @@ def separate(
     scheme: str = "unix:",
     reach_draft: Callable[[str, str], contextlib.AbstractContextManager[object]] | None = None,
 ) -> Iterator[Stack]:
-    """The three services one by one, unsupervised.
+    """Run the three services as separate, unsupervised processes.
 
     Args:
-        head: The draft's folder.
-        scheme: ``unix:`` (gRPC) or ``ipc://`` of the address where the target reaches the draft.
-        reach_draft: Given (address to listen on, the draft's own address), puts something between target and draft.
+        head: Folder of the draft head.
+        scheme: Scheme of the address at which the target reaches the draft: ``unix:`` (gRPC) or ``ipc://``.
+        reach_draft: Starts a proxy between target and draft. Called with the address to listen on and the
+            draft's own address.
+
+    Yields:
+        The running stack.
     """
     folder = Path(tempfile.mkdtemp(prefix="outrider-"))
     draft_address, target_address = f"unix:{folder}/draft.sock", f"unix:{folder}/target.sock"
@@ -337,7 +289,7 @@ def separate(
 
 
 def child_pid(parent: int, service: str) -> int:
-    """Return the pid of `outrider serve SERVICE` under `parent`."""
+    """Return the id of the `outrider serve SERVICE` process that is a child of `parent`."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
@@ -354,7 +306,7 @@ def child_pid(parent: int, service: str) -> int:
 
 
 def child_pids(parent: int, word: str) -> list[int]:
-    """Return the living children of `parent` with `word` in their command line."""
+    """Return the ids of running children of `parent` whose command line contains `word`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -372,7 +324,7 @@ def child_argument(pid: int, flag: str) -> str:
 
 
 class TokenCounter:
-    """Counts tokens over all streams and acts once when a threshold is passed."""
+    """Counts the tokens of all streams, and calls `action` once when the count reaches `threshold`."""
 
     def __init__(self, threshold: int, action: Callable[[], None]) -> None:
         self._threshold = threshold
@@ -391,7 +343,7 @@ class TokenCounter:
 
 
 def assert_ranks_serve(first: Process, second: Process, address: str, num_tokens: int) -> None:
-    """Two processes of one target answer together, and both end with 0 when the first is told to."""
+    """Check that two ranks serve a request together, and that both exit with 0 after SIGTERM to the first."""
     try:
         first.wait_serving(address, "outrider.target.v1.Target")
         with grpc.insecure_channel(address) as channel:

@@ -1,4 +1,4 @@
-"""The command line: options made from settings, errors with exit codes, and the client commands against a canned gateway."""
+"""The command line: generated settings flags, exit codes, and the client commands with a canned gateway."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
 from outrider.services.cli.settings_options import settings_command
+from outrider.services.cli.up import StatusConsole
+from outrider.services.stack import launch
+from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
 
@@ -124,7 +127,7 @@ def test_serve_help_lists_the_settings_of_the_service(service: str, monkeypatch:
 
 
 @pytest.mark.parametrize("service", ["target", "draft"])
-def test_serve_takes_sglangs_name_of_the_draft(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_accepts_sglangs_flag_for_the_draft(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(cli.entrypoints, f"serve_{service}", lambda settings: seen.append(settings) or 0)
     required = ["--model", "/m"] if service == "target" else []
@@ -136,14 +139,14 @@ def test_serve_takes_sglangs_name_of_the_draft(service: str, monkeypatch: pytest
     assert "--speculative-draft-model-path" in RUNNER.invoke(cli.app, ["serve", service, "--help"]).output
 
 
-def test_up_hands_its_capacity_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[cli.StackOptions] = []
+def test_up_passes_its_capacity_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[StackOptions] = []
 
-    def start(options: cli.StackOptions, *_: object) -> None:
+    def start(options: StackOptions, *_: object) -> None:
         seen.append(options)
-        raise ConfigurationError("enough seen")
+        raise ConfigurationError("options recorded")
 
-    monkeypatch.setattr(cli.launch, "running_stack", start)
+    monkeypatch.setattr(launch, "running_stack", start)
     RUNNER.invoke(
         cli.app, ["up", "--max-running-requests", "3", "--mem-fraction-static", "0.4", "--kv-tokens", "4096"]
     )
@@ -154,7 +157,8 @@ def test_up_hands_its_capacity_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_the_command_line_stays_light() -> None:
-    code = "import sys, outrider.services.cli.commands; print(sorted({'torch', 'fastapi', 'grpc', 'httpx'} & set(sys.modules)))"
+    heavy = "{'torch', 'fastapi', 'grpc', 'httpx'}"
+    code = f"import sys, outrider.services.cli.commands; print(sorted({heavy} & set(sys.modules)))"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         == "[]\n"
@@ -162,7 +166,7 @@ def test_importing_the_command_line_stays_light() -> None:
 
 
 class CannedGateway(BaseHTTPRequestHandler):
-    """Answers as the gateway does; keeps the bodies it was sent."""
+    """A server with canned answers in the gateway's format. It records the request bodies."""
 
     bodies: list[dict[str, Any]]
     ready = True
@@ -208,7 +212,7 @@ class CannedGateway(BaseHTTPRequestHandler):
         self.wfile.write(b": keep-alive\n\ndata: [DONE]\n\n")
 
     def log_message(self, *_: Any) -> None:
-        """Stay quiet."""
+        """Suppress the request log."""
 
     def _event(self, event: dict[str, Any]) -> None:
         self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
@@ -232,7 +236,7 @@ def gateway() -> Iterator[str]:
         thread.join()
 
 
-def test_generate_streams_the_text_and_sums_up(gateway: str) -> None:
+def test_generate_streams_the_text_and_prints_a_summary(gateway: str) -> None:
     result = RUNNER.invoke(
         cli.app,
         ["generate", "hi", "--url", gateway, "--seed", "7", "--speculation", "on", "--max-tokens", "9"],
@@ -270,7 +274,7 @@ def test_a_refused_request_shows_the_servers_message(gateway: str) -> None:
     assert "max_tokens: must be at least 1." in str(result.exception)
 
 
-def test_nobody_listening_says_how_to_start() -> None:
+def test_an_unreachable_gateway_error_explains_how_to_start_it() -> None:
     result = RUNNER.invoke(cli.app, ["generate", "hi", "--url", "http://127.0.0.1:9"])
     assert "Start the services with `outrider up`" in str(result.exception)
 
@@ -288,15 +292,15 @@ def test_health_of_a_dead_grpc_address_is_1(tmp_path: Path) -> None:
 
 
 class ClosedPipe(io.StringIO):
-    """An output whose reader has gone."""
+    """An output whose reader has closed the pipe."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
 
 
 def test_a_closed_status_output_goes_quiet() -> None:
-    """`outrider up | head` must not lose the threads that look after the children."""
-    console = cli.StatusConsole(file=ClosedPipe())
-    console.print("nobody reads this")
+    """In `outrider up | head`, a closed pipe must not end the threads that supervise the children."""
+    console = StatusConsole(file=ClosedPipe())
+    console.print("dropped")
     assert console.quiet
-    console.print("nor this")
+    console.print("dropped too")

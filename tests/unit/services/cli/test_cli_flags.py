@@ -1,4 +1,4 @@
-"""Every flag that a help text names is taken, under each of its names, and arrives."""
+"""Every flag in the help texts is accepted under each of its names, and reaches its setting or service."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from outrider.services.cli.flags import TARGET_FLAGS
 from outrider.services.cli.settings_options import ALIASES
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.stack import launch
 from outrider.services.stack.launch import check_options, free_port, plan_stack
 from outrider.services.stack.options import StackOptions, Transport
 from outrider.services.target.settings import TargetSettings
@@ -69,11 +70,11 @@ UP: Mapping[str, tuple[str, Any]] = {
     "tp_all_reduce": ("group", "group"),
     "draft_rounds": ("host", "host"),
 }
-"""Option of `up` → what is typed, and what becomes of it."""
+"""Option of `up` → (text typed after the flag, resulting value)."""
 
 
 def options_of(*path: str) -> dict[str, list[str]]:
-    """Return option → its names, of a command, without --help."""
+    """Return option → flags for a command, without --help."""
     command: Any = typer.main.get_command(cli.app)
     for name in path:
         command = command.commands[name]
@@ -89,18 +90,18 @@ def up(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> StackOption
 
     def start(options: StackOptions, *_: object) -> None:
         seen.append(options)
-        raise ConfigurationError("enough seen")
+        raise ConfigurationError("options recorded")
 
-    monkeypatch.setattr(cli.launch, "running_stack", start)
+    monkeypatch.setattr(launch, "running_stack", start)
     result = RUNNER.invoke(cli.app, ["up", *arguments])
     assert len(seen) == 1, result.output
     return seen[0]
 
 
-def test_the_table_knows_every_flag_of_up() -> None:
+def test_the_table_lists_every_flag_of_up() -> None:
     unknown = options_of("up").keys() - UP.keys()
-    # A flag of another machine's set-up would need a run of its own; until then its line goes here.
-    assert unknown <= {"tp", "tensor_parallel"}, f"say in UP what {unknown} take"
+    # Flags without an entry in UP may be listed here.
+    assert unknown <= {"tp", "tensor_parallel"}, f"add {unknown} to UP"
     assert UP.keys() <= options_of("up").keys()
 
 
@@ -125,11 +126,11 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
         for child in plan_stack(StackOptions(**basis | changed), Path("/run/x"), inproc=False).children
     ]
     shown = "NGRAM" if option == "algorithm" else typed or flag_name(option)
-    assert any(shown in line for line in lines), "no service is told"
+    assert any(shown in line for line in lines), "the flag reaches no service"
 
 
 def test_the_targets_flags_are_its_settings() -> None:
-    """Same names, types and defaults, and each value that the help offers is one that the target takes."""
+    """Names, types and defaults agree, and the target accepts each value in the help."""
     for name, flag in TARGET_FLAGS.items():
         setting = TargetSettings.model_fields[name]
         assert setting.annotation is flag.kind or (
@@ -166,7 +167,7 @@ def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: 
 
 
 def sample(settings: type[ServiceSettings], name: str) -> list[str]:
-    """Return what follows a settings flag: nothing for a switch."""
+    """Return a sample value for a settings flag; nothing for a switch."""
     given = {"device": "cpu", "log_level": "debug", "speculation": "on", "attention_backend": "reference"}
     field = settings.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
@@ -236,10 +237,8 @@ def test_every_flag_of_the_doctor_runs(tmp_path: Path) -> None:
     ]
     runs = {
         "probe": ([*probed, "--tokens", "4", "--speculative-algorithm", "EAGLE3"], 0),
-        "token map": (
-            [*pair, "--speculative-token-map", str(tmp_path / "map.json")],
-            2,
-        ),  # this head has a vocabulary of its own
+        # Refused, because this head already has a reduced vocabulary.
+        "token map": ([*pair, "--speculative-token-map", str(tmp_path / "map.json")], 2),
         "SGLang's name": (["--target", str(DEMO / "target"), "--speculative-draft-model-path", "none"], 0),
     }
     for name, (arguments, code) in runs.items():
@@ -272,7 +271,7 @@ def test_the_documentation_names_every_flag_of_up_and_the_doctor() -> None:
         file.read_text(encoding="utf-8")
         for file in (root / "README.md", *sorted((root / "docs").glob("*.md")))
     )
-    said = set(re.findall(r"--[a-z-]+", text))
+    named = set(re.findall(r"--[a-z-]+", text))
     assert [
-        names[0] for path in ("up", "doctor") for names in options_of(path).values() if not said & set(names)
+        names[0] for path in ("up", "doctor") for names in options_of(path).values() if not named & set(names)
     ] == []

@@ -1,4 +1,4 @@
-"""Conversion: a head in any dialect drafts the same trees afterwards; what a layout cannot say is refused."""
+"""`outrider convert head`: converted heads draft the same trees, and unsupported features are refused."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_head(path: Path, target: Path, **options: Any) -> Path:
-    """A toy head whose heads add up to its width, as the official code takes for granted."""
+    """Save a toy head whose attention heads add up to its width, as the official code assumes."""
     return make_toy_eagle3(path, target, **{"head_dim": 8, **options})
 
 
 def convert(source: Path, destination: Path, to: str = "outrider") -> str:
-    """Run the command; returns what it printed, or raises what it raised."""
+    """Run the command and return its output. An `OutriderError` of the command is raised here."""
     result = RUNNER.invoke(cli.app, ["convert", "head", str(source), str(destination), "--to", to])
     if isinstance(result.exception, OutriderError):
         raise result.exception
@@ -58,7 +58,7 @@ def convert(source: Path, destination: Path, to: str = "outrider") -> str:
 
 
 def tree_of(head: Path, target: Path, vocab_size: int = VOCAB, hidden_size: int = HIDDEN) -> Tree:
-    """Tokens and parents of the tree that a head grows over a fixed text with fixed features."""
+    """Return tokens and parents of the tree that a head drafts after a fixed text with fixed features."""
     generator = torch.Generator().manual_seed(7)
     settings = DraftSettings.load(
         {"draft": head, "target_weights": target, "device": "cpu", "kv_tokens": 1024}
@@ -168,7 +168,7 @@ def test_the_dialects_change_the_tree_so_that_the_test_above_can_fail(tmp_path: 
 
 
 def test_the_official_layout_is_what_the_official_code_reads(tmp_path: Path, target: Path) -> None:
-    """Names and shapes of the published table, and nothing else (`midlayer.*`, d2t offsets and t2d, no prefix, no embedding)."""
+    """It has the tensors of published heads: `midlayer.*`, d2t as offsets, t2d, no prefix or embedding."""
     head = make_head(
         tmp_path / "head", target, draft_vocab_size=DRAFT_VOCAB, num_heads=2, num_kv_heads=1, head_dim=16
     )
@@ -222,7 +222,7 @@ def test_target_ids_become_offsets(tmp_path: Path, target: Path) -> None:
     )
     with pytest.raises(CheckpointError, match="d2t"):
         tree_of(head, target)
-    assert "d2t held target ids; written as offsets" in convert(head, tmp_path / "ours")
+    assert "d2t contained target ids; written as offsets" in convert(head, tmp_path / "ours")
     assert tree_of(tmp_path / "ours", target) == original
 
 
@@ -236,7 +236,7 @@ def test_a_full_lm_head_is_cut_to_the_draft_vocabulary(tmp_path: Path, target: P
         return tensors | {"lm_head.weight": full}
 
     rewrite(head, widen)
-    assert "cut from 40 to the 24 rows" in convert(head, tmp_path / "ours")
+    assert "reduced from 40 rows to the 24 rows" in convert(head, tmp_path / "ours")
     assert tree_of(tmp_path / "ours", target) == original
 
 
@@ -305,11 +305,14 @@ OFFICIAL = (
     "EAGLE-3, Eagle3LlamaForCausalLM",
     "EAGLE-3 for a wider target",
 )
-"""Published dialects that the official code can run."""
+"""Published dialects that the official code supports."""
 
 
 def computed(folder: Path, published: Dialect) -> tuple[object, ...]:
-    """What a head asks of its target, its projector, states, logits and ids, on fixed input."""
+    """Return everything that defines a head's behaviour on a fixed input.
+
+    Covers its borrowed tensors, captured layers, projector, states, logits and vocabulary.
+    """
     head = load_head(folder, CPU, torch.float32)
     make = Maker(11)
     lent = {
@@ -346,11 +349,11 @@ def test_every_published_dialect_computes_the_same_afterwards(tmp_path: Path, na
         convert(source, tmp_path / "official", "eagle")
         assert computed(tmp_path / "official", published) == before
     else:
-        with pytest.raises(CheckpointError, match="the official EAGLE layout cannot say this"):
+        with pytest.raises(CheckpointError, match="The official EAGLE layout does not support this"):
             convert(source, tmp_path / "official", "eagle")
 
 
-UNSAYABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norm_output": ({}, {"norm_output": True}),
     "norm_before_residual": ({}, {"norm_before_residual": True}),
     "eagle_aux_hidden_state_layer_ids": ({"aux_layers": [0, 2, 5]}, {}),
@@ -370,15 +373,15 @@ UNSAYABLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("key", list(UNSAYABLE))
+@pytest.mark.parametrize("key", list(UNSUPPORTED))
 def test_what_the_official_code_would_ignore_is_refused_by_key(
     tmp_path: Path, target: Path, key: str
 ) -> None:
-    build, config = UNSAYABLE[key]
+    build, config = UNSUPPORTED[key]
     head = make_head(
         tmp_path / "head", target, draft_vocab_size=DRAFT_VOCAB, config_overrides=config, **build
     )
-    with pytest.raises(CheckpointError, match="use --to outrider") as caught:
+    with pytest.raises(CheckpointError, match="Use --to outrider") as caught:
         convert(head, tmp_path / "official", "eagle")
     assert caught.value.field == key
     assert not (tmp_path / "official").exists()
@@ -392,7 +395,7 @@ def test_wrong_sources_and_destinations_are_named(tmp_path: Path, target: Path) 
         convert(target, tmp_path / "out")
     with pytest.raises(ConfigurationError, match="not empty"):
         convert(head, head)
-    with pytest.raises(ConfigurationError, match="none of outrider, eagle"):
+    with pytest.raises(ConfigurationError, match="not one of outrider, eagle"):
         convert(head, tmp_path / "out", "medusa")
     with pytest.raises(CheckpointError, match="missing"):
         convert(make_head(tmp_path / "broken", target, drop=("norm.weight",)), tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Conversion of tokenizers: their ids are kept; what cannot be converted is named."""
+"""`outrider convert tokenizer`: ids are preserved, and errors name the folder that cannot be converted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ RUNNER = CliRunner()
 
 
 def make_slow_tokenizer(folder: Path) -> Path:
-    """Save the files of a GPT-2 tokenizer: all bytes, and a few merges."""
-    from transformers.models.gpt2.tokenization_gpt2 import GPT2Tokenizer  # noqa: F401  (fails early if transformers drops it)
+    """Save the files of a GPT-2 tokenizer with all bytes and a few merges."""
+    # Fails early if transformers drops this class.
+    from transformers.models.gpt2.tokenization_gpt2 import GPT2Tokenizer  # noqa: F401
 
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [chr(byte) for byte in visible] + [chr(256 + index) for index in range(256 - len(visible))]
@@ -55,7 +56,7 @@ def test_tokenizers_that_cannot_be_converted_are_named(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     convert_tokenizer(folder, "--output", str(output))
     assert output.is_file()
-    with pytest.raises(ConfigurationError, match="exists already"):
+    with pytest.raises(ConfigurationError, match="already exists"):
         convert_tokenizer(folder, "--output", str(output))
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="cannot convert"):

@@ -1,4 +1,4 @@
-"""The doctor: what it tells from values and headers, what the memory plan adds up to, and what a probe finds out."""
+"""`outrider doctor`: the findings and exit codes of whole pairs, the memory plan, and the probe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from outrider.services.doctor.finding import Severity
 from outrider.services.doctor.memory import check_memory, plan_memory, table_bytes
 from outrider.services.doctor.pair import Pair
 from outrider.services.doctor.probe import Measured, judge_probe, run_probe
-from outrider.services.doctor.statistics import describe, is_finite
-from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
 from outrider.services.draft.algorithm import Algorithm
 from outrider.services.draft.heads.files.eagle3_config import AUX_KEY, Eagle3Config
 from outrider.services.target.settings import TargetSettings
@@ -33,7 +31,7 @@ ROOT = Path(__file__).parents[4]
 DEMO = ROOT / "models" / "demo"
 VOCAB, HIDDEN = 40, 64
 QUIET = 50
-"""Dimensions from here on carry nothing up to the first aux layer of `planted_pair`, and noise behind it."""
+"""From this dimension on, `planted_pair` carries zeros up to its first aux layer, and noise after it."""
 
 
 def doctor(target: Path, draft: Path | None, *more: str) -> tuple[int, dict[str, Any]]:
@@ -57,58 +55,6 @@ def edit(folder: Path, config: dict[str, Any] | None = None, **tensors: torch.Te
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **(config or {})}))
     save_file({**load_file(folder / "model.safetensors"), **tensors}, folder / "model.safetensors")
-
-
-# ---- what is told from values
-
-
-def test_offsets_and_target_ids_are_told_apart_by_value() -> None:
-    kept = torch.tensor([2, 3, 7, 20, 21, 39])
-    offsets = kept - torch.arange(6)
-    mask = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, kept, True)
-    assert d2t_meaning(offsets, None, VOCAB) is D2tMeaning.OFFSETS
-    assert d2t_meaning(kept, None, VOCAB) is D2tMeaning.TARGET_IDS
-    assert d2t_meaning(offsets, mask, VOCAB) is D2tMeaning.OFFSETS
-    assert d2t_meaning(kept, mask, VOCAB) is D2tMeaning.TARGET_IDS
-    assert d2t_meaning(kept + 1, mask, VOCAB) is D2tMeaning.NEITHER
-    assert d2t_meaning(torch.tensor([-1, 0]), None, VOCAB) is D2tMeaning.NEITHER
-
-
-def test_a_map_that_can_be_both_is_settled_by_its_mask_only() -> None:
-    both = torch.tensor([0, 2, 4, 6])  # ids 0 2 4 6, or offsets that mean 0 3 6 9
-    assert d2t_meaning(both, None, VOCAB) is D2tMeaning.EITHER
-    for ids, meaning in (([0, 2, 4, 6], D2tMeaning.TARGET_IDS), ([0, 3, 6, 9], D2tMeaning.OFFSETS)):
-        mask = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, torch.tensor(ids), True)
-        assert d2t_meaning(both, mask, VOCAB) is meaning
-
-
-@pytest.mark.parametrize(
-    ("tensor", "look"),
-    [
-        (torch.randn(512, 256, generator=torch.Generator().manual_seed(0)) * 0.02, "normal, std 0.02"),
-        ((torch.rand(512, 256, generator=torch.Generator().manual_seed(1)) - 0.5) / 8, "uniform"),
-        (
-            torch.randn(512, 256, generator=torch.Generator().manual_seed(2))
-            * torch.linspace(0.5, 2, 512)[:, None],
-            "",
-        ),
-        (torch.randn(512, 256, generator=torch.Generator().manual_seed(3)).pow(3), ""),
-        (torch.zeros(512, 256), ""),
-        (torch.randn(8, 8), ""),
-    ],
-    ids=["normal", "uniform", "rows of different size", "heavy tails", "zeros", "too small to tell"],
-)
-def test_an_initialisation_is_known_by_its_distribution(tensor: torch.Tensor, look: str) -> None:
-    assert describe(tensor, whole=True).looks_initialised.startswith(look)
-    assert bool(describe(tensor, whole=True).looks_initialised) == bool(look)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_one_nan_among_many_numbers_is_found(dtype: torch.dtype) -> None:
-    tensor = torch.ones(300, 7)
-    assert is_finite(tensor.to(dtype))
-    tensor[123, 4] = float("nan")
-    assert not is_finite(tensor.to(dtype))
 
 
 # ---- the report
@@ -142,9 +88,7 @@ def test_an_untrained_head_is_warned_about_with_evidence(tmp_path: Path, target:
     assert report["verdict"] == "warning"
     warnings = [one["message"] for one in report["findings"] if one["severity"] == "warning"]
     assert any("norm weights of the head are exactly 1" in message for message in warnings)
-    assert any(
-        "look like a fresh initialisation" in message and "normal, std" in message for message in warnings
-    )
+    assert any("look freshly initialised" in message and "normal, std" in message for message in warnings)
 
 
 def test_a_projection_that_was_never_filled_is_named(tmp_path: Path, target: Path) -> None:
@@ -158,7 +102,7 @@ def test_a_projection_that_was_never_filled_is_named(tmp_path: Path, target: Pat
 def test_an_embedding_that_is_not_the_targets_is_warned_about(tmp_path: Path, target: Path) -> None:
     name = "embed_tokens.weight"
     copied = make_toy_eagle3(tmp_path / "copied", target, own_embedding=True)
-    assert "is the target's" in lines(doctor(target, copied)[1], name, "ok")[0]
+    assert "equals the target's" in lines(doctor(target, copied)[1], name, "ok")[0]
     edit(copied, **{name: torch.randn(VOCAB, HIDDEN)})
     assert "mean cosine" in lines(doctor(target, copied)[1], name, "warning")[0]
 
@@ -178,18 +122,18 @@ def test_a_head_for_another_target_is_refused_with_both_numbers(
     assert "another" in line
 
 
-def test_aux_layers_say_their_convention(tmp_path: Path, target: Path) -> None:
+def test_aux_layers_are_reported_with_their_convention(tmp_path: Path, target: Path) -> None:
     key = "eagle_aux_hidden_state_layer_ids"
     implicit = make_toy_eagle3(tmp_path / "implicit", target, aux_layers=None)
     assert "[1, 3, 4]" in lines(doctor(target, implicit)[1], key, "ok")[0]
     inputs = make_toy_eagle3(tmp_path / "inputs", target, aux_layers=[2, 4, 8])
-    assert "outputs of [1, 3, 7] are captured" in lines(doctor(target, inputs)[1], key, "warning")[0]
+    assert "outputs of layers [1, 3, 7] are captured" in lines(doctor(target, inputs)[1], key, "warning")[0]
     config = json.loads((inputs / "config.json").read_text())
     config["eagle_config"][key] = [0, 2, 4, 6]
     (inputs / "config.json").write_text(json.dumps(config | {"num_aux_hidden_states": 3}))
     _, report = doctor(target, inputs)
     assert (
-        "names 4 layers, [0, 2, 4, 6]: the number goes first, and outputs of layers [0, 2, 4]"
+        "lists 4 layers, [0, 2, 4, 6]. The number takes precedence: outputs of layers [0, 2, 4]"
         in lines(report, "num_aux_hidden_states", "warning")[0]
     )
     beyond = make_toy_eagle3(tmp_path / "beyond", target, aux_layers=[2, 4, 9])
@@ -198,10 +142,10 @@ def test_aux_layers_say_their_convention(tmp_path: Path, target: Path) -> None:
     assert lines(report, key, "refused")
 
 
-def test_a_rotary_base_that_the_head_does_not_name_is_told(tmp_path: Path) -> None:
+def test_a_rotary_base_missing_from_the_head_is_reported(tmp_path: Path) -> None:
     other = make_toy_target(tmp_path / "target", vocab_size=VOCAB, rope_theta=500000.0)
     head = make_toy_eagle3(tmp_path / "head", other)
-    assert "means 10000; the target has 500000" in lines(doctor(other, head)[1], "rope_theta")[0]
+    assert "10000 is used; the target has 500000" in lines(doctor(other, head)[1], "rope_theta")[0]
 
 
 def test_memory_adds_up(target: Path, tmp_path: Path) -> None:
@@ -235,10 +179,10 @@ def test_a_pair_that_does_not_fit_is_refused(target: Path, monkeypatch: pytest.M
     assert report["memory"]["available"] == 1000
 
 
-def test_a_gpu_that_is_too_small_is_refused_as_the_target_would(
+def test_a_gpu_that_is_too_small_is_refused_as_by_the_target(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan of a start and that of the doctor are one: the cache it names is what start divides, the refusal is start's."""
+    """The doctor reports the cache size and the refusal of the plan that the target makes at startup."""
     pair = Pair(
         target,
         make_toy_eagle3(tmp_path / "head", target),
@@ -260,7 +204,9 @@ def test_a_gpu_that_is_too_small_is_refused_as_the_target_would(
     monkeypatch.setattr("outrider.services.doctor.memory.device_memory", lambda device: (fits, 100 * fits))
     assert plan_memory(pair).kv_tokens == 0
     refused = list(check_memory(pair))[-1]
-    assert refused.severity is Severity.REFUSED, "there is room, and --mem-fraction-static does not allow it"
+    assert refused.severity is Severity.REFUSED, (
+        "the memory is free, but --mem-fraction-static does not allow its use"
+    )
     assert "mem_fraction_static: no room is left for the K/V cache" in refused.fix
 
 
@@ -268,7 +214,7 @@ def test_the_table_ends_with_a_verdict(target: Path) -> None:
     result = RUNNER.invoke(cli.app, ["doctor", "--target", str(target), "--device", "cpu"])
     assert result.exit_code == 0
     assert "This pair can be served, but read the warnings." in result.stdout
-    assert "→ Make it by" in result.stdout
+    assert "→ Make it with" in result.stdout
 
 
 # ---- the probe
@@ -276,7 +222,7 @@ def test_the_table_ends_with_a_verdict(target: Path) -> None:
 
 @pytest.fixture(scope="module")
 def planted_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A pair that agrees often, and whose head reads noise as soon as its first aux layer is read one too late."""
+    """Return a pair that agrees often. Its head reads noise if its first aux layer is shifted up by one."""
     folder = tmp_path_factory.mktemp("planted")
     target = make_toy_target(folder / "target", vocab_size=VOCAB, hidden_size=HIDDEN, planted=3.0)
     noise = torch.Generator().manual_seed(5)
@@ -317,7 +263,7 @@ def test_a_probe_measures_and_keeps_the_right_aux_layers(planted_pair: tuple[Pat
             f"{run['accept_length']:.2f} {'as configured' if run is configured else 'with ' + run['variant']}"
             in line
         )
-    assert "no other is more than 3% better" in line
+    assert "no alternative is more than 3% better" in line
 
 
 def test_a_probe_names_the_aux_layers_that_are_better(
@@ -338,7 +284,7 @@ def test_a_probe_names_the_aux_layers_that_are_better(
 
 
 def test_a_probe_names_layers_as_the_targets_family_counts_them(planted_pair: tuple[Path, Path]) -> None:
-    """DeepSeek's ids count inputs unless they begin with 1: what is advised must be read as what was measured."""
+    """DeepSeek's ids count inputs unless the first is 1. The advised ids must mean the measured layers."""
     pair = Pair(*planted_pair, Algorithm.AUTO, torch.device("cpu"), torch.float32)
     pair.target_info = dataclasses.replace(pair.target_info, model_type="deepseek_v3")
     runs = run_probe(pair, [(1, 2, 3)], 4, DraftShape(2, 1, 3))
@@ -351,15 +297,15 @@ def test_a_probe_names_layers_as_the_targets_family_counts_them(planted_pair: tu
 
 
 @pytest.mark.parametrize(
-    ("named_ids", "advice"), [((3, 5, 6), f'"{AUX_KEY}": [3, 5, 6]'), (None, "cannot name these layers")]
+    ("named_ids", "advice"), [((3, 5, 6), f'"{AUX_KEY}": [3, 5, 6]'), (None, "cannot express these layers")]
 )
-def test_a_probe_advises_what_a_file_says(named_ids: tuple[int, ...] | None, advice: str) -> None:
+def test_a_probe_advises_ids_that_a_file_can_express(named_ids: tuple[int, ...] | None, advice: str) -> None:
     runs = [
         Measured("as configured", (1, 3, 4), (1, 3, 4), 2.0, 9, 18, 1.0),
         Measured("aux layers +1", (2, 4, 5), named_ids, 3.0, 6, 18, 1.0),
     ]
     (finding,) = [finding for finding in judge_probe(runs) if finding.severity is Severity.WARNING]
-    assert "outputs of layers [1, 3, 4] give 2.00, those of [2, 4, 5] 3.00" in finding.message
+    assert "layers [1, 3, 4] have accept length 2.00, those of [2, 4, 5] have 3.00" in finding.message
     assert advice in finding.fix
 
 
@@ -424,14 +370,14 @@ def test_other_ways_of_drafting_are_probed_too(target: Path) -> None:
     assert report["probe"]["runs"][0]["accept_length"] > 3, "a model agrees with itself"
 
 
-def test_a_draft_that_nothing_would_use_is_refused(target: Path) -> None:
+def test_an_unused_draft_is_refused(target: Path) -> None:
     code, report = doctor(target, target, "--speculative-algorithm", "none")
     assert code == 2
     assert f"--draft {target}" in lines(report, "speculative_algorithm", "refused")[0]
     assert doctor(target, None, "--speculative-algorithm", "none")[0] == 0
 
 
-def test_unknown_flags_values_are_named() -> None:
+def test_invalid_flag_values_are_named() -> None:
     result = RUNNER.invoke(cli.app, ["doctor", "--target", "x", "--speculative-algorithm", "medusa"])
     assert "EAGLE3" in str(result.exception)
     result = RUNNER.invoke(cli.app, ["doctor", "--target", "x", "--dtype", "int4", "--device", "cpu"])

@@ -1,4 +1,4 @@
-"""The doctor on every target family, on quantised files, and on MTP layers: nothing refused that serves, and bytes that are right."""
+"""The doctor on every target family, quantised files and MTP layers: same verdicts and sizes as serving."""
 
 from __future__ import annotations
 
@@ -47,13 +47,15 @@ def refused(report: DoctorReport) -> list[str]:
 
 
 def assert_right(target: Path) -> None:
-    """The doctor finds what loading finds, and the weights take what it says (norms and routers aside, which are small)."""
+    """Check that the doctor accepts a target, and that its sizes match the loaded weights and cache.
+
+    Norms and routers are not counted exactly, but they are small.
+    """
     pair = pair_of(target)
     assert refused(examine(pair)) == []
     plan, decoder = plan_memory(pair), load_decoder(target, "cpu", torch.float32)
-    tied = (
-        decoder.lm_head.nbytes if decoder.config.tie_word_embeddings else 0
-    )  # one tensor, which the decoder counts twice
+    # The decoder counts a tied embedding twice.
+    tied = decoder.lm_head.nbytes if decoder.config.tie_word_embeddings else 0
     held = decoder.weight_bytes - tied
     assert held <= plan.target_weights <= 1.06 * held
     pool = decoder.make_pool(2, 16)
@@ -106,7 +108,7 @@ def test_one_nan_in_an_mtp_layer_is_found(tmp_path: Path) -> None:
     pair = pair_of(target, algorithm=Algorithm.MTP)
     (finding,) = [finding for finding in examine(pair).findings if finding.severity is Severity.REFUSED]
     assert finding.field == name
-    assert name in starts(pair)
+    assert name in start_error(pair)
 
 
 def test_a_model_without_mtp_layers_is_refused_for_mtp(folder: Path) -> None:
@@ -115,7 +117,7 @@ def test_a_model_without_mtp_layers_is_refused_for_mtp(folder: Path) -> None:
 
 
 def padded(folder: Path, vocab_size: int) -> Path:
-    """A llama whose tables have rows behind the last token."""
+    """Save a llama whose embedding tables have padding rows after the last token."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(vocab_size)
         sizes = {
@@ -138,8 +140,8 @@ def set_tokens(folder: Path, first: int = 0) -> None:
     )
 
 
-def starts(pair: Pair) -> str:
-    """Return the message that serving ends with, or nothing."""
+def start_error(pair: Pair) -> str:
+    """Return the error message of starting a draft for the pair; empty if it starts."""
     values = {
         "draft": pair.draft,
         "target_weights": pair.target,
@@ -157,19 +159,21 @@ def starts(pair: Pair) -> str:
 
 def test_a_draft_model_whose_padding_differs_is_refused_only_without_its_tokenizer(tmp_path: Path) -> None:
     pair = pair_of(padded(tmp_path / "target", 104), padded(tmp_path / "draft", 97), Algorithm.STANDALONE)
-    assert refused(examine(pair)) == [starts(pair)], "without tokenizers nobody can tell"
+    assert refused(examine(pair)) == [start_error(pair)], (
+        "without tokenizers, the padding cannot be told from tokens"
+    )
     for folder in (pair.target, tmp_path / "draft"):
         set_tokens(folder)
     same = pair_of(pair.target, pair.draft, Algorithm.STANDALONE)
-    assert (refused(examine(same)), starts(same)) == ([], "")
+    assert (refused(examine(same)), start_error(same)) == ([], "")
     set_tokens(tmp_path / "draft", first=1)
     other = pair_of(pair.target, pair.draft, Algorithm.STANDALONE)
-    assert starts(other) in refused(examine(other))
+    assert start_error(other) in refused(examine(other))
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.STANDALONE, Algorithm.MTP, Algorithm.NGRAM])
 @pytest.mark.parametrize("content", ["[1, 2, 500]", "[1, 1]", "", "[3, 1, 2]"])
-def test_a_token_map_is_refused_as_by_serving_however_it_is_drafted(
+def test_a_token_map_is_refused_as_by_serving_with_any_algorithm(
     algorithm: Algorithm, content: str, tmp_path: Path
 ) -> None:
     with torch.random.fork_rng(devices=[]):
@@ -180,7 +184,7 @@ def test_a_token_map_is_refused_as_by_serving_however_it_is_drafted(
     if content:
         file.write_text(content)
     pair = Pair(target, draft, algorithm, CPU, torch.float32, file)
-    wanted = starts(pair)
+    wanted = start_error(pair)
     assert bool(wanted) == (content != "[3, 1, 2]" or algorithm is Algorithm.NGRAM)
     report = examine(pair)
     assert refused(report) == ([wanted] if wanted else [])
@@ -193,12 +197,12 @@ def test_a_token_map_without_a_draft_is_refused(folder: Path, tmp_path: Path) ->
     (message,) = refused(
         examine(Pair(save("llama", folder), None, Algorithm.AUTO, CPU, torch.float32, tmp_path / "map.json"))
     )
-    assert "nothing drafts" in message
+    assert "there is no draft" in message
 
 
 @pytest.mark.parametrize("case", ["olmoe", "granite-moe", "glm4-moe", "qwen2-moe", "gemma2", "gpt2"])
 def test_what_transformers_saves_is_known_tensor_by_tensor(folder: Path, case: str) -> None:
-    """Experts too, which it keeps in one tensor per layer and files hold one by one."""
+    """Includes experts, which transformers stacks per layer and files store one by one."""
     path = generic_models.save(case, folder)
     stored = load_file(path / "model.safetensors")
     assert dict(saved_shapes(model_of(path), path)) == {
@@ -221,7 +225,7 @@ def test_a_tensor_of_a_type_that_no_weight_has_is_refused(case: str, folder: Pat
 
 
 def test_a_type_that_loading_refuses_is_refused(folder: Path, tmp_path: Path) -> None:
-    """FP8 without scales, in a family of ours."""
+    """FP8 without scales is refused in a natively supported family."""
     path = save("llama", folder)
     stored = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -239,11 +243,11 @@ def test_a_damaged_file_of_such_a_model_is_refused_by_the_tensor(
     name = next(name for name in stored if name.endswith("down_proj.weight"))
     changes = {
         "missing": {},
-        "misshaped": {name: stored[name][:-1].contiguous()},
+        "the wrong shape": {name: stored[name][:-1].contiguous()},
         "renamed": {f"older.{name}": stored[name]},
     }
-    for what, change in changes.items():
-        copy = tmp_path / what
+    for kind, change in changes.items():
+        copy = tmp_path / kind
         copy.mkdir()
         (copy / "config.json").write_text((path / "config.json").read_text())
         save_file(
@@ -252,5 +256,5 @@ def test_a_damaged_file_of_such_a_model_is_refused_by_the_tensor(
         )
         report = examine(pair_of(copy))
         (finding,) = [one for one in report.findings if one.field == name]
-        assert finding.severity is (Severity.WARNING if what == "renamed" else Severity.REFUSED)
-        assert "not there by the name" in finding.message if what == "renamed" else what in finding.message
+        assert finding.severity is (Severity.WARNING if kind == "renamed" else Severity.REFUSED)
+        assert "unexpected" in finding.message if kind == "renamed" else kind in finding.message

@@ -1,4 +1,4 @@
-"""Each tensor of a trained model, made untrained or broken alone, is named; untouched, none is."""
+"""Damaged or untrained tensors are each reported by name, and trained tensors cause no warnings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def kaiming_uniform(tensor: torch.Tensor, generator: torch.Generator) -> torch.T
 
 def one_nan(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     broken = tensor.float().clone()
-    broken.view(-1)[0] = float("nan")  # samples begin there
+    broken.view(-1)[0] = float("nan")  # samples include the first number
     return broken
 
 
@@ -48,7 +48,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Model:
-    """A model of the embedded pair, examined once."""
+    """A model of the embedded pair with the statistics of its tensors."""
 
     def __init__(self, folder: Path, *, sampled: bool) -> None:
         self.tensors = read(folder)
@@ -71,7 +71,7 @@ def test_trained_tensors_raise_nothing(model: Model) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_tensor_that_is_untrained_or_broken_alone_is_named(model: Model, damage: str) -> None:
+def test_a_single_untrained_or_broken_tensor_is_named(model: Model, damage: str) -> None:
     generator = torch.Generator().manual_seed(3)
     missed = []
     for name, tensor in model.tensors.items():
@@ -95,15 +95,15 @@ def test_a_tensor_as_stored_in_half_precision_is_named_too() -> None:
         assert "normal, std 0.02" in finding.message
 
 
-def test_a_normal_distribution_that_was_cut_off_is_an_initialisation_too() -> None:
+def test_a_truncated_normal_distribution_is_an_initialisation_too() -> None:
     tensor = torch.nn.init.trunc_normal_(
         torch.empty(512, 256), std=0.02, a=-0.04, b=0.04, generator=torch.Generator().manual_seed(1)
     )
     assert describe(tensor, whole=True).looks_initialised.startswith("truncated normal")
 
 
-def test_a_tensor_of_a_model_is_suspected_for_its_size_among_its_like() -> None:
-    """Small models leave some tensors looking as they began; of the same size as those of other layers they are let alone."""
+def test_a_tensor_is_suspected_if_its_size_differs_from_other_layers() -> None:
+    """Some trained tensors look initialised; they are suspected only if other layers' sizes differ."""
     generator = torch.Generator().manual_seed(5)
     like = [
         Examined(

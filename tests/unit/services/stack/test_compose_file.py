@@ -1,4 +1,4 @@
-"""The services that docker compose starts and publishes, read from the committed files without an engine."""
+"""The services that docker compose starts and publishes, read from the committed files without Docker."""
 
 from __future__ import annotations
 

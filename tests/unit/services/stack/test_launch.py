@@ -1,4 +1,4 @@
-"""What `outrider up` would start, and what it refuses before starting anything."""
+"""`outrider up`: the processes and command lines that it plans, and the options that it rejects up front."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUNTIME = Path("/run/x")
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A target and a draft folder that look complete."""
+    """Return a target folder and a draft folder that look complete."""
     for name in ("target", "draft"):
         folder = tmp_path / name
         folder.mkdir()
@@ -42,10 +42,10 @@ def test_cpu_plan_is_three_processes_on_unix_sockets_with_one_port() -> None:
     options = StackOptions(target=Path("/m/t"), draft=Path("/m/d"), device="cpu", num_steps=3, port=9000)
     plan = plan_stack(options, RUNTIME, inproc=False)
     assert command_lines(plan) == {
-        "gateway": "outrider serve gateway --host 127.0.0.1 --port 9000 --grpc-port 9001 --target unix:/run/x/target.sock"
-        " --tokenizer /m/t --log-level info",
-        "target": "outrider serve target --listen unix:/run/x/target.sock --model /m/t --draft unix:/run/x/draft.sock"
-        " --num-steps 3 --device cpu --dtype auto --log-level info",
+        "gateway": "outrider serve gateway --host 127.0.0.1 --port 9000 --grpc-port 9001"
+        " --target unix:/run/x/target.sock --tokenizer /m/t --log-level info",
+        "target": "outrider serve target --listen unix:/run/x/target.sock --model /m/t"
+        " --draft unix:/run/x/draft.sock --num-steps 3 --device cpu --dtype auto --log-level info",
         "draft": "outrider serve draft --listen unix:/run/x/draft.sock --draft /m/d --target-weights /m/t"
         " --device cpu --dtype auto --log-level info --num-steps 3",
     }
@@ -62,7 +62,7 @@ def test_the_caps_reach_target_and_draft() -> None:
 
 
 @pytest.mark.parametrize("inproc", [False, True])
-def test_what_is_recorded_is_the_same_for_target_and_draft(inproc: bool) -> None:
+def test_cuda_graph_flags_are_the_same_for_target_and_draft(inproc: bool) -> None:
     flags = {"disable_cuda_graph": True, "cuda_graph_max_bs": 8}
     lines = command_lines(
         plan_stack(
@@ -78,7 +78,7 @@ def test_what_is_recorded_is_the_same_for_target_and_draft(inproc: bool) -> None
             assert flag in lines[service], (service, flag)
 
 
-def test_capacity_goes_to_the_services_that_know_it() -> None:
+def test_capacity_flags_reach_the_services_that_have_them() -> None:
     options = StackOptions(max_running_requests=3, mem_fraction_static=0.4, kv_tokens=4096)
     lines = command_lines(plan_stack(options, RUNTIME, inproc=False))
     assert "--kv-tokens 4096 --max-running-requests 3 --mem-fraction-static 0.4" in lines["target"]
@@ -89,7 +89,7 @@ def test_capacity_goes_to_the_services_that_know_it() -> None:
     assert "--kv-tokens" not in lines["gateway"]
 
 
-def test_more_running_requests_than_a_draft_follows_raise_its_sessions() -> None:
+def test_more_running_requests_than_draft_sessions_raise_the_session_limit() -> None:
     few, many = (
         command_lines(plan_stack(StackOptions(max_running_requests=n), RUNTIME, inproc=False))
         for n in (64, 65)
@@ -109,9 +109,9 @@ def test_a_corpus_goes_to_the_process_that_drafts(inproc: bool) -> None:
     ]
 
 
-def test_a_draft_that_is_asked_for_and_away_is_refused_by_both_flags(pair: tuple[Path, Path]) -> None:
+def test_a_draft_with_algorithm_none_is_refused(pair: tuple[Path, Path]) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"--speculative-algorithm NONE .*--draft .* names one"
+        ConfigurationError, match=r"--draft .* conflicts with --speculative-algorithm NONE"
     ) as caught:
         check_options(
             StackOptions(target=pair[0], draft=pair[1], algorithm=Algorithm.NONE, port=launch.free_port())
@@ -183,7 +183,7 @@ def test_transport_decides_where_the_draft_runs() -> None:
     assert wants_inproc(StackOptions(transport=Transport.INPROC))
     assert not wants_inproc(StackOptions(transport=Transport.INPROC, draft=None))
     assert not wants_inproc(StackOptions(device="cpu"))
-    assert wants_inproc(StackOptions(device="cpu", tp=2)), "beside rank 0"
+    assert wants_inproc(StackOptions(device="cpu", tp=2)), "the draft must run in the process of rank 0"
     assert not wants_inproc(StackOptions(device="cpu", tp=2, transport=Transport.GRPC))
 
 
@@ -194,9 +194,12 @@ def test_a_complete_pair_is_accepted(pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("target/config.json", "--target .* has no config.json; give a model folder in Hugging Face layout"),
-        ("target/model.safetensors", "--target .* holds no weights .*download the model in full"),
-        ("target/tokenizer.json", "has no tokenizer.json: add the file, or pass --skip-tokenizer"),
+        (
+            "target/config.json",
+            "--target .* has no config.json. Give a complete model folder in Hugging Face layout",
+        ),
+        ("target/model.safetensors", "--target .* contains no weights .*Download the complete model"),
+        ("target/tokenizer.json", "has no tokenizer.json. Add the file, or pass --skip-tokenizer"),
         ("draft/config.json", "--draft .* has no config.json.*--draft none"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`outrider up --mps`, with a stand-in for NVIDIA's program that writes down what it is told."""
+"""`outrider up --mps`, with a fake of NVIDIA's control program that records its calls."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from outrider.services.stack.supervisor import ChildSpec, Supervisor, Surroundin
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
 
-STAND_IN = """#!{python}
+FAKE_PROGRAM = """#!{python}
 import json, os, pathlib, sys
 pipe, log = (pathlib.Path(os.environ["CUDA_MPS_" + name + "_DIRECTORY"]) for name in ("PIPE", "LOG"))
 assert pipe.is_dir() and log.is_dir()
-said = "" if sys.argv[1:] else sys.stdin.read()
-call = [sys.argv[1:], said, str(pipe), os.environ.get("CUDA_VISIBLE_DEVICES")]
+command = "" if sys.argv[1:] else sys.stdin.read()
+call = [sys.argv[1:], command, str(pipe), os.environ.get("CUDA_VISIBLE_DEVICES")]
 with open({record!r}, "a") as record:
     record.write(json.dumps(call) + "\\n")
-if said == "get_server_list\\n":
+if command == "get_server_list\\n":
     print("4242\\nnone of ours")
-if {fails!r} in (sys.argv[1:] or [said.strip()]):
+if {fails!r} in (sys.argv[1:] or [command.strip()]):
     print("An instance of this daemon is already running", file=sys.stderr)
     sys.exit(1)
 """
@@ -46,8 +46,8 @@ while True:
 """
 
 
-class StandIn:
-    """The program on PATH."""
+class FakeControl:
+    """Installs the fake control program on PATH and reads the calls that it recorded."""
 
     def __init__(self, folder: Path) -> None:
         self._record = folder / "record"
@@ -55,7 +55,7 @@ class StandIn:
 
     def install(self, fails: str = "-") -> None:
         self._program.write_text(
-            STAND_IN.format(python=sys.executable, record=str(self._record), fails=fails)
+            FAKE_PROGRAM.format(python=sys.executable, record=str(self._record), fails=fails)
         )
         self._program.chmod(0o700)
 
@@ -69,15 +69,15 @@ class StandIn:
 
     @property
     def commands(self) -> list[str]:
-        return [" ".join(arguments) or said.strip() for arguments, said, *_ in self.calls]
+        return [" ".join(arguments) or command.strip() for arguments, command, *_ in self.calls]
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeControl:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
-    return StandIn(folder)
+    return FakeControl(folder)
 
 
 @pytest.fixture
@@ -99,33 +99,34 @@ class Lines:
 
 
 def test_the_service_runs_with_pipes_of_its_own_until_the_end(
-    tmp_path: Path, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, control: FakeControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in.install()
+    control.install()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     lines = Lines()
     with shared_gpu(tmp_path / "mps", lines) as around:
-        assert stand_in.commands == ["-d"]
+        assert control.commands == ["-d"]
         pipe, log = tmp_path / "mps" / "pipe", tmp_path / "mps" / "log"
         assert around.variables == {"CUDA_MPS_PIPE_DIRECTORY": str(pipe), "CUDA_MPS_LOG_DIRECTORY": str(log)}
         around.before_kill(77)
-        assert stand_in.commands[1:] == ["get_server_list", "terminate_client 4242 77"]
-    assert stand_in.commands[-1] == "quit"
-    assert {(where, visible) for *_, where, visible in stand_in.calls} == {(str(pipe), None)}
+        assert control.commands[1:] == ["get_server_list", "terminate_client 4242 77"]
+    assert control.commands[-1] == "quit"
+    assert {(where, visible) for *_, where, visible in control.calls} == {(str(pipe), None)}
     assert lines.seen == []
 
 
-def test_what_the_service_says_when_it_does_not_start_is_passed_on(tmp_path: Path, stand_in: StandIn) -> None:
-    stand_in.install(fails="-d")
-    message = "--mps: nvidia-cuda-mps-control does not start: An instance of this daemon is already running. Leave --mps out"
+def test_the_reason_for_a_failed_start_is_passed_on(tmp_path: Path, control: FakeControl) -> None:
+    control.install(fails="-d")
+    why = "An instance of this daemon is already running"
+    message = f"--mps: nvidia-cuda-mps-control failed to start: {why}. Remove --mps"
     with pytest.raises(ConfigurationError, match=message) as caught, shared_gpu(tmp_path / "mps", Lines()):
         pass
     assert caught.value.field == "--mps"
-    assert stand_in.commands == ["-d"]
+    assert control.commands == ["-d"]
 
 
-def test_a_service_that_does_not_quit_is_told_of(tmp_path: Path, stand_in: StandIn) -> None:
-    stand_in.install(fails="quit")
+def test_a_daemon_that_does_not_quit_is_reported(tmp_path: Path, control: FakeControl) -> None:
+    control.install(fails="quit")
     lines = Lines()
     with shared_gpu(tmp_path / "mps", lines):
         pass
@@ -137,26 +138,26 @@ def test_a_service_that_does_not_quit_is_told_of(tmp_path: Path, stand_in: Stand
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cpu"}, "--mps shares a GPU, and --device cpu uses none; leave it out"),
-        ({"draft": None}, "here only the target is"),
-        ({"algorithm": Algorithm.NGRAM, "draft": None}, "here only the target is"),
-        ({"transport": Transport.INPROC}, "here only the target is"),
-        ({}, "--mps: nvidia-cuda-mps-control, which comes with NVIDIA's driver, is not on PATH; install it"),
+        ({"device": "cpu"}, "--mps shares a GPU, but --device cpu uses none. Remove --mps"),
+        ({"draft": None}, "only the target would run there"),
+        ({"algorithm": Algorithm.NGRAM, "draft": None}, "only the target would run there"),
+        ({"transport": Transport.INPROC}, "only the target would run there"),
+        ({}, "--mps: nvidia-cuda-mps-control is not on PATH. Install it with NVIDIA's driver"),
     ],
 )
-def test_it_is_refused_where_it_can_do_nothing(
-    options: dict[str, Any], message: str, gpus: Path, stand_in: StandIn
+def test_mps_is_refused_where_it_has_no_effect(
+    options: dict[str, Any], message: str, gpus: Path, control: FakeControl
 ) -> None:
     with pytest.raises(ConfigurationError, match=message) as caught:
         check_values(StackOptions(mps=True, **options), gpus)
     assert caught.value.field == "--mps"
-    assert stand_in.calls == []
+    assert control.calls == []
 
 
-def test_it_is_refused_without_an_nvidia_gpu(tmp_path: Path, gpus: Path, stand_in: StandIn) -> None:
-    stand_in.install()
+def test_mps_is_refused_without_an_nvidia_gpu(tmp_path: Path, gpus: Path, control: FakeControl) -> None:
+    control.install()
     check_values(StackOptions(mps=True), gpus)
-    with pytest.raises(ConfigurationError, match="this machine shows none") as caught:
+    with pytest.raises(ConfigurationError, match="this machine has none") as caught:
         check_values(StackOptions(mps=True), tmp_path)
     assert caught.value.field == "--mps"
 
@@ -171,8 +172,8 @@ def test_the_draft_has_a_process_of_its_own_and_is_reached_by_ipc() -> None:
     assert plan_stack(by_grpc, Path("/run/x"), inproc=False).draft_address == "unix:/run/x/draft.sock"
 
 
-def test_a_stack_lives_inside_the_service(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in.install()
+def test_the_stack_runs_inside_the_daemon(control: FakeControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    control.install()
     found: list[Surroundings] = []
 
     class Fake:
@@ -182,29 +183,29 @@ def test_a_stack_lives_inside_the_service(stand_in: StandIn, monkeypatch: pytest
     @contextmanager
     def supervisor(_children: object, _echo: object, around: Surroundings) -> Iterator[Fake]:
         found.append(around)
-        before = stand_in.commands
+        before = control.commands
         yield Fake()
-        assert stand_in.commands == before, "it runs for as long as the children do"
+        assert control.commands == before, "the daemon must outlive the children"
 
     monkeypatch.setattr(launch, "check_options", lambda _options: None)
     monkeypatch.setattr(launch, "_wait_until_ready", lambda *_: None)
     monkeypatch.setattr(launch, "Supervisor", supervisor)
     with running_stack(StackOptions(mps=True), Lines(), lambda _line: None):
-        assert found[0].variables["CUDA_MPS_PIPE_DIRECTORY"] == stand_in.calls[0][2]
-    assert stand_in.commands == ["-d", "quit"]
+        assert found[0].variables["CUDA_MPS_PIPE_DIRECTORY"] == control.calls[0][2]
+    assert control.commands == ["-d", "quit"]
     with running_stack(StackOptions(), Lines(), lambda _line: None):
         assert found[2].variables == {}
-    assert stand_in.commands == ["-d", "quit"], "only on request"
+    assert control.commands == ["-d", "quit"], "the daemon starts on request only"
 
 
 def test_children_get_the_variables_and_are_taken_off_the_gpu_before_they_are_killed() -> None:
     code = STUBBORN
-    let_go: list[int] = []
+    detached: list[int] = []
     lines = Lines()
-    around = Surroundings({"WHERE": "here"}, let_go.append)
+    around = Surroundings({"WHERE": "here"}, detached.append)
     with Supervisor([ChildSpec("target", (sys.executable, "-c", code), 0.2)], lines, around) as supervisor:
         (child,) = supervisor.children
         assert lines.first.wait(20)
         process_id = child.process_id
     assert lines.seen[0] == ("target", "here")
-    assert let_go == [process_id]
+    assert detached == [process_id]

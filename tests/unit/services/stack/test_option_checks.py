@@ -1,4 +1,4 @@
-"""Values that `outrider up` refuses before it starts anything, each by the flag that was typed."""
+"""Values that `outrider up` rejects before it starts anything. Each error names the flag that was typed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider.shared.spec.algorithm import Algorithm
     ("options", "flag", "message"),
     [
         ({"port": 99999}, "--port", "--port must be between 1 and 65534, not 99999"),
-        ({"port": 65535}, "--port", "gRPC listens on the port after it"),
+        ({"port": 65535}, "--port", "gRPC uses the next port"),
         ({"port": 0}, "--port", "not 0"),
         ({"port": -1}, "--port", "not -1"),
         ({"dtype": "int8"}, "--dtype", "--dtype must be one of auto, float32, bfloat16, float16, not int8"),
@@ -37,35 +37,35 @@ from outrider.shared.spec.algorithm import Algorithm
         ({"max_nodes": 0}, "--speculative-max-nodes", "not 0"),
         ({"max_running_requests": 0}, "--max-running-requests", "must be at least 1, not 0"),
         ({"kv_tokens": 0}, "--kv-tokens", "must be at least 1, not 0"),
-        ({"mem_fraction_static": 1.0}, "--mem-fraction-static", "between 0 and 1, both excluded, not 1.0"),
+        ({"mem_fraction_static": 1.0}, "--mem-fraction-static", "between 0 and 1, both exclusive, not 1.0"),
         ({"mem_fraction_static": float("nan")}, "--mem-fraction-static", "not nan"),
-        ({"num_steps": 5, "max_steps": 4}, "--num-steps", "--num-steps 5 is above --speculative-max-steps 4"),
-        ({"topk": 5, "max_topk": 4}, "--topk", "--topk 5 is above --speculative-max-topk 4"),
+        ({"num_steps": 5, "max_steps": 4}, "--num-steps", "--num-steps 5 exceeds --speculative-max-steps 4"),
+        ({"topk": 5, "max_topk": 4}, "--topk", "--topk 5 exceeds --speculative-max-topk 4"),
         (
             {"num_draft_tokens": 9, "max_nodes": 8},
             "--num-draft-tokens",
-            "9 is above --speculative-max-nodes 8",
+            "9 exceeds --speculative-max-nodes 8",
         ),
         (
             {"num_steps": 20},
             "--num-steps",
-            r"--num-steps 20 is above --speculative-max-steps 16 \(the default\)",
+            r"--num-steps 20 exceeds --speculative-max-steps 16 \(the default\)",
         ),
-        ({"topk": 17}, "--topk", r"17 is above --speculative-max-topk 16 \(the default\)"),
+        ({"topk": 17}, "--topk", r"17 exceeds --speculative-max-topk 16 \(the default\)"),
         (
             {"num_draft_tokens": 129},
             "--num-draft-tokens",
-            r"129 is above --speculative-max-nodes 128 \(the default\)",
+            r"129 exceeds --speculative-max-nodes 128 \(the default\)",
         ),
         (
             {"max_steps": 3},
             "--num-steps",
-            r"--num-steps 5 \(the default\) is above --speculative-max-steps 3",
+            r"--num-steps 5 \(the default\) exceeds --speculative-max-steps 3",
         ),
         (
             {"topk": 1, "num_draft_tokens": 7},
             "--num-draft-tokens",
-            r"--topk 1 drafts are a chain of num_steps \+ 1 = 6 nodes",
+            r"with --topk 1, a draft is a chain of num_steps \+ 1 = 6 nodes",
         ),
         (
             {"topk": 1, "num_steps": 3, "num_draft_tokens": 5},
@@ -76,21 +76,25 @@ from outrider.shared.spec.algorithm import Algorithm
         (
             {"token_map": Path(__file__)},
             "--speculative-token-map",
-            "must be a file of .pt, .pth, .bin, .safetensors, .json",
+            "must be a file of type .pt, .pth, .bin, .safetensors, .json",
         ),
         (
             {"ngram_corpus": Path("/no/corpus.txt"), "algorithm": Algorithm.NGRAM},
             "--ngram-corpus",
             "there is no such file",
         ),
-        ({"ngram_corpus": Path(__file__)}, "--ngram-corpus", "is read by NGRAM only"),
+        ({"ngram_corpus": Path(__file__)}, "--ngram-corpus", "is used by NGRAM only"),
         (
             {"transport": Transport.IPC, "draft": None},
             "--transport",
-            "--transport ipc says .* nothing drafts; leave it out",
+            "--transport ipc has no effect because there is no draft. Remove it",
         ),
-        ({"transport": Transport.GRPC, "algorithm": Algorithm.NONE}, "--transport", "--transport grpc says"),
-        ({"transport": Transport.INPROC, "draft": None}, "--transport", "--transport inproc says"),
+        (
+            {"transport": Transport.GRPC, "algorithm": Algorithm.NONE},
+            "--transport",
+            "--transport grpc has no effect",
+        ),
+        ({"transport": Transport.INPROC, "draft": None}, "--transport", "--transport inproc has no effect"),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_flag(options: dict[str, Any], flag: str, message: str) -> None:
@@ -103,7 +107,7 @@ def test_defaults_and_limits_pass() -> None:
     check_values(StackOptions())
     check_values(StackOptions(port=65534, device="cpu", dtype="float16", num_steps=4, max_steps=5))
     check_values(StackOptions(num_steps=20, max_steps=20, topk=1, num_draft_tokens=21))
-    check_values(StackOptions(topk=1))  # of the default number of nodes a chain takes what it needs
+    check_values(StackOptions(topk=1))  # a chain may use fewer nodes than the default
     check_values(StackOptions(algorithm=Algorithm.NGRAM, draft=None, ngram_corpus=Path(__file__)))
     check_values(StackOptions(algorithm=Algorithm.NGRAM, draft=None, transport=Transport.IPC))
     check_values(StackOptions(draft=None, transport=Transport.AUTO))
@@ -111,9 +115,9 @@ def test_defaults_and_limits_pass() -> None:
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"algorithm": Algorithm.NGRAM}, "n-grams have no vocabulary"), ({}, "nothing drafts")],
+    [({"algorithm": Algorithm.NGRAM}, "n-grams have no vocabulary"), ({}, "there is no draft")],
 )
-def test_a_token_map_that_nothing_reads_is_refused(options: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_an_unused_token_map_is_refused(options: dict[str, Any], why: str, tmp_path: Path) -> None:
     (tmp_path / "map.json").write_text("[1, 2]")
     check_values(StackOptions(token_map=tmp_path / "map.json"))
     with pytest.raises(ConfigurationError, match=why) as caught:
@@ -121,7 +125,7 @@ def test_a_token_map_that_nothing_reads_is_refused(options: dict[str, Any], why:
     assert caught.value.field == "--speculative-token-map"
 
 
-def test_the_defaults_known_here_are_those_of_the_services() -> None:
+def test_the_copied_defaults_match_the_services() -> None:
     target, draft = TargetSettings.model_fields, DraftSettings.model_fields
     for name in ("num_steps", "topk", "num_draft_tokens", "max_steps", "max_topk", "max_nodes"):
         assert getattr(option_checks, f"DEFAULT_{name.upper()}") == target[name].default
@@ -146,7 +150,7 @@ def test_a_target_service_refuses_the_same(values: dict[str, Any], field: str) -
 
 
 def test_a_request_for_a_chain_may_name_more_nodes() -> None:
-    """There the number is an upper bound."""
+    """In a request, the number of nodes is an upper bound, so a chain may use fewer."""
     assert SpeculationLimits().resolve(depth=3, topk=1, max_nodes=16).shape.max_nodes == 4
 
 
@@ -158,7 +162,7 @@ def test_a_draft_service_refuses_a_corpus_that_it_would_not_read() -> None:
 
 def test_cuda_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match="--device cuda:1: this machine shows no GPU; use --device cpu"
+        ConfigurationError, match=r"--device cuda:1: this machine has no GPU\. Use --device cpu"
     ) as caught:
         check_values(StackOptions(device="cuda:1"), devices=tmp_path)
     assert caught.value.field == "--device"
@@ -186,5 +190,5 @@ def test_up_ends_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert caught.value.code == 2
     assert (
         capsys.readouterr().err
-        == "error: --port must be between 1 and 65534, not 99999; gRPC listens on the port after it.\n"
+        == "error: --port must be between 1 and 65534, not 99999; gRPC uses the next port.\n"
     )

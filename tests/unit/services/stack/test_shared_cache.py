@@ -1,4 +1,4 @@
-"""Two processes that share a GPU are told one size of their caches, of the plan of a draft in the target's process."""
+"""The KV cache size that `outrider up` gives to a target and a draft in two processes on one GPU."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> StackOptions:
     )
 
 
-def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, said: str) -> Path:
-    """Put a tool of the driver's name first on the path; returns the file where it notes its arguments."""
+def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, output: str) -> Path:
+    """Put a fake nvidia-smi first on PATH, and return the file in which it records its arguments."""
     command = folder / "nvidia-smi"
-    command.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "{said}"\n')
+    command.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "{output}"\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -50,7 +50,7 @@ def changed(options: StackOptions, **values: object) -> StackOptions:
     return launch.replace(options, **values)  # type: ignore[arg-type]
 
 
-def test_both_are_told_what_the_plan_of_one_process_holds(
+def test_both_caches_get_the_size_of_the_in_process_plan(
     options: StackOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = tool(monkeypatch, tmp_path, "8000, 10000")
@@ -64,8 +64,8 @@ def test_both_are_told_what_the_plan_of_one_process_holds(
         pair, settings, ((8000 << 20) - CONTEXTS_BYTES - DRAFT_WORK_BYTES - borrowed, 10000 << 20)
     )
     assert tokens == plan.kv_tokens > 0
-    taken = tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
-    assert taken + CONTEXTS_BYTES < 0.85 * (10000 << 20) - (2000 << 20)
+    used = tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
+    assert used + CONTEXTS_BYTES < 0.85 * (10000 << 20) - (2000 << 20)
     narrow = shared_kv_tokens(changed(options, target_flags={"kv_cache_dtype": "fp8_e4m3"}))
     assert narrow is not None
     assert narrow > 1.2 * tokens
@@ -74,7 +74,7 @@ def test_both_are_told_what_the_plan_of_one_process_holds(
     assert half < 0.6 * tokens
 
 
-def test_nothing_is_told_where_nothing_is_shared(
+def test_there_is_no_common_size_without_a_shared_gpu(
     options: StackOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (8 * GIB, 10 * GIB))
@@ -88,21 +88,23 @@ def test_nothing_is_told_where_nothing_is_shared(
     ):
         assert shared_kv_tokens(changed(options, **apart)) is None, apart
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert shared_kv_tokens(changed(options, device="auto")) is None, "torch for CPUs leaves a GPU alone"
+    assert shared_kv_tokens(changed(options, device="auto")) is None, (
+        "torch built for CPUs does not use the GPU"
+    )
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (GIB // 2, 10 * GIB))
-    assert shared_kv_tokens(options) is None, "the services say themselves what does not fit"
+    assert shared_kv_tokens(options) is None, "the services themselves report that nothing fits"
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: None)
     assert shared_kv_tokens(options) is None
 
 
-def test_a_gpu_is_asked_for_as_this_process_sees_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_memory_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = tool(monkeypatch, tmp_path, "100, 200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab")
     assert gpu_memory(1) == (100 << 20, 200 << 20)
     assert asked.read_text().strip().endswith("--id=GPU-ab")
     assert gpu_memory(2) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_memory(0) is None, "an empty list hides all"
+    assert gpu_memory(0) is None, "an empty list hides all GPUs"
     tool(monkeypatch, tmp_path, "No devices were found")
     assert gpu_memory(0) is None
 
@@ -128,7 +130,7 @@ def test_a_stack_of_two_processes_starts_with_that_size(
     assert [one.kv_tokens for one in planned] == [12345, None, 4096]
 
 
-def test_a_large_share_leaves_the_drafts_process_room_to_work(
+def test_a_large_memory_fraction_leaves_room_for_the_draft_process(
     options: StackOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: (8 * GIB, 8 * GIB))
@@ -139,9 +141,9 @@ def test_a_large_share_leaves_the_drafts_process_room_to_work(
     plan = plan_memory(
         pair, TargetSettings.load({"model": options.target, "device": "cuda:1"}), (8 * GIB, 8 * GIB)
     )
-    taken = (
+    used = (
         plan.target_weights
         + plan.draft_weights
         + tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
     )
-    assert taken + plan.reserve + CONTEXTS_BYTES + (400 << 20) <= 8 * GIB
+    assert used + plan.reserve + CONTEXTS_BYTES + (400 << 20) <= 8 * GIB

@@ -1,4 +1,4 @@
-"""The supervisor, with small Python processes as children."""
+"""The supervisor: restarts, failed starts, draining and killing, with small Python programs as children."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from typing import TypeVar
 
 from outrider.services.stack.supervisor import Child, ChildSpec, Supervisor, next_backoff
 
-# Says its process id, then waits for the end.
+# Prints its process id, then waits for a signal.
 WAITING = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
-STUBBORN = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)\nwhile True: signal.pause()"
+STUBBORN = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
 SAYS_BYE = """
 import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: (print("bye", flush=True), sys.exit(0)))
@@ -27,7 +33,7 @@ while True:
 
 
 class Lines:
-    """Collects what children print; `next_of` waits for a child's next line."""
+    """Collects the lines that children print. `next_of` waits for a child's next line."""
 
     def __init__(self) -> None:
         self._lines: dict[str, queue.Queue[str]] = {}
@@ -44,7 +50,7 @@ def python(name: str, code: str, drain_s: float = 10.0) -> ChildSpec:
 
 
 def is_running(process_id: int) -> bool:
-    """Whether the process lives; one that nobody has reaped yet does not."""
+    """Return True if the process is alive. A zombie, which still awaits reaping, is not."""
     try:
         status = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -137,7 +143,8 @@ def test_children_die_with_a_killed_supervisor() -> None:
     program = f"""
 import signal, sys
 from outrider.services.stack.supervisor import ChildSpec, Supervisor
-with Supervisor([ChildSpec("draft", (sys.executable, "-c", {WAITING!r}))], lambda name, line: print(line, flush=True)):
+spec = ChildSpec("draft", (sys.executable, "-c", {WAITING!r}))
+with Supervisor([spec], lambda name, line: print(line, flush=True)):
     signal.pause()
 """
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
@@ -146,7 +153,7 @@ with Supervisor([ChildSpec("draft", (sys.executable, "-c", {WAITING!r}))], lambd
     assert is_running(child)
     parent.kill()
     parent.wait()
-    # The pipe that the child was given ends when the last process that holds it is gone.
+    # The inherited pipe reaches its end when the last process that holds it has exited.
     assert parent.stdout.read() == ""
     parent.stdout.close()
     wait_until(lambda: None if is_running(child) else True)
@@ -156,7 +163,7 @@ T = TypeVar("T")
 
 
 def wait_until(probe: Callable[[], T | None]) -> T:
-    """Ask until there is an answer; the test's own timeout ends a wait for what never comes."""
+    """Poll until `probe` returns a value. The test's own timeout limits the wait."""
     while True:
         if (answer := probe()) is not None:
             return answer

@@ -1,0 +1,272 @@
+"""`outrider up`: declares its flags, starts the services, and prints their output with coloured prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from outrider.services.cli.flags import with_target_flags
+from outrider.services.stack import launch
+from outrider.services.stack.launch import Progress
+from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
+from outrider.services.stack.supervisor import Echo
+from outrider.shared.spec.algorithm import Algorithm
+
+TargetDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--target",
+        help="Folder of the target model, in Hugging Face layout.",
+        show_default="the embedded demo model",
+        metavar="DIR",
+    ),
+]
+DraftDir = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        "--speculative-draft-model-path",
+        help="Folder of the draft head or draft model. `none` disables speculation, unless "
+        "--speculative-algorithm names a method that needs no folder.",
+        show_default="the embedded head; none with another --target",
+        metavar="DIR|none",
+    ),
+]
+SpeculativeAlgorithm = Annotated[
+    Algorithm,
+    typer.Option(
+        "--speculative-algorithm",
+        case_sensitive=False,
+        help="Drafting method. `auto` detects it from the draft's checkpoint. `eagle` and `mtp` without a "
+        "--draft use the target's own MTP layers.",
+    ),
+]
+TokenMap = Annotated[
+    Path | None,
+    typer.Option(
+        "--speculative-token-map",
+        help="FR-Spec token map: file with the ids of the tokens that may be drafted (.pt, .safetensors or "
+        ".json).",
+        metavar="FILE",
+    ),
+]
+NgramCorpus = Annotated[
+    Path | None,
+    typer.Option(
+        "--ngram-corpus",
+        help="With NGRAM: additional texts to draft from. A .json or .jsonl file of token ids or texts, or a "
+        "file with one text per line.",
+        metavar="FILE",
+    ),
+]
+Device = Annotated[str, typer.Option(help="Device to run on: auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Data type of the weights: auto (bfloat16 on CUDA, float32 on a CPU), float32, bfloat16 or "
+        "float16."
+    ),
+]
+NumSteps = Annotated[
+    int | None,
+    typer.Option("--num-steps", "--speculative-num-steps", help="Depth of the draft tree.", show_default="5"),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--topk",
+        "--speculative-eagle-topk",
+        help="Branches per level of the draft tree; 1 drafts a chain.",
+        show_default="4",
+    ),
+]
+NumDraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-draft-tokens",
+        "--speculative-num-draft-tokens",
+        help="Nodes verified per round, including the root.",
+        show_default="16",
+    ),
+]
+MaxSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-max-steps", help="Maximum tree depth that a request may ask for.", show_default="16"
+    ),
+]
+MaxTopK = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-max-topk",
+        help="Maximum branches per level that a request may ask for.",
+        show_default="16",
+    ),
+]
+MaxNodes = Annotated[
+    int | None,
+    typer.Option(
+        "--speculative-max-nodes",
+        help="Maximum number of tree nodes that a request may ask for.",
+        show_default="128",
+    ),
+]
+MaxRunningRequests = Annotated[
+    int | None,
+    typer.Option(help="Maximum number of sequences that run at the same time.", show_default="16"),
+]
+MemFractionStatic = Annotated[
+    float | None,
+    typer.Option(
+        help="Fraction of GPU memory for the weights and KV caches of the target and the draft.",
+        show_default="0.85",
+    ),
+]
+Tp = Annotated[
+    int | None,
+    typer.Option(
+        "--tp",
+        "--tensor-parallel-size",
+        help="Number of GPUs that share the target (number of processes on a CPU).",
+        show_default="1",
+    ),
+]
+KvTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Size of the KV cache in tokens; the target and the draft use the same number.",
+        show_default="as large as memory allows",
+    ),
+]
+
+
+@with_target_flags
+def up(
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    algorithm: SpeculativeAlgorithm = Algorithm.AUTO,
+    token_map: TokenMap = None,
+    ngram_corpus: NgramCorpus = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    num_steps: NumSteps = None,
+    topk: TopK = None,
+    num_draft_tokens: NumDraftTokens = None,
+    max_steps: MaxSteps = None,
+    max_topk: MaxTopK = None,
+    max_nodes: MaxNodes = None,
+    max_running_requests: MaxRunningRequests = None,
+    mem_fraction_static: MemFractionStatic = None,
+    kv_tokens: KvTokens = None,
+    tp: Tp = None,
+    host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the REST API. The gRPC API uses the next port.")] = 8000,
+    skip_tokenizer: Annotated[
+        bool,
+        typer.Option(
+            "--skip-tokenizer", help="Run without a tokenizer; requests and answers then use token ids only."
+        ),
+    ] = False,
+    transport: Annotated[
+        Transport,
+        typer.Option(
+            help="How the target reaches the draft. `auto` runs the draft in the target's process on a "
+            "machine with one GPU, with --tp, and for n-grams; otherwise the draft has its own process."
+        ),
+    ] = Transport.AUTO,
+    mps: Annotated[
+        bool,
+        typer.Option(
+            "--mps",
+            help="Share the GPU through NVIDIA's multi-process service (MPS). The draft then runs in its own "
+            "process.",
+        ),
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option(help="Log level of all services: debug, info, warning or error.")
+    ] = "info",
+    **target_flags: Any,
+) -> None:
+    """Start the gateway, the target and the draft.
+
+    A service that exits unexpectedly is restarted. Ctrl-C or SIGTERM stops all services.
+    """
+    from outrider.shared.base.lifecycle import StopSignal
+
+    options = StackOptions(
+        target=target or DEMO_TARGET,
+        draft=_draft_folder(target, draft, algorithm),
+        algorithm=algorithm,
+        token_map=token_map,
+        ngram_corpus=ngram_corpus,
+        device=device,
+        dtype=dtype,
+        num_steps=num_steps,
+        topk=topk,
+        num_draft_tokens=num_draft_tokens,
+        max_steps=max_steps,
+        max_topk=max_topk,
+        max_nodes=max_nodes,
+        max_running_requests=max_running_requests,
+        mem_fraction_static=mem_fraction_static,
+        kv_tokens=kv_tokens,
+        tp=tp,
+        host=host,
+        port=port,
+        skip_tokenizer=skip_tokenizer,
+        transport=transport,
+        mps=mps,
+        log_level=log_level,
+        target_flags={name: value for name, value in target_flags.items() if value is not None},
+    )
+    console = StatusConsole(stderr=True, highlight=False)
+    with (
+        StopSignal() as stop,
+        launch.running_stack(
+            options, _echo_to(console), _progress_to(console), lambda: stop.requested
+        ) as stack,
+    ):
+        console.print(
+            f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1})",
+            soft_wrap=True,
+        )
+        stop.wait()
+        console.print("stopping")
+
+
+class StatusConsole(Console):
+    """A console that goes quiet when its output pipe is closed.
+
+    rich would exit instead, which would end the thread that supervises a child.
+    """
+
+    def on_broken_pipe(self) -> None:
+        """Silence the console."""
+        self.quiet = True
+
+
+def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm) -> Path | None:
+    """Return the draft's folder; without a ``--draft``, the embedded head if it can be used.
+
+    The embedded head is an EAGLE-3 head that fits the embedded target only.
+    """
+    if draft is None:
+        return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None
+    return None if draft == "none" else Path(draft)
+
+
+def _echo_to(console: Console) -> Echo:
+    colours = {"gateway": "cyan", "target": "magenta", "draft": "yellow"}
+
+    def echo(name: str, line: str) -> None:
+        console.print(Text.assemble((f"{name:>7} | ", colours.get(name, "white")), line), soft_wrap=True)
+
+    return echo
+
+
+def _progress_to(console: Console) -> Progress:
+    return lambda line: console.print(f"[green]{line}[/]")
