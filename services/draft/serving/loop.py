@@ -111,7 +111,8 @@ class DraftLoop(Steppable):
     def stay_awake(self, seconds: float) -> None:
         """Make the engine thread busy-poll for this many seconds instead of sleeping.
 
-        Only called within a command. Without effect if the thread reads no sockets, or on a machine with few cores.
+        Only called within a command. Without effect if the thread reads no sockets, or on a machine with
+        few cores.
         """
         self._wake_up.stay_awake(seconds)
 
