@@ -154,8 +154,8 @@ class DraftGraph:
 
     def _make_buffers(self, bs: int, rows: int, width: int) -> _Buffers:
         device = self._memory.pool.device
-        # A table of its own. Taking one of `PageTables` would change which tables rounds on the device get, and so
-        # invalidate the graphs recorded for those.
+        # A table of its own. Taking one of `PageTables` would change which tables rounds on the device get,
+        # and so invalidate the graphs recorded for those.
         table = PageTable(bs, width, device)
         with torch.inference_mode(False):
             packed = torch.zeros(_packed_size(bs, rows), dtype=torch.int32, device=device)
@@ -269,7 +269,7 @@ class DeviceGrowth:
         feature_size: int,
         dtype: torch.dtype,
     ) -> DeviceGrowth:
-        """Make the rounds of a model. On a CPU there are no launches to save: `host` and `extension` are None."""
+        """Make the rounds of a model. On a CPU, `host` and `extension` are None."""
         memory, graphs = (
             RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead),
             DraftGraphs(pool.device),
@@ -295,7 +295,7 @@ def _packed_size(bs: int, rows: int) -> int:
 
 
 def _copied(drafted: GrownTrees, count: int, nodes: int) -> tuple[DraftBatch, torch.Tensor]:
-    """Copy the first `count` trees (`nodes` columns of each) into views of one tensor, and copy the states."""
+    """Copy the first `count` trees, `nodes` columns each, as views of one tensor; also copy the states."""
     trees = drafted.trees
     assert trees.logprobs is not None, "rounds must return log-probs"
     columns = [part[:count, :nodes] for part in (trees.tokens, trees.parents, trees.depths)]

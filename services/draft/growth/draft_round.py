@@ -41,7 +41,7 @@ class GrowthSize:
 
     @classmethod
     def of(cls, bs: int, shape: DraftShape) -> GrowthSize:
-        """Return the size of rounds of one shape, whose extensions are bounded by the previous round's trees."""
+        """Return the size of rounds whose previous round had trees of the same shape."""
         shape = shape.bounded()
         return cls(bs, round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
 
