@@ -7,9 +7,9 @@ runs its rounds. In every round a state arrives and trees are returned, both in 
 The host learns the tokens of a round only after the target has read them back. So the sessions lag behind the
 device, as those of the in-process draft do (see `device_rounds`):
 
-    in RoundsEnter               the pending tokens; round 1 extends by them
-    in RoundsNext n + 1 or later the tokens that round n chose; round n + 1 extends by them
-    in RoundsLeave               all tokens but those of the last round, which follow in a commit
+    RoundsEnter                brings the pending tokens; round 1 extends by them
+    RoundsNext n + 1 or later  brings the tokens that round n chose; round n + 1 extends by them
+    RoundsLeave                brings all other tokens but those of the last round, which follow in a commit
 """
 
 from __future__ import annotations
