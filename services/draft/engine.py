@@ -117,7 +117,7 @@ class DraftEngine:
         return self._counted("commit", self.sessions.commit(peer, commit, ask, now))
 
     def cancel(self, peer: PeerId, round_number: int) -> None:
-        """Drop the trees that a peer asked for in one round."""
+        """Cancel the trees that a peer requested in one round."""
         self.sessions.touch(peer, self._clock())
         self.metrics.dropped.labels(message="ask", reason="cancelled").inc(
             self.sessions.cancel(peer, round_number)

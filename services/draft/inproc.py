@@ -124,7 +124,7 @@ class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
                 )
                 self._note(row.fence.session_id, answer)
         proposals = self._drafted(request.rows)
-        # Sessions whose features are still incomplete keep no request behind.
+        # Drop the requests of sessions whose features are still incomplete.
         self._engine.cancel(HOST_PEER, request.round)
         for proposal in proposals:
             for asked in proposal.asked:
@@ -182,7 +182,7 @@ class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
         return drafted.proposals
 
     def _fail(self, session_ids: Sequence[int]) -> None:
-        """Log the current exception, and note which sessions were lost to it."""
+        """Log the current exception, and note which of these sessions were lost because of it."""
         log.exception("drafting failed", sessions_lost=self._engine.give_up())
         for session_id in session_ids:
             if self._engine.sessions.get(HOST_PEER, session_id) is None:

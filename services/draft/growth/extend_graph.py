@@ -57,7 +57,7 @@ class ExtendGraph(RecordedRows["_Inputs"]):
         self._dtype = dtype
 
     def takes(self, chunks: Sequence[RowChunk]) -> bool:
-        """True if these chunks are a single one, and a recorded graph can run it."""
+        """True if there is only one chunk, and a recorded graph can run it."""
         return len(chunks) == 1 and self._takes(chunks[0].start, chunks[0].count)
 
     @torch.inference_mode()

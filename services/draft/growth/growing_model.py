@@ -37,8 +37,8 @@ class Stage:
     states that the previous stage computed for their parents.
 
     Attributes:
-        behind: Stable rows that this stage's K/V has fewer than the sequence. For an MTP module with `behind`
-            modules before it, the row of position t takes token t + 1 + `behind`. A stage with `behind` >= 2
+        behind: Number of the sequence's stable rows that this stage's K/V lacks. An MTP module with `behind`
+            modules before it takes token t + 1 + `behind` in the row of position t. A stage with `behind` >= 2
             takes over at level `behind`, from the stage whose `behind` is one less.
     """
 
