@@ -37,9 +37,9 @@ class Stage:
     states that the previous stage computed for their parents.
 
     Attributes:
-        behind: Number of the sequence's stable rows that this stage's K/V lacks. An MTP module with `behind`
-            modules before it takes token t + 1 + `behind` in the row of position t. A stage with `behind` >= 2
-            takes over at level `behind`, from the stage whose `behind` is one less.
+        behind: Number of the sequence's stable rows that this stage's K/V lacks. An MTP module with
+            `behind` modules before it takes token t + 1 + `behind` in the row of position t. A stage with
+            `behind` >= 2 takes over at level `behind`, from the stage whose `behind` is one less.
     """
 
     behind: int = 0

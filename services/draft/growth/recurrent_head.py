@@ -31,7 +31,7 @@ class Ends:
     rows: torch.Tensor | None = None
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the wanted rows of ``rows [rows, ...]``: ``[sequences, ...]`` or none, as a view if possible."""
+        """Return the wanted rows of ``rows [rows, ...]``: ``[sequences, ...]`` or none. Views if possible."""
         if self.batch is None:
             return rows[:0]
         if self.rows is not None:
