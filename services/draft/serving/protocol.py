@@ -160,7 +160,7 @@ class DraftProtocol:
             case "rows":
                 some = request.rows
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
-                # During rounds, this thread must not compute: it might block on a state that only it delivers.
+                # During rounds, this thread must not compute: it might block on a state that it delivers.
                 if self._only_enqueues and self._desk.peer is None:
                     loop.run_here(lambda: self._take_in(peer, some, rows))
                 else:
@@ -181,7 +181,7 @@ class DraftProtocol:
                 inlet.soon()
             case "round_state" if isinstance(inlet, InlineRounds):
                 state = request.round_state
-                # Not through the loop: the engine thread may be waiting for the device, and so for this state.
+                # Not through the loop: the engine thread may wait for the device, and so for this state.
                 if inlet.finish(state):
                     return
                 loop.run_here(lambda: self._start_round(peer, state, inlet))
@@ -356,7 +356,7 @@ class DraftProtocol:
             self._refuse(peer, message.commit.fence.session_id, message.commit.fence.epoch, answer)
 
     def _take_in(self, peer: Peer, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Store rows of a prompt, and extend by them once there are enough. May run outside the engine thread."""
+        """Store rows of a prompt; extend once there are enough. May run outside the engine thread."""
         sessions = self._engine.sessions
         with self._on_device():
             self._add_features(peer, request, rows)
