@@ -1,1 +1,4 @@
-"""The draft service: follows the target's sequences and proposes token trees. Nothing here decides what is emitted."""
+"""The draft service: follows the target's sequences and proposes token trees.
+
+It never decides which tokens are emitted.
+"""

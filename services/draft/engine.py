@@ -1,9 +1,14 @@
-"""The draft engine: sessions plus a strategy. Synchronous and single-threaded; the service's loop and the in-process drafter drive it.
+"""The draft engine: batches requests for trees, reserves KV memory, and extends prompts while idle.
 
-messages → sessions          (fences: what is stale is dropped, what does not fit asks for a resync)
-ready sessions → extend      (true features of the accepted rows, never drafted ones)
-               → propose     (one batch per depth and topk)
-idle → extend what arrived   (prompts, while the target is still prefilling)
+The engine combines the session table with one drafting strategy. It is synchronous and single-threaded, and
+is driven by the draft service's loop or by the in-process drafter. It also evicts idle sessions when KV
+memory is short, drops requests whose deadline has passed, and starts rounds that stay on the device
+(`enter`).
+
+    messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
+    ready sessions → extend     Feed the target's features of committed tokens, never drafted features.
+                   → propose    Grow trees, one batch per (depth, topk).
+    idle           → extend     Feed prompt rows that have arrived while the target is still prefilling.
 """
 
 from __future__ import annotations
@@ -26,11 +31,12 @@ from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 OUT_OF_PAGES_RETRY_MS = 1000
+"""Delay before a target may open a refused session again: out of pages, or borrowed tensors still missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A session as it was when its tree was grown."""
+    """The state of a session when its tree was grown: its peer, its fence and the target's round."""
 
     peer: PeerId
     fence: Fence
@@ -39,7 +45,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class ProposedTrees:
-    """Trees of one batch: row b belongs to ``asked[b]``."""
+    """Trees of one batch; row b is the tree of ``asked[b]``."""
 
     asked: tuple[Asked, ...]
     trees: DraftBatch
@@ -47,7 +53,7 @@ class ProposedTrees:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A session that the draft gave up on its own: out of memory for it now."""
+    """A session that the draft dropped because it is out of KV memory; the target may retry after a delay."""
 
     peer: PeerId
     session_id: int
@@ -56,20 +62,20 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The outcome of one drafting step."""
+    """The result of one `DraftEngine.step`."""
 
     proposals: tuple[ProposedTrees, ...]
     refusals: tuple[Refusal, ...]
 
 
 class DraftEngine:
-    """Follows sessions and answers with trees.
+    """Follows sessions and grows trees for them.
 
     Args:
-        strategy: How to draft.
-        limits: What to accept.
-        metrics: Counters.
-        clock: Monotonic seconds.
+        strategy: How trees are drafted.
+        limits: Limits on sessions, lengths and tree shapes.
+        metrics: Counters and histograms to update.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -85,7 +91,10 @@ class DraftEngine:
         self._clock = clock
 
     def open(self, peer: PeerId, opening: SequenceOpen) -> Answer:
-        """See `SessionTable.open`. Refused while borrowed tensors are missing."""
+        """Start following a sequence, or restart it at a higher epoch.
+
+        Rejected with NOT_READY while tensors that the draft borrows from the target are missing.
+        """
         self.sessions.touch(peer, self._clock())
         if self.strategy.missing():
             return self._counted(
@@ -96,57 +105,62 @@ class DraftEngine:
     def add_features(
         self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor
     ) -> Answer:
-        """See `SessionTable.add_features`."""
+        """Store feature rows of a prompt or a resync, for positions ``[base, base + rows)``."""
         now = self._clock()
         self.sessions.touch(peer, now)
         return self._counted("features", self.sessions.add_features(peer, session_id, epoch, base, rows, now))
 
     def commit(self, peer: PeerId, commit: Commit, ask: Ask | None) -> Answer:
-        """See `SessionTable.commit`."""
+        """Append the tokens that a round chose, and note the tree wanted next (None = none)."""
         now = self._clock()
         self.sessions.touch(peer, now)
         return self._counted("commit", self.sessions.commit(peer, commit, ask, now))
 
     def cancel(self, peer: PeerId, round_number: int) -> None:
-        """See `SessionTable.cancel`."""
+        """Cancel the trees that a peer requested in one round."""
         self.sessions.touch(peer, self._clock())
         self.metrics.dropped.labels(message="ask", reason="cancelled").inc(
             self.sessions.cancel(peer, round_number)
         )
 
     def close(self, peer: PeerId, session_id: int) -> Answer:
-        """See `SessionTable.close`."""
+        """Stop following a sequence and free its memory."""
         self.sessions.touch(peer, self._clock())
         return self._counted("close", self.sessions.close(peer, session_id))
 
     def touch(self, peer: PeerId) -> None:
-        """Note that a peer is alive."""
+        """Renew a peer's lease."""
         self.sessions.touch(peer, self._clock())
 
     def drop_peer(self, peer: PeerId) -> int:
-        """Forget every session of a peer that is gone."""
+        """Forget every session of a peer that has left; returns how many there were."""
         return self.sessions.drop_peer(peer)
 
     def expire(self) -> int:
-        """Forget the sessions of peers that have been silent for too long; returns how many."""
+        """Forget the sessions of peers that have been silent for too long; returns how many there were."""
         expired = len(self.sessions.expire(self._clock()))
         self.metrics.expired.inc(expired)
         return expired
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """True if `step` has anything to do."""
         return bool(self.sessions.ready() or self.sessions.extendable())
 
     def step(self) -> Drafted:
-        """Grow the trees that are asked for; if none is, feed one chunk of waiting features to the strategy."""
+        """Grow the requested trees. If none is requested, feed one chunk of waiting rows to the strategy."""
         ready = self.sessions.ready()
         if ready:
             return self._draft(ready)
         return Drafted((), self._warm())
 
     def give_up(self) -> int:
-        """After a failed step: forget every session that was being worked on, so that the targets open them again."""
+        """Forget every session that a failed step may have corrupted; returns how many there were.
+
+        Their targets open them again.
+        """
+        # Sessions that the failed step was working on.
         tainted = {id(session): session for session in (*self.sessions.ready(), *self.sessions.extendable())}
+        # Sessions with rows in the KV but no state of the last row: the step may have half extended them.
         tainted |= {
             id(session): session
             for session in self.sessions
@@ -157,7 +171,7 @@ class DraftEngine:
         return len(tainted)
 
     def check(self) -> None:
-        """Assert that sessions and pages add up."""
+        """Assert that the lengths of all sessions and the page counts are consistent."""
         self.sessions.check()
         pages = self.strategy.pages()
         assert pages.free + pages.held == pages.total, f"{pages.free} + {pages.held} pages of {pages.total}"
@@ -167,6 +181,7 @@ class DraftEngine:
         started = self._clock()
         kept, refusals = self._reserve(ready)
         groups = list(self._groups(kept, started))
+        # Groups drafted in one launch: that launch also extends each session by up to this many last rows.
         left = {
             id(session): pending_rows(session.ask.shape)
             for group in groups
@@ -184,7 +199,7 @@ class DraftEngine:
         return Drafted(proposals, refusals)
 
     def _in_one_go(self, group: Sequence[Session]) -> bool:
-        """Whether the last rows of these sessions are extended and their trees grown in one launch."""
+        """True if one launch extends these sessions by their last rows and grows their trees."""
         rounds = self.strategy.rounds
         if rounds is None or rounds.host is None:
             return False
@@ -194,7 +209,13 @@ class DraftEngine:
         )
 
     def _extend(self, sessions: Sequence[Session], left: Mapping[int, int] | None = None) -> None:
-        """Take in the rows of sessions; where at most `left` rows (by id of a `Session`) wait, they go with the tree, and at least one."""
+        """Extend sessions by their waiting rows.
+
+        Args:
+            sessions: Sessions with reserved memory.
+            left: Rows that may stay behind, to be extended together with the tree, by the id of the `Session`
+                object. At least one row stays behind. None: every row is extended.
+        """
         while behind := [
             session for session in sessions if session.extendable_rows > (left[id(session)] if left else 0)
         ]:
@@ -216,7 +237,10 @@ class DraftEngine:
         return ProposedTrees(asked, trees)
 
     def absorb(self, peer: PeerId, session_ids: Sequence[int]) -> None:
-        """Take in the rows of these sessions but for the last, as far as there is memory at once; more rows are to come of each."""
+        """Extend these sessions by all their rows but the last, as far as free memory allows.
+
+        Idle sessions are not evicted for this. More rows of each session follow.
+        """
         found = [self.sessions.get(peer, session_id) for session_id in session_ids]
         behind = [one for one in found if one is not None and one.extendable_rows > 1 and not one.engaged]
         kept = [session for session in behind if self.strategy.reserve(session)]
@@ -225,7 +249,13 @@ class DraftEngine:
     def enter(
         self, peer: PeerId, session_ids: Sequence[int], shape: DraftShape, state: RoundState
     ) -> SessionRounds | None:
-        """Start rounds that stay on the device; see `DeviceDrafter.enter`. Rows beyond what a round takes in are extended at once."""
+        """Start rounds that stay on the device; see `DeviceDrafter.enter`.
+
+        Rows beyond the number that a round extends by are extended immediately.
+
+        Returns:
+            The rounds; None if these sessions cannot enter now.
+        """
         rounds = self.strategy.rounds
         found = [self.sessions.get(peer, session_id) for session_id in session_ids]
         sessions = [
@@ -258,7 +288,11 @@ class DraftEngine:
         return refusals
 
     def _reserve(self, sessions: Sequence[Session]) -> tuple[list[Session], tuple[Refusal, ...]]:
-        """Hold memory for each session, evicting idle ones if need be; sessions without it are forgotten and refused."""
+        """Reserve memory for each session, evicting idle ones if necessary.
+
+        Returns:
+            The sessions with memory, and refusals for the others, which are forgotten.
+        """
         kept: list[Session] = []
         refusals: list[Refusal] = []
         in_use = {id(session) for session in sessions}
@@ -276,7 +310,7 @@ class DraftEngine:
         return kept, tuple(refusals)
 
     def _groups(self, sessions: Sequence[Session], now: float) -> Iterator[list[Session]]:
-        """Yield batches of equal depth and topk; asks that nobody waits for any more are dropped."""
+        """Yield batches of equal depth and topk. Requests whose deadline has passed are dropped."""
         groups: dict[tuple[int, int], list[Session]] = {}
         for session in sessions:
             ask = session.ask
@@ -290,6 +324,7 @@ class DraftEngine:
         yield from groups.values()
 
     def _counted(self, message: str, answer: Answer) -> Answer:
+        """Count an answer that is not ACCEPTED, and return it."""
         if answer.verdict is Verdict.ACCEPTED:
             return answer
         if answer.verdict is Verdict.RESYNC:

@@ -1,6 +1,6 @@
-"""The draft inside the target's process: the same engine, driven by calls of the target's engine thread instead of a stream.
+"""The in-process drafter: a draft engine in the target's process, called by the target's engine thread.
 
-The launcher makes it and hands it to the target (services do not import each other).
+The launcher creates it and passes it to the target, because services do not import each other.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import (
     Commit,
     Commits,
+    Drafter,
     DrafterState,
+    EagerDrafter,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.resident import ResidentBatch, RoundState
+from outrider.shared.spec.resident import DeviceDrafter, ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import root_trees, scatter_trees
 
@@ -45,16 +47,17 @@ log = get_logger("outrider.draft")
 def drafter_beside(
     decoder: Decoder, settings: DraftSettings, sizing: CacheSizing | None = None
 ) -> InprocDrafter:
-    """Make the drafter of a target in this process; what the head borrows is shared with the target, not copied.
+    """Make the drafter of a target in this process. Tensors that the draft borrows are shared, not copied.
 
     Args:
-        decoder: The target's model.
-        settings: `draft`, `speculative_algorithm` and the sizes; device and dtype are the target's. From `target_weights` only MTP layers
-            and the tokenizer are read.
-        sizing: Sizes its cache, unless `kv_tokens` does.
+        decoder: The target's model; the draft uses its device and dtype.
+        settings: `draft`, `speculative_algorithm` and the sizes. From `target_weights`, only MTP layers and
+            the tokenizer are read.
+        sizing: Sizes the draft's KV cache if `kv_tokens` is not set.
 
     Raises:
-        CheckpointError: the draft cannot be loaded, or does not fit the target; names the key and what to change.
+        CheckpointError: The draft cannot be loaded or does not fit the target. The message names the key and
+            the fix.
     """
     target = TargetInfo.of("inproc", decoder.config, decoder.fingerprint)
     engine = build_engine(settings, decoder.device, decoder.dtype, target, sizing)
@@ -65,39 +68,39 @@ def drafter_beside(
     return InprocDrafter(engine, spec, decoder.device)
 
 
-class InprocDrafter:
-    """`Drafter` over a `DraftEngine` in the same process. Not thread-safe: the target's engine thread calls it.
+class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
+    """`Drafter` over a `DraftEngine` in the same process. Only the target's engine thread may call it.
 
     Args:
-        engine: With nothing missing.
-        spec: What the target captures.
-        device: Where trees are returned.
+        engine: An engine whose borrowed tensors are complete.
+        spec: The hidden states that the target captures.
+        device: Device on which trees are returned.
     """
 
     def __init__(self, engine: DraftEngine, spec: FeatureSpec, device: torch.device) -> None:
-        self.device_resident = engine.strategy.rounds is not None
+        self._device_resident = engine.strategy.rounds is not None
         self._engine = engine
         self._spec = spec
         self._device = device
         self._lost: set[int] = set()
         self._reasons: dict[int, str] = {}
 
+    @property
+    def device_resident(self) -> bool:
+        return self._device_resident
+
     def feature_spec(self) -> FeatureSpec | None:
-        """See `Drafter.feature_spec`."""
         return self._spec
 
     def state(self) -> DrafterState:
-        """See `Drafter.state`."""
         return DrafterState.ON
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
-        """See `Drafter.open`."""
         for sequence in sequences:
             self._lost.discard(sequence.fence.session_id)
             self._note(sequence.fence.session_id, self._engine.open(HOST_PEER, sequence))
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        """See `Drafter.features`."""
         session = self._engine.sessions.get(HOST_PEER, session_id)
         if session is not None:
             self._note(
@@ -105,15 +108,13 @@ class InprocDrafter:
             )
 
     def commit(self, result: Commits) -> None:
-        """See `Drafter.commit`."""
         for commit in result.commits:
             self._note(commit.fence.session_id, self._engine.commit(HOST_PEER, commit, None))
 
     def announce(self, request: ProposalRequest) -> None:
-        """See `Drafter.announce`; there is nobody beside the caller to work ahead."""
+        """Do nothing: drafting runs on the caller's thread, so it cannot start early."""
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
-        """See `Drafter.propose`."""
         started = time.monotonic()
         for row in request.rows:
             if row.shape.drafts:
@@ -123,7 +124,8 @@ class InprocDrafter:
                 )
                 self._note(row.fence.session_id, answer)
         proposals = self._drafted(request.rows)
-        self._engine.cancel(HOST_PEER, request.round)  # sessions whose features are not complete
+        # Drop the requests of sessions whose features are still incomplete.
+        self._engine.cancel(HOST_PEER, request.round)
         for proposal in proposals:
             for asked in proposal.asked:
                 self._reasons[asked.fence.session_id] = ""
@@ -131,14 +133,12 @@ class InprocDrafter:
         return replace(trees, draft_ms=(time.monotonic() - started) * 1000)
 
     def absorb(self, session_ids: Sequence[int]) -> None:
-        """See `EagerDrafter.absorb`."""
         try:
             self._engine.absorb(HOST_PEER, session_ids)
         except Exception:
             self._fail(session_ids)
 
     def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
-        """See `DeviceDrafter.enter`."""
         try:
             return self._engine.enter(HOST_PEER, session_ids, shape, state)
         except Exception:
@@ -146,35 +146,30 @@ class InprocDrafter:
             return None
 
     def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
-        """See `DeviceDrafter.rounds_for_capture`."""
         rounds = self._engine.strategy.rounds
-        assert rounds is not None, "asked of a drafter that is not device resident"
+        assert rounds is not None, "rounds_for_capture needs a drafter that is device resident"
         return SessionRounds(rounds.memory, (), shape, state, time.monotonic)
 
     def wants_reopen(self) -> Sequence[int]:
-        """See `Drafter.wants_reopen`."""
         lost = sorted(self._lost)
         self._lost.clear()
         return lost
 
     def fallback_reason(self, session_id: int) -> str:
-        """See `Drafter.fallback_reason`."""
         return self._reasons.get(session_id, "")
 
     def close(self, session_ids: Sequence[int]) -> None:
-        """See `Drafter.close`."""
         for session_id in session_ids:
             self._engine.close(HOST_PEER, session_id)
             self._lost.discard(session_id)
             self._reasons.pop(session_id, None)
 
     def shutdown(self) -> None:
-        """See `Drafter.shutdown`."""
         self._engine.drop_peer(HOST_PEER)
         self._engine.check()
 
     def _drafted(self, rows: Sequence[ProposalRow]) -> Sequence[ProposedTrees]:
-        """Grow what is ready; a failure costs the sessions in hand, never the caller."""
+        """Grow the trees of ready sessions. A failure drops the sessions involved and is not raised."""
         if not self._engine.sessions.ready():
             return ()
         try:
@@ -187,7 +182,7 @@ class InprocDrafter:
         return drafted.proposals
 
     def _fail(self, session_ids: Sequence[int]) -> None:
-        """Log the exception in hand, and remember which sessions it cost."""
+        """Log the current exception, and note which of these sessions were lost because of it."""
         log.exception("drafting failed", sessions_lost=self._engine.give_up())
         for session_id in session_ids:
             if self._engine.sessions.get(HOST_PEER, session_id) is None:
@@ -195,13 +190,13 @@ class InprocDrafter:
                 self._reasons[session_id] = FAILED
 
     def _note(self, session_id: int, answer: Answer) -> None:
-        """Remember why a sequence has no tree, and whether it must be opened again."""
+        """Record why a sequence has no tree, and whether it must be opened again."""
         if answer.verdict is Verdict.ACCEPTED:
             self._reasons[session_id] = WARMING
         elif answer.verdict is Verdict.REJECTED:
             self._reasons[session_id] = answer.reason.value
         elif answer.verdict is Verdict.RESYNC:
-            # What was refused for good at its opening is not asked for again every round.
+            # A session refused permanently when it was opened is not reopened in every round.
             refused = self._reasons.get(session_id) in (Reason.FULL.value, Reason.TOO_LONG.value)
             if not (refused and answer.reason is Reason.UNKNOWN_SESSION):
                 self._reasons[session_id] = answer.reason.value
@@ -211,7 +206,7 @@ class InprocDrafter:
 def _placed(
     proposals: Sequence[ProposedTrees], rows: Sequence[ProposalRow], device: torch.device
 ) -> DraftBatch:
-    """Place the trees of all proposals at their rows; other rows get a tree of one node."""
+    """Put the trees of all proposals at their rows. Every other row gets a tree of one node, its root."""
     roots = [row.root_token for row in rows]
     if not proposals:
         return root_trees(roots, device)

@@ -1,7 +1,9 @@
-"""Where tests compute: on a CPU, or where the environment variable `OUTRIDER_TEST_DEVICE` says (`cuda`; `make test-gpu` sets it).
+"""Selects the device of the tests: the CPU, or the value of the `OUTRIDER_TEST_DEVICE`.
 
-The laws are the same on both. On a GPU they run in fp32 on the compiled kernels, and those about rounds that stay on the device run
-twice: eagerly, and recorded into CUDA graphs.
+`make test-gpu` sets it to `cuda`.
+
+The tests are the same on both. On a GPU they run compiled kernels in fp32, and tests of rounds that stay on
+the device run twice: eagerly and as recorded CUDA graphs.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import torch
 DEVICE = torch.device(os.environ.get("OUTRIDER_TEST_DEVICE", "cpu"))
 ON_GPU = DEVICE.type == "cuda"
 GRAPHS = [False, True] if ON_GPU else [False]
-"""Whether rounds are recorded: a parameter of tests."""
+"""Values of the test parameter that turns CUDA graphs on."""
 
-# What torch does unless told otherwise, stated: fp32 products are fp32.
+# Torch's defaults, set explicitly: fp32 products are computed in fp32, not in TF32.
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.backends.cudnn.allow_tf32 = False

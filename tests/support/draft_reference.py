@@ -1,6 +1,7 @@
-"""An EAGLE-3 head and EAGLE-2's tree once more, in the plainest form: one path at a time, no cache, no batch, no masks.
+"""A plain reference of an EAGLE-3 head and EAGLE-2's tree growth: path by path, without cache or masks.
 
-Shares no code with the service. Written after the papers (arXiv 2503.01840, 2406.16858) and the published tensor names.
+It shares no code with the service. It follows the papers (arXiv 2503.01840 and 2406.16858) and the published
+tensor names.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 
 class PlainEagle3:
-    """A head read from its folder; fp32 (or fp64) on the CPU."""
+    """An EAGLE-3 head loaded from a checkpoint folder. Computes in fp32 or fp64 on the CPU."""
 
     def __init__(
         self,
@@ -39,14 +40,15 @@ class PlainEagle3:
         self.offsets = self.w.get("d2t")
 
     def project(self, aux: torch.Tensor) -> torch.Tensor:
-        """Return the feature of concatenated aux states."""
+        """Return the feature that `fc` computes from concatenated aux states."""
         return aux @ self.w["fc.weight"].T
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the RMS norm of `x`, scaled by the named weight."""
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.w[name]
 
     def rotate(self, x: torch.Tensor, position: int) -> torch.Tensor:
-        """Rotate ``x [heads, head_dim]``, pair by pair."""
+        """Apply rotary embedding to ``x [heads, head_dim]``, pair by pair."""
         half = self.head_dim // 2
         out = x.clone()
         for i in range(half):
@@ -57,7 +59,7 @@ class PlainEagle3:
         return out
 
     def last_state(self, rows: Sequence[tuple[int, torch.Tensor, int]]) -> torch.Tensor:
-        """Return the state of the last of ``(token, feature, position)`` rows, which sees all of them."""
+        """Return the state of the last of ``(token, feature, position)`` rows, which attends to all rows."""
         keys, values = [], []
         for token, feature, position in rows:
             pair = torch.cat(
@@ -82,16 +84,23 @@ class PlainEagle3:
         return hidden + self.w["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
 
     def logprobs(self, state: torch.Tensor) -> torch.Tensor:
-        """Return log-probs over the draft vocabulary."""
+        """Return log-probabilities over the draft vocabulary."""
         return torch.log_softmax(self.w["lm_head.weight"] @ self.norm(state, "norm.weight"), 0)
 
     def target_id(self, draft_id: int) -> int:
+        """Return the target's token id for a draft vocabulary id."""
         return draft_id if self.offsets is None else draft_id + int(self.offsets[draft_id])
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scored continuation: the tokens from the root's child to itself, its parent's candidate index (-1: the root), cumulative score."""
+    """A scored candidate node.
+
+    Attributes:
+        path: Tokens from the root's child down to this node.
+        parent: Index of the parent candidate; -1 is the root.
+        score: Cumulative log-probability.
+    """
 
     path: tuple[int, ...]
     parent: int
@@ -100,12 +109,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlainTree:
-    """A tree as it goes to verification.
+    """A tree as it is sent to verification.
 
     Attributes:
-        tokens, parents: Of the nodes in order, the root first (parent -1).
-        scores: Path → cumulative score, without the root.
-        margin: The smallest difference in score that decided which nodes there are or their order.
+        tokens, parents: Token and parent of each node, in order. Node 0 is the root, with parent -1.
+        scores: Cumulative score by path, without the root.
+        margin: Smallest score difference that decided which nodes are in the tree, or their order.
     """
 
     tokens: list[int]
@@ -114,7 +123,11 @@ class PlainTree:
     margin: float
 
     def accepted(self, wanted: Callable[[tuple[int, ...]], int]) -> list[int]:
-        """Return the nodes that verification accepts, in order; `wanted` is the target's token after a path."""
+        """Return the nodes that verification accepts, in order.
+
+        Args:
+            wanted: Returns the target's token after a path.
+        """
         number = {(): 0} | {path: node for node, path in enumerate(self.scores, 1)}
         path: tuple[int, ...] = ()
         nodes: list[int] = []
@@ -132,18 +145,23 @@ def reference_tree(
     max_nodes: int,
     perturb: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
 ) -> PlainTree:
-    """Grow one tree as EAGLE-2 is described.
+    """Grow one tree as the EAGLE-2 paper describes (arXiv 2406.16858, section 4).
 
-    The topk best children of the root are candidates and the first beam. At every further step the topk best children of each beam node,
-    in the order of the beam, become candidates, and the topk best of these the next beam. Of all candidates the best ``max_nodes - 1``
-    stay, in the order in which they became candidates. Whatever is ranked is ranked by score, the earlier candidate first of equals.
+    1. The `topk` best children of the root become candidates and form the first beam.
+    2. At each further step, the `topk` best children of each beam node become candidates, in beam order. The
+    `topk`
+       best of them form the next beam.
+    3. Of all candidates, the best ``max_nodes - 1`` are kept, in the order in which they became candidates.
+
+    Every ranking is by score. Equal scores are ranked by candidate order.
 
     Args:
         head: The head.
         tokens: All committed tokens, the root last.
         features: ``[len(tokens) - 1, hidden]``.
-        steps, topk, max_nodes: SGLang's meaning: levels, branching, nodes with the root.
-        perturb: Maps (log-probs over the draft vocabulary, absolute index of the token) to the vector that picks and scores.
+        steps, topk, max_nodes: As in SGLang: levels, branching, and nodes including the root.
+        perturb: Maps log-probabilities over the draft vocabulary and the token's absolute index to the
+            vector that is used to choose and to score.
     """
     length = len(tokens)
     stable = [(tokens[t + 1], features[t], t) for t in range(length - 1)]
@@ -152,16 +170,17 @@ def reference_tree(
     margins = [math.inf]
 
     def rank(scores: Sequence[float], count: int, *, ordered: bool = True) -> list[int]:
-        """Return the indices of the `count` best scores, best first."""
+        """Return the indices of the `count` best scores, best first, and record their margins."""
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
         for above in range(0 if ordered else count - 1, min(count, len(order) - 1)):
             margins.append(scores[order[above]] - scores[order[above + 1]])
         return order[:count]
 
     def expand(index: int) -> list[int]:
-        """Score the children of a candidate (-1: of the root) and return their candidate indices."""
+        """Append the children of a candidate (-1: the root) as candidates, and return their indices."""
         path = candidates[index].path if index >= 0 else ()
-        # The whole path again from nothing: stable rows, then each ancestor with the state before it as its feature.
+        # Compute the whole path from scratch: the stable rows, then each ancestor with its parent's state
+        # as feature.
         rows = [*stable, *((token, states[path[:i]], length - 1 + i) for i, token in enumerate(path))]
         states[path] = head.last_state(rows)
         values = head.logprobs(states[path])

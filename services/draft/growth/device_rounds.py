@@ -1,12 +1,14 @@
-"""Rounds of the in-process draft that stay on the device: `ResidentBatch` over the sessions of an engine.
+"""Rounds that stay on the device, for the sessions of one draft engine (`ResidentBatch`).
 
-Between `enter` and `leave` the sessions' fresh rows live in the engine's `RoundState` and nowhere else: the host learns tokens one round
-late, and takes the last round's features back when it leaves.
+Enters and leaves such rounds, grows the sessions' page leases ahead of each round, and updates the sessions
+one round late. Between `enter` and `leave`, the sessions' fresh rows exist only in the target engine's
+`RoundState`. The host learns a round's tokens one round late, and takes back the last round's features when
+it leaves.
 
-    session      on the host's way                    within rounds
-    tokens       all committed                        those of rounds that were told (`committed`)
-    cached_rows  rows in the KV                       rows below the last told round, which the round after it extends by
-    features     queue of what is not in the KV yet   nothing: the state holds it
+                 rounds through the host           rounds on the device
+    tokens       all committed tokens              those of rounds reported by `committed`
+    cached_rows  rows in the KV                    rows before the last reported round's
+    features     queue of rows not yet in the KV   empty: the features are in the state
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.fence import extend_prefix_hash
-from outrider.shared.spec.resident import RoundState
+from outrider.shared.spec.resident import ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 SPARE_TOKENS = 64
-"""Tokens that a lease grows by beyond what is needed, so that a page table is not rewritten at every round."""
+"""Tokens by which a lease grows beyond the need, so that a page table is not rewritten in every round."""
 
 
 class RoundMemory:
-    """What rounds share beside the model: its pool, page tables that do not move, and constants.
+    """Resources that all rounds of a model share: the KV pool, page tables at fixed addresses, and constants.
 
     Args:
         drafter: Runs the rounds.
-        pool: The model's KV.
+        pool: KV pool of the model.
         lead: See `RoundModel.lead`.
     """
 
@@ -47,7 +49,7 @@ class RoundMemory:
         self._budgets: dict[tuple[int, int], torch.Tensor] = {}
 
     def budgets(self, bs: int, nodes: int) -> torch.Tensor:
-        """Return ``[bs] int32`` of that many nodes; it never moves or changes."""
+        """Return ``[bs] int32`` filled with `nodes`, at a fixed address; it never changes."""
         if (bs, nodes) not in self._budgets:
             with torch.inference_mode(False):
                 self._budgets[bs, nodes] = torch.full(
@@ -56,32 +58,41 @@ class RoundMemory:
         return self._budgets[bs, nodes]
 
     def tokens_needed(self, committed_len: int, shape: DraftShape) -> int:
-        """Return the tokens that a round takes of a sequence's lease."""
+        """Return the number of tokens that a sequence's lease must hold for one round."""
         return committed_len - 1 + self.lead + scratch_rows(shape.depth, shape.topk)
 
     def holds(self, lease: PageLease, num_tokens: int) -> bool:
-        """Whether a lease holds so many tokens."""
+        """True if a lease has pages for this many tokens."""
         return num_tokens <= len(lease.pages) * self.pool.page_size
 
     def reserve(self, lease: PageLease, num_tokens: int, *, grows: bool = False) -> bool:
-        """Grow a lease until it holds so many tokens, and some more if there is room; with `grows` even if it holds them already."""
+        """Grow a lease until it holds this many tokens, plus `SPARE_TOKENS` if there is room.
+
+        Without `grows`, a lease that already holds them is left alone.
+
+        Returns:
+            False if the pool is full.
+        """
         if self.holds(lease, num_tokens) and not grows:
             return True
         return self.pool.reserve(lease, num_tokens + SPARE_TOKENS) or self.pool.reserve(lease, num_tokens)
 
 
-class SessionRounds:
-    """`ResidentBatch` of the sessions of one batch. Without sessions all rows are idle: that is what graphs are recorded with.
+class SessionRounds(ResidentBatch):
+    """The sessions of one batch in rounds on the device.
+
+    Without sessions, all rows are idle; such rounds are used to record graphs.
 
     Args:
-        memory: Shared with all rounds.
-        sessions: In the order of the state's rows; their leases hold what the first round needs.
-        shape: Of every tree.
-        state: The engine's.
-        now: Monotonic seconds.
+        memory: Resources shared by all rounds.
+        sessions: The sessions, in the order of the state's rows. Their leases hold enough for the first
+            round.
+        shape: Shape of every tree.
+        state: The engine's state.
+        now: Returns monotonic seconds.
 
     Attributes:
-        key: See `ResidentBatch.key`: the page table. All else that is read besides the state does not move.
+        key: Address of the page table. Everything else that a round reads besides the state never moves.
     """
 
     def __init__(
@@ -118,13 +129,12 @@ class SessionRounds:
         state: RoundState,
         now: Callable[[], float],
     ) -> SessionRounds:
-        """Start rounds: the sessions' fresh rows, 1 to R of each, go into the state."""
+        """Start rounds: copy the sessions' fresh rows, 1 to R each, into the state."""
         rounds = cls(memory, sessions, shape, state, now)
         _fill(state, sessions)
         return rounds
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
-        """See `ResidentBatch.reserve`."""
         memory, longest = self._memory, 1
         rows = [
             (one.lease, upper)
@@ -134,10 +144,9 @@ class SessionRounds:
         needs = [
             (lease, memory.tokens_needed(upper, self._bounded)) for lease, upper in rows if lease is not None
         ]
-        assert len(needs) == len(rows), "sessions in rounds hold a lease"
-        grows = any(
-            not memory.holds(lease, needed) for lease, needed in needs
-        )  # the table is rewritten then: for long, if all grow
+        assert len(needs) == len(rows), "sessions in rounds must have a lease"
+        # If one lease grows, grow all: the table is rewritten anyway, and then not again for many rounds.
+        grows = any(not memory.holds(lease, needed) for lease, needed in needs)
         for lease, needed in needs:
             if memory.tables.width_for(needed) is None or not memory.reserve(lease, needed, grows=grows):
                 return False
@@ -151,16 +160,15 @@ class SessionRounds:
         return True
 
     def write_later(self) -> None:
-        """Leave it to `write` from now on to have the device see the pages of `reserve`."""
+        """Leave it to `write`, from now on, to copy the pages of `reserve` to the device."""
         self._later = True
 
     def write(self) -> None:
-        """See above, in stream order."""
+        """Copy to the device, in stream order, the pages that `reserve` has added."""
         self._table.flush()
 
     @torch.inference_mode()
     def draft(self, state: RoundState) -> DraftBatch:
-        """See `ResidentBatch.draft`."""
         inputs = GrowthInputs(
             committed_lens=state.committed_lens,
             counts=state.counts,
@@ -175,7 +183,6 @@ class SessionRounds:
         return self._memory.drafter.draft(inputs, self._round).trees
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
-        """See `ResidentBatch.committed`."""
         now = self._now()
         for row, (session, tokens) in enumerate(zip(self._sessions, tokens_per_row, strict=True)):
             if session is None or not tokens:
@@ -189,7 +196,6 @@ class SessionRounds:
             self._counts[row] = len(tokens)
 
     def retire(self, rows: Sequence[int]) -> None:
-        """See `ResidentBatch.retire`."""
         for row in rows:
             session = self._sessions[row]
             if session is not None:
@@ -198,7 +204,7 @@ class SessionRounds:
 
     @torch.inference_mode()
     def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """See `ResidentBatch.move`: the pages go into the table of the new size, the sessions stay as they are."""
+        """Continue with these rows in another state. Their pages are written to the table of the new size."""
         width = self._table.tensor.shape[1]
         self._sessions = [self._sessions[row] for row in rows]
         self._counts = [self._counts[row] for row in rows]
@@ -213,12 +219,12 @@ class SessionRounds:
 
     @torch.inference_mode()
     def leave(self) -> None:
-        """See `ResidentBatch.leave`."""
         for row, session in enumerate(self._sessions):
             if session is None:
                 continue
             session.engaged = False
-            # What the tree of the last round grew from is not told; the next extension makes it anew, of at least the root's row.
+            # The state that the last tree grew from is not on the host. The next extension recomputes it,
+            # because at least the root's row is pending.
             session.last_state = None
             if session.row_source is RowSource.FEATURES:
                 session.features = FeatureQueue(session.cached_rows)
@@ -229,7 +235,7 @@ class SessionRounds:
         self._table.lent = False
 
     def _sized(self, state: RoundState) -> tuple[GrowthSize, torch.Tensor]:
-        """Return the host's numbers of rounds with this state, and every row's budget of nodes."""
+        """Return the sizes of rounds with this state, and the node limit of every row."""
         bounded = self._bounded
         rows = min(round_rows(bounded), state.columns)
         shape = GrowthSize(state.bs, rows, bounded.depth, bounded.topk, self._shape.max_nodes)
@@ -240,12 +246,12 @@ class SessionRounds:
 
     def _table_for(self, num_tokens: int) -> PageTable:
         width = self._memory.tables.width_for(num_tokens)
-        assert width is not None, "who enters or reserves has asked whether a sequence may be that long"
+        assert width is not None, "enter or reserve must check that the pool can hold the sequence"
         return self._memory.tables.find(self._state.bs, width)
 
 
 def _fill(state: RoundState, sessions: Sequence[Session]) -> None:
-    """Move the sessions' fresh rows into the first rows of a state, in stream order."""
+    """Copy the sessions' fresh rows into the first rows of a state, in stream order."""
     counts = [session.num_rows - session.cached_rows for session in sessions]
     fed = [session.row_source is RowSource.FEATURES for session in sessions]
     state.fill(

@@ -1,7 +1,10 @@
-"""Rounds that the host starts (a draft service, or a batch whose composition changes), as one copy of the inputs and one launch.
+"""Extends sessions and grows their trees in one CUDA graph launch, for rounds that the host starts.
 
-On a GPU the host takes longer to launch the hundred kernels of a round than the GPU to run them. So rounds of a size that comes up again
-are recorded; the first few of any size run eagerly, by the same code.
+Such rounds serve frames of remote targets and batches whose composition changes. The inputs travel in one
+copy. On a GPU, launching the hundred kernels of a round takes longer than running them, so rounds of a
+recurring size are recorded. The first few of each size run eagerly, with the same code.
+
+Also defines the draft's limit on recorded batch sizes (`DraftGraphs`).
 """
 
 from __future__ import annotations
@@ -33,22 +36,22 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 MAX_BS = 64
-"""Largest batch that is recorded, unless settings say otherwise."""
+"""Largest recorded batch size, unless the settings change it."""
 MAX_TOLD = 16
-"""Sizes that the log names as too large."""
+"""Number of batch sizes for which the log warns that they are too large."""
 
 _log = logging.getLogger("outrider.draft")
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Inputs of rounds of one size that never move: views of one packed tensor, and the features.
+    """Inputs of rounds of one size, at fixed addresses: views of one packed tensor, and the features.
 
     Attributes:
-        packed: ``[n] int32``: what `inputs` views, but for features and pages.
-        places: ``[bs * rows] int64``, view: where the queued features go among the rows of all sequences.
-        inputs: What the round reads.
-        table: Whose tensor `inputs` holds.
+        packed: ``[n] int32``, the memory of `inputs`, except for features and page table.
+        places: ``[bs * rows] int64``, view: row indices, among all sequences' rows, of the queued features.
+        inputs: Inputs of the round.
+        table: The page table in `inputs`.
     """
 
     packed: torch.Tensor
@@ -58,14 +61,14 @@ class _Buffers:
 
 
 class DraftGraph:
-    """Extends sessions by few rows and grows their trees in one go.
+    """Extends sessions by a few rows and grows their trees, in one launch.
 
     Args:
-        memory: Pool, tables and model.
-        graphs: Of the device; without CUDA every round runs eagerly.
-        feature_size: Width of a feature row; 0: none.
-        dtype: Of the features.
-        max_bs: Says how large a batch may be that is recorded.
+        memory: KV pool, page tables and model.
+        graphs: Graph cache of the device. Without CUDA, every round runs eagerly.
+        feature_size: Width of a feature row; 0 if the model takes none.
+        dtype: Dtype of the features.
+        max_bs: Returns the largest batch size that is recorded.
     """
 
     def __init__(
@@ -84,10 +87,11 @@ class DraftGraph:
         self._buffers: dict[tuple[int, int, int], _Buffers] = {}
 
     def draft(self, sessions: Sequence[Session]) -> DraftBatch:
-        """Extend and grow one tree per session.
+        """Extend the sessions, and grow one tree per session.
 
         Args:
-            sessions: Reserved, asked for trees of equal depth and topk, with 1 to `pending_rows` rows that are not in the KV yet.
+            sessions: Sessions with reserved memory that ask for trees of equal depth and topk. Each has 1 to
+                `pending_rows` rows that are not in the KV yet.
         """
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
         counts = [session.extendable_rows for session in sessions]
@@ -99,7 +103,7 @@ class DraftGraph:
             for session, shape in zip(sessions, shapes, strict=True)
         )
         width = self._memory.tables.width_for(longest)
-        assert width is not None, "the sessions' leases hold their trees"
+        assert width is not None, "the leases must hold the trees of the sessions"
         buffers = self._buffers_for(size, width)
         key = (size, width)
         recorded = self._record(key, size, buffers)
@@ -107,7 +111,7 @@ class DraftGraph:
         drafted = (
             self._graphs.run(key, lambda: self._run(buffers, size)) if recorded else self._run(buffers, size)
         )
-        # The next round of this size overwrites what this one has made.
+        # Copy the results: the next round of this size overwrites them.
         trees, states = _copied(drafted, len(sessions), max(shape.max_nodes for shape in shapes))
         for session, count, state in zip(sessions, counts, states.unbind(0), strict=True):
             session.cached_rows += count
@@ -115,13 +119,16 @@ class DraftGraph:
         return trees
 
     def record(self, bs: int, shape: DraftShape) -> None:
-        """Record the rounds of a batch before anybody is served; nothing happens without CUDA, or for a shape without drafts."""
+        """Record the rounds of a batch size before any session is opened.
+
+        Does nothing without CUDA, or for a shape without drafts.
+        """
         if not shape.drafts:
             return
         shape = shape.bounded()
         size = GrowthSize(bs, pending_rows(shape), shape.depth, shape.topk, power_of_2(shape.max_nodes))
         width = self._memory.tables.width_for(1)
-        assert width is not None, "one token fits"
+        assert width is not None, "one token must fit into the pool"
         self._graphs.expect(size)
         self._record((size, width), size, self._buffers_for(size, width))
 
@@ -129,7 +136,7 @@ class DraftGraph:
         return self._memory.drafter.draft(buffers.inputs, size)
 
     def _record(self, key: tuple[GrowthSize, int], size: GrowthSize, buffers: _Buffers) -> bool:
-        """Say whether rounds of this size are replayed; record them when they have come up often enough."""
+        """Return whether rounds of this size are replayed. Record them if they have recurred often enough."""
         if not self._graphs.enabled or size.bs > power_of_2(self._max_bs()):
             return False
         if not self._graphs.due(key, counted_as=size):
@@ -147,7 +154,8 @@ class DraftGraph:
 
     def _make_buffers(self, bs: int, rows: int, width: int) -> _Buffers:
         device = self._memory.pool.device
-        # Its own for good: were it one of those that rounds on the device take in turn, what was recorded for theirs would be void.
+        # A table of its own. Taking one of `PageTables` would change which tables rounds on the device get,
+        # and so invalidate the graphs recorded for those.
         table = PageTable(bs, width, device)
         with torch.inference_mode(False):
             packed = torch.zeros(_packed_size(bs, rows), dtype=torch.int32, device=device)
@@ -172,7 +180,7 @@ class DraftGraph:
     def _load(
         self, sessions: Sequence[Session], counts: Sequence[int], max_nodes: Sequence[int], buffers: _Buffers
     ) -> None:
-        """Copy what a round reads to its place; rows behind the sessions are idle."""
+        """Copy the inputs of a round to their addresses. Rows after those of the sessions are idle."""
         bs, rows = buffers.inputs.tokens.shape
         packed = np.zeros(buffers.packed.shape[0], dtype=np.int32)
         bounds = np.cumsum([2 * bs * rows, 2 * bs, bs, bs, bs, bs, bs])
@@ -200,14 +208,14 @@ class DraftGraph:
 
 
 class DraftGraphs:
-    """The graphs of a draft and how large the batches are that are recorded.
+    """The graph cache of a draft, and the limit on recorded batch sizes.
 
     Args:
-        device: Of the draft.
+        device: Device of the draft.
 
     Attributes:
-        cache: Of all its rounds and prompts: they run on one stream, so they share memory.
-        max_bs: Larger batches run without.
+        cache: Graphs of all rounds and prompts of the draft. They run on one stream, so they share memory.
+        max_bs: Larger batches run without graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -216,16 +224,20 @@ class DraftGraphs:
         self._told_of: set[int] = set()
 
     def limit(self, *, disabled: bool, max_bs: int) -> None:
-        """Do as the settings say; before anything is recorded."""
+        """Apply the settings. Call this before anything is recorded."""
         self.cache.enabled = self.cache.enabled and not disabled
         self.max_bs = max_bs
 
     def admits(self, batch: int) -> bool:
-        """Whether a target elsewhere may have rounds of so many sequences kept on this device; says once for each size why not."""
+        """Return whether a remote target's batch of this size may run in rounds on this device.
+
+        If not, the reason is logged once per size.
+        """
         if batch > self.max_bs and batch not in self._told_of and len(self._told_of) < MAX_TOLD:
             self._told_of.add(batch)
             _log.warning(
-                "rounds of %d sequences go by way of the host: this draft has --cuda-graph-max-bs %d; start it with that of the target",
+                "rounds of %d sequences run through the host: this draft has --cuda-graph-max-bs %d; "
+                "start it with the target's value",
                 batch,
                 self.max_bs,
             )
@@ -234,13 +246,13 @@ class DraftGraphs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrowth:
-    """Rounds in one go of a strategy.
+    """Rounds of a strategy that extend and grow in one launch.
 
     Attributes:
-        memory: Of those that stay on the device.
-        host: Of those that the host starts; None where extending and growing one after the other is quicker.
-        extension: Takes in short prompts before them; None where the host needs no help with that.
-        graphs: Of all of them.
+        memory: Shared by the rounds that stay on the device.
+        host: Runs the rounds that the host starts. None where extending and growing separately is faster.
+        extension: Extends sessions by short prompts. None where graphs do not help.
+        graphs: Graphs of all of these.
     """
 
     memory: RoundMemory
@@ -257,7 +269,7 @@ class DeviceGrowth:
         feature_size: int,
         dtype: torch.dtype,
     ) -> DeviceGrowth:
-        """Make those of a model; on a CPU, which has nothing to launch, the host goes the other way."""
+        """Make the rounds of a model. On a CPU, `host` and `extension` are None."""
         memory, graphs = (
             RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead),
             DraftGraphs(pool.device),
@@ -274,7 +286,7 @@ class DeviceGrowth:
 
 
 def pending_rows(shape: DraftShape) -> int:
-    """Return how many rows a session may be behind when its tree of that shape is grown in one go."""
+    """Return how many rows a session may have pending when one launch extends it and grows its tree."""
     return round_rows(shape.bounded()) if shape.drafts else 0
 
 
@@ -283,9 +295,9 @@ def _packed_size(bs: int, rows: int) -> int:
 
 
 def _copied(drafted: GrownTrees, count: int, nodes: int) -> tuple[DraftBatch, torch.Tensor]:
-    """Return copies of the first `count` trees, `nodes` columns of each, as views of one tensor; and of the states."""
+    """Copy the first `count` trees, `nodes` columns each, as views of one tensor; also copy the states."""
     trees = drafted.trees
-    assert trees.logprobs is not None, "rounds hand log-probs on"
+    assert trees.logprobs is not None, "rounds must return log-probs"
     columns = [part[:count, :nodes] for part in (trees.tokens, trees.parents, trees.depths)]
     masks = trees.ancestors[:count, :nodes, : mask_words(nodes)]
     parts = [*columns, trees.num_nodes[:count], masks, trees.logprobs[:count, :nodes].view(torch.int32)]

@@ -1,7 +1,9 @@
-"""A whole drafting round on the device: extend by what was accepted, grow, build the trees; without the host, so that it can be one graph.
+"""One drafting round entirely on the device: extends the draft's KV, grows the levels and builds the trees.
 
-It computes what `engine` does in two steps (`DraftStrategy.extend` and `HostGrower.grow`), with lengths that only the device knows: every
-sequence extends by R rows, of which the last `counts` are real (`kernels.round_plan`), and an idle one runs along without touching memory.
+It needs nothing from the host, so it can be one CUDA graph. It computes the same as `DraftStrategy.extend`
+followed by `HostGrower.grow`, but with lengths that only the device knows. Every sequence extends by R rows,
+of which the last `counts` are real (`kernels.round_plan`). An idle sequence is computed too, but touches no
+memory.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 @dataclass(frozen=True, slots=True)
 class GrowthSize:
-    """The host's numbers of a round: two rounds with equal ones and equal addresses are one graph.
+    """The sizes of a round that the host fixes. Rounds with equal sizes and equal addresses share one graph.
 
     Attributes:
-        bs: Sequences, idle ones included.
-        rows: R, the most rows that a sequence is extended by.
-        depth, topk: Of the trees.
+        bs: Number of sequences, idle ones included.
+        rows: R, the largest number of rows by which a sequence is extended.
+        depth, topk: Depth and level width of the trees.
         nodes: Columns of the trees.
     """
 
@@ -39,28 +41,28 @@ class GrowthSize:
 
     @classmethod
     def of(cls, bs: int, shape: DraftShape) -> GrowthSize:
-        """Return the round that follows rounds of the same shape: they accept no deeper than their trees are."""
+        """Return the size of rounds whose previous round had trees of the same shape."""
         shape = shape.bounded()
         return cls(bs, round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
 
 
 def round_rows(shape: DraftShape) -> int:
-    """Return the most tokens that a round with trees of this shape chooses."""
+    """Return the largest number of tokens that a round with trees of this shape can choose."""
     return min(shape.depth, shape.max_nodes - 1) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthInputs:
-    """What a round reads, on the device.
+    """Inputs of a round, on the device.
 
     Attributes:
-        committed_lens: ``[bs] int32``, the root included.
-        counts: ``[bs] int32``, fresh tokens: 0 = idle, else 1..R.
+        committed_lens: ``[bs] int32``, committed tokens, the root included.
+        counts: ``[bs] int32``, number of fresh tokens: 1..R, or 0 if idle.
         tokens: ``[bs, columns] int32``, the fresh tokens, the root last.
-        features: ``[bs, columns, width]``, one per fresh token.
-        max_nodes: ``[bs] int32``.
+        features: ``[bs, columns, width]``, one feature per fresh token.
+        max_nodes: ``[bs] int32``, node limit of each tree.
         page_table: ``[bs, pages] int32``.
-        temperature, seeds, choices: ``[bs]`` fp32, int64, int32: the target's noise.
+        temperature, seeds, choices: ``[bs]`` fp32, int64 and int32: the target's sampling noise.
     """
 
     committed_lens: torch.Tensor
@@ -76,11 +78,11 @@ class GrowthInputs:
 
 @dataclass(frozen=True, slots=True)
 class GrownTrees:
-    """What a round leaves.
+    """Outputs of a round.
 
     Attributes:
-        trees: ``[bs, nodes]``; one node in idle sequences.
-        states: ``[bs, hidden]``, of the last stable row of each: what the tree grew from.
+        trees: ``[bs, nodes]``; the tree of an idle sequence has one node.
+        states: ``[bs, hidden]``, the states of the last stable rows, from which the trees grew.
     """
 
     trees: DraftBatch
@@ -88,12 +90,12 @@ class GrownTrees:
 
 
 class RoundDrafter:
-    """Runs rounds with one model over one pool.
+    """Runs rounds with one model over one KV pool.
 
     Args:
-        model: The model.
-        attention: Its attention backend.
-        pool: Its KV.
+        model: The draft model.
+        attention: Attention backend of the model.
+        pool: KV pool of the model.
     """
 
     def __init__(self, model: RoundModel, attention: AttentionBackend, pool: KVPool) -> None:
@@ -103,9 +105,13 @@ class RoundDrafter:
         self._starts: dict[tuple[int, int], torch.Tensor] = {}
 
     def draft(self, inputs: GrowthInputs, shape: GrowthSize) -> GrownTrees:
-        """Enqueue one round. Writes the extension's rows behind the stable ones, and the levels' behind those."""
+        """Enqueue one round.
+
+        Writes the extension's rows after the stable rows, and the levels' rows after those.
+        """
         model, pool, bs = self._model, self._pool, shape.bs
         topk = min(shape.topk, model.vocabulary.size)
+        # 1. Lay out the rows of the round.
         plan = round_plan(
             inputs.committed_lens,
             inputs.counts,
@@ -118,6 +124,7 @@ class RoundDrafter:
             page_size=pool.page_size,
             lead=model.lead,
         )
+        # 2. Extend by the fresh tokens.
         extend, *levels = model.passes(
             plan.positions, [bs * shape.rows] + [bs * topk] * (shape.depth - 1), self._attention, pool
         )  # fmt: skip
@@ -126,8 +133,9 @@ class RoundDrafter:
             for rows in (shape.rows, 1)
         )
         self._attention.plan(every)
-        # The tree grows from the last row's state: of the others nothing is wanted but K and V.
+        # The tree grows from the state of the last row. The other rows only need K and V.
         roots = extend(plan.tokens, inputs.features.flatten(0, 1), plan.features, Ends(last))  # [bs, hidden]
+        # 3. Grow the levels, and build the trees from all candidates.
         candidates = self._grow(inputs, plan, levels, roots, shape.depth, topk)
         tree = tree_build(
             candidates.scores,
@@ -139,7 +147,8 @@ class RoundDrafter:
             candidates.logprobs,
         )
         return GrownTrees(
-            DraftBatch(tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors, logprobs=tree.logprobs), roots
+            DraftBatch(tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors,
+            logprobs=tree.logprobs), roots
         )  # fmt: skip
 
     def _grow(
@@ -151,7 +160,7 @@ class RoundDrafter:
         depth: int,
         topk: int,
     ) -> Candidates:
-        """Return every candidate of the trees that grow from the states ``roots [bs, hidden]``."""
+        """Return all candidates of the trees that grow from the states ``roots [bs, hidden]``."""
         model, bs, device = self._model, roots.shape[0], roots.device
         candidates = Candidates.make(bs, depth, topk, device)
         words = mask_words(max(1, depth - 1) * topk)
@@ -159,7 +168,8 @@ class RoundDrafter:
         states, beam = roots, None
         for level in range(depth):
             if beam is not None:
-                # One row per sequence sees all that lies before it, and follows the only one: no mask is needed, and no parents.
+                # With topk = 1, a row sees everything before it and has only one possible parent, so neither
+                # masks nor parents are needed.
                 masks, parents = (beam.ancestors, beam.parents) if topk > 1 else (None, None)
                 self._attention.plan(
                     self._visible(
@@ -195,7 +205,7 @@ class RoundDrafter:
         rows: int,
         masks: torch.Tensor | None,
     ) -> AttentionBatch:
-        """Return what `rows` rows of every sequence see."""
+        """Return the attention inputs of `rows` rows per sequence."""
         return AttentionBatch(
             page_table=inputs.page_table,
             prefix_lens=prefix,
@@ -208,7 +218,7 @@ class RoundDrafter:
         )
 
     def _query_start(self, bs: int, rows: int) -> torch.Tensor:
-        """Return ``[bs + 1] int32``; kept, as a copy from the host cannot be captured."""
+        """Return ``[bs + 1] int32``. It is cached, because a copy from the host cannot be captured."""
         if (bs, rows) not in self._starts:
             self._starts[bs, rows] = (torch.arange(bs + 1, dtype=torch.int32) * rows).to(self._model.device)
         return self._starts[bs, rows]

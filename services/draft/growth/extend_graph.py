@@ -1,4 +1,7 @@
-"""A short prompt's pass through the draft model as a CUDA graph: launched by the host, its kernels take longer than they run."""
+"""Extends a session by a short prompt with one CUDA graph.
+
+For short prompts, launching the kernels one by one takes longer than running them.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,22 @@ from outrider.shared.engine.recorded_rows import RecordedRows
 from outrider.shared.kv.pool import KVPool
 
 SIZES = (32, 64, 128, 256, 512)
-"""Rows of the recorded passes; longer ones keep the device busy by themselves."""
+"""Row counts of the recorded passes. Longer passes keep the device busy without a graph."""
 LONGEST_CONTEXT = 1024
-"""Tokens that the page table covers: attention is laid out for as many, whatever there are."""
+"""Tokens that the page table covers; attention is laid out for this many, however short the context is."""
 
 
 class ExtendGraph(RecordedRows["_Inputs"]):
-    """Takes single chunks of new rows into the model's K/V, padded to a few sizes.
+    """Extends the model's K/V by a single chunk of new rows, padded to one of a few sizes.
 
     Args:
-        model: The model.
-        attention: Its attention backend.
-        pool: Its KV.
-        feature_size: Width of a feature row; 0: none.
-        dtype: Of the features.
-        graphs: Where the passes are recorded.
-        sizes: Rows of them, ascending.
+        model: The draft model.
+        attention: Attention backend of the model.
+        pool: KV pool of the model.
+        feature_size: Width of a feature row; 0 if the model takes none.
+        dtype: Dtype of the features.
+        graphs: Cache in which the passes are recorded.
+        sizes: Row counts of the passes, ascending.
     """
 
     def __init__(
@@ -54,16 +57,16 @@ class ExtendGraph(RecordedRows["_Inputs"]):
         self._dtype = dtype
 
     def takes(self, chunks: Sequence[RowChunk]) -> bool:
-        """Whether these chunks, in one pass, are what a graph was recorded for."""
+        """True if there is only one chunk, and a recorded graph can run it."""
         return len(chunks) == 1 and self._takes(chunks[0].start, chunks[0].count)
 
     @torch.inference_mode()
     def run(self, chunk: RowChunk) -> None:
-        """Take in a chunk that `takes` accepts."""
+        """Run a chunk that `takes` accepts, and update its session."""
         size = self._size_for(chunk.count)
         session, inputs, ahead = chunk.session, self._at(size), 1 - self._model.lead
-        assert session.lease is not None, "a session that is extended is reserved"
-        # Where rows pair a token with the feature before it, the token is the one behind the row's position.
+        assert session.lease is not None, "a session must be reserved before it is extended"
+        # A row that pairs a token with the feature before it takes the token one position later (lead 0).
         inputs.rows.load(session.lease, session.tokens[chunk.start + ahead : chunk.stop + ahead], chunk.start)
         if session.row_source is RowSource.FEATURES:
             inputs.features[size - chunk.count :].copy_(
@@ -75,7 +78,10 @@ class ExtendGraph(RecordedRows["_Inputs"]):
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the passes of all sizes before anybody is followed; nothing happens without CUDA. Nothing may be missing of the model."""
+        """Record the passes of all sizes, before any session is opened. Does nothing without CUDA.
+
+        All borrowed tensors of the model must be present.
+        """
         if self._graphs.enabled:
             for size in reversed(self._sizes):
                 self._record(size)
@@ -94,13 +100,13 @@ class ExtendGraph(RecordedRows["_Inputs"]):
 
 
 class _Inputs:
-    """What the pass of one size reads.
+    """Inputs of the pass of one size, at fixed addresses.
 
     Attributes:
-        rows: Tokens and places.
+        rows: Tokens and KV slots.
         features: ``[size, feature_size]``.
-        source: ``[size] int32``: every row takes its own.
-        ends: The last row.
+        source: ``[size] int32``, the index of each row's feature: its own.
+        ends: Selects the last row.
     """
 
     def __init__(self, size: int, pool: KVPool, feature_size: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,8 @@
-"""What the tree grower needs of a model: something that makes states of (token, state of its parent), level by level."""
+"""The interface of a model that `HostGrower` grows trees with, and its adapter for recurrent heads.
+
+Such a model maps tokens and their parents' states to states, level by level. A model may run different
+levels with different stages, as chained MTP modules do.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +20,26 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.layers.rope import Rotation
 
 LevelPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(tokens ``[rows] int32``, states of the rows' parents ``[rows, hidden]``) → states ``[rows, hidden]``; attention is planned before."""
+"""Computes the states ``[rows, hidden]`` of a level.
+
+Takes the tokens ``[rows] int32`` and the states of the rows' parents ``[rows, hidden]``.
+
+The caller plans attention before the call.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The part of a model that runs a level; a model that runs all levels alike has one.
+    """The part of a model that runs a level. A model that runs all levels alike has one stage.
 
-    A stage keeps K/V of its own. Its rows see the stable rows of that K/V and their ancestors, of whatever level. A stage that takes over
-    at a level from 2 therefore runs the levels before first, on the states that the stage before made of their parents.
+    Each stage has K/V of its own. Its rows see the stable rows in that K/V, and their ancestors of all
+    levels. A stage that takes over at level 2 or later therefore first runs the earlier levels, on the
+    states that the previous stage computed for their parents.
 
     Attributes:
-        behind: Stable rows that its K/V has less than the sequence's: the row of position t of the MTP module after `behind` others takes
-            the token t + 1 + `behind`. Stages that lag 2 or more take over at level `behind`, from the one that lags one less.
+        behind: Number of the sequence's stable rows that this stage's K/V lacks. An MTP module with
+            `behind` modules before it takes token t + 1 + `behind` in the row of position t. A stage with
+            `behind` >= 2 takes over at level `behind`, from the stage whose `behind` is one less.
     """
 
     behind: int = 0
@@ -39,14 +50,18 @@ ONE_STAGE = Stage()
 
 @dataclass(frozen=True, slots=True)
 class PassKey:
-    """One pass over the rows of a level (from 1) by a stage."""
+    """One pass of a stage over the rows of a level. Levels count from 1."""
 
     level: int
     stage: Stage
 
 
 def passes_of(model: GrowingModel, levels: int) -> list[list[PassKey]]:
-    """Return the passes of each level from 1, the last of which is the level's own; those before are what its stage has missed."""
+    """Return the passes of each level from 1 on.
+
+    The last pass of a level is the level's own. The passes before it run the earlier levels through a stage
+    that takes over at this level.
+    """
     passes: list[list[PassKey]] = []
     for level in range(1, levels + 1):
         stage = model.stage(level)
@@ -56,35 +71,36 @@ def passes_of(model: GrowingModel, levels: int) -> list[list[PassKey]]:
 
 
 class GrowingModel(Protocol):
-    """A model that grows trees; S = stable rows of a sequence, the last of them gave the state that level 0 starts from.
+    """A model that grows trees.
 
-    The rows of level i of a stage sit at rope position ``S - 1 + i - behind``.
+    S is the number of stable rows of a sequence. Level 0 starts from the state of the last stable row. The
+    rows of level i of a stage have rope position ``S - 1 + i - behind``.
 
     Attributes:
-        vocabulary: What its logits range over.
-        device: Where it computes.
+        vocabulary: Vocabulary of the logits.
+        device: Device of the model.
     """
 
     vocabulary: DraftVocabulary
     device: torch.device
 
     def stage(self, level: int) -> Stage:
-        """Return which part runs a level, from 1."""
+        """Return the stage that runs a level. Levels count from 1."""
         ...
 
     def level_passes(
         self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
     ) -> Sequence[LevelPass]:
-        """Return the passes by the named stages, for rows at ``positions [passes, rows]``."""
+        """Return one pass for each of `stages`, for rows at rope positions ``positions [passes, rows]``."""
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden]``."""
+        """Return logits ``[rows, vocabulary.size]`` for ``states [rows, hidden]``."""
         ...
 
 
-class HeadGrowth:
-    """`GrowingModel` of a recurrent head: one stage, the state of a row is the feature of its children."""
+class HeadGrowth(GrowingModel):
+    """Grows trees with a recurrent head: one stage; the state of a row is the feature of its children."""
 
     def __init__(self, head: RecurrentHead) -> None:
         self._head = head
@@ -92,13 +108,11 @@ class HeadGrowth:
         self.device = head.device
 
     def stage(self, level: int) -> Stage:
-        """See `GrowingModel.stage`."""
         return ONE_STAGE
 
     def level_passes(
         self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
     ) -> Sequence[LevelPass]:
-        """See `GrowingModel.level_passes`."""
         rotations = split_rotation(self._head.rotation(positions.view(-1)), positions.shape[0])
         return [
             partial(self._head.forward, rotation=rotation, attention=attention, pool=pool)
@@ -106,12 +120,11 @@ class HeadGrowth:
         ]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """See `GrowingModel.logits`."""
         return self._head.logits(states)
 
 
 def split_rotation(rotation: Rotation, levels: int) -> list[Rotation]:
-    """Return the angles of each level, computed for the rows of all levels at once."""
+    """Split the rotary angles of the rows of all levels into those of each level."""
     rows = rotation.cos.shape[0] // levels
     return [
         Rotation(rotation.cos[start : start + rows], rotation.sin[start : start + rows])

@@ -1,4 +1,4 @@
-"""Page tables that do not move, for rounds that are recorded: rewritten in stream order when a lease has grown."""
+"""Page tables at fixed addresses, so that CUDA graphs can read them; new pages are copied in stream order."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
 
 FIRST_WIDTH_TOKENS = 4096
+"""Tokens that the narrowest table covers. Each wider table covers `WIDTH_FACTOR` times as many."""
 WIDTH_FACTOR = 4
 
 
 class PageTable:
-    """One table of fixed width.
+    """One table of fixed width at a fixed address.
 
     Args:
-        bs: Rows.
+        bs: Number of rows.
         width: Pages per row.
-        device: Where it lives.
+        device: Device of the table.
 
     Attributes:
         tensor: ``[bs, width] int32``.
-        lent: Whether somebody's rounds read it.
+        lent: True while rounds that stay on the device read it.
     """
 
     def __init__(self, bs: int, width: int, device: torch.device) -> None:
@@ -36,11 +37,13 @@ class PageTable:
         self._staged: torch.Tensor | None = None
 
     def update(self, leases: Sequence[PageLease | None], *, later: bool = False) -> None:
-        """Write the pages of the leases that changed, lease i to row i; a row without a lease is left as it is: nobody reads it.
+        """Write lease i to row i, for every lease that is new or has changed.
+
+        A row without a lease keeps its old contents, which no kernel reads.
 
         Args:
             leases: One per row.
-            later: Only `flush` has the device see them.
+            later: Leave the copy to the device to `flush`.
         """
         changed = False
         for row, lease in enumerate(leases):
@@ -54,23 +57,26 @@ class PageTable:
                 changed = True
         if changed:
             fresh = torch.from_numpy(self._host)
-            # Pinned memory is copied while the host goes on; torch keeps it until the copy is done. The array itself may change at once.
+            # Pinned memory is copied while the host continues, and torch keeps it alive until the copy is
+            # done. pin_memory() copies, so `_host` may change immediately.
             self._staged = fresh.pin_memory() if self.tensor.is_cuda else fresh
         if not later:
             self.flush()
 
     def flush(self) -> None:
-        """Have the device see, in stream order, what `update` has left to be seen later."""
+        """Copy to the device, in stream order, the changes that `update` has left."""
         if self._staged is not None:
             self.tensor.copy_(self._staged, non_blocking=True)
             self._staged = None
 
 
 class PageTables:
-    """The tables of one pool by rows and width. The widths are few, as a graph is recorded for each.
+    """The page tables of one KV pool, by batch size and width.
+
+    There are few widths, because a graph is recorded for each.
 
     Args:
-        pool: The pool.
+        pool: The KV pool.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -78,7 +84,7 @@ class PageTables:
         self._tables: dict[tuple[int, int], list[PageTable]] = {}
 
     def width_for(self, num_tokens: int) -> int | None:
-        """Return the width of a table for so many tokens; None when the pool holds no sequence as long."""
+        """Return the width of a table for this many tokens; None if the pool cannot hold such a sequence."""
         if self._pool.pages_for(num_tokens) > self._pool.num_pages:
             return None
         tokens = FIRST_WIDTH_TOKENS
@@ -87,7 +93,7 @@ class PageTables:
         return min(self._pool.pages_for(tokens), self._pool.num_pages)
 
     def find(self, bs: int, width: int) -> PageTable:
-        """Return a table that nobody's rounds read, always the same one if they come one after another."""
+        """Return a table that no rounds read. Rounds that follow one another get the same table."""
         tables = self._tables.setdefault((bs, width), [])
         for table in tables:
             if not table.lent:

@@ -1,4 +1,4 @@
-"""What the tree grower needs of a recurrent head."""
+"""The interface of a recurrent draft head (EAGLE family), as the growth of trees uses it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from outrider.shared.spec.drafter import FeatureSpec
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Which states are wanted of a pass over rows: those of the last row of each sequence, or none. Of the others K and V are computed.
+    """The rows of a pass whose states are wanted: the last row of each sequence, or none.
+
+    For the other rows, only K and V are computed.
 
     Attributes:
-        batch: What those rows see, one a sequence; None: no state is wanted.
-        rows: ``[sequences] int64``, which rows they are; None: the sequences have equally many.
+        batch: Attention inputs of those rows, one per sequence. None: no states are wanted.
+        rows: ``[sequences] int64``, the indices of those rows. None: every sequence has equally many rows.
     """
 
     batch: AttentionBatch | None
     rows: torch.Tensor | None = None
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return those of ``rows [rows, ...]``: ``[sequences, ...]``, or none of them; a view where that is possible."""
+        """Return the wanted rows of ``rows [rows, ...]``: ``[sequences, ...]`` or none. Views if possible."""
         if self.batch is None:
             return rows[:0]
         if self.rows is not None:
@@ -38,20 +40,20 @@ class Ends:
 
 
 ONLY_KEYS = Ends(None)
-"""No state is wanted, only K and V."""
+"""Only K and V are computed; no states are wanted."""
 
 
 class RecurrentHead(Protocol):
-    """A head that predicts from pairs (token t + 1, feature of t) and feeds its own state back as the next feature.
+    """A head that predicts from pairs (token t + 1, feature of t), and whose own state is the next feature.
 
     Attributes:
-        algorithm: E.g. ``EAGLE3``.
-        fingerprint: Of its weights.
+        algorithm: Name of the algorithm, for example ``EAGLE3``.
+        fingerprint: Fingerprint of the weights.
         hidden_size: Width of states and of feature rows.
-        num_layers, kv_heads, head_dim: What its KV pool holds.
-        latent: The pool keeps one latent plane per layer instead of K and V.
-        vocabulary: What its logits range over.
-        device, dtype: Where and how it computes.
+        num_layers, kv_heads, head_dim: Sizes of the head's KV pool.
+        latent: True if the pool has one latent plane per layer instead of K and V.
+        vocabulary: Vocabulary of the logits.
+        device, dtype: Device and dtype of the head.
     """
 
     algorithm: str
@@ -66,19 +68,25 @@ class RecurrentHead(Protocol):
     dtype: torch.dtype
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """See `DraftStrategy.feature_spec`."""
+        """Return which hidden states the target must capture.
+
+        Without a target, the result has only the properties that do not depend on it.
+
+        Raises:
+            CheckpointError: The head does not fit the target.
+        """
         ...
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """See `DraftStrategy.missing`."""
+        """Return names and shapes of the target's tensors that the head still needs to borrow."""
         ...
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """See `DraftStrategy.lend`."""
+        """Set one of the missing tensors."""
         ...
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
-        """Return the rotary angles of ``positions [rows]``; any position works."""
+        """Return the rotary angles of ``positions [rows]``. Any position is allowed."""
         ...
 
     def forward(
@@ -91,22 +99,23 @@ class RecurrentHead(Protocol):
         source: torch.Tensor | None = None,
         ends: Ends | None = None,
     ) -> torch.Tensor:
-        """Run the head over rows; writes their K/V.
+        """Run the head over rows, and write their K/V.
 
         Args:
-            tokens: ``[rows] int32`` target ids, each one ahead of its feature.
-            features: ``[rows, hidden_size]``: projected features of the target, or states of this head.
-            rotation: Of the rows' positions.
-            attention: Planned for these rows.
-            pool: The head's KV.
-            source: ``[rows] int32``, which of `features` each row takes, however many there are; None: each its own.
-            ends: Which rows' states are wanted; None: those of all.
+            tokens: ``[rows] int32``, target token ids, each one position after its feature.
+            features: ``[n, hidden_size]``: projected features of the target, or states of this head.
+            rotation: Rotary angles of the rows' positions.
+            attention: Attention backend, already planned for these rows.
+            pool: KV pool of the head.
+            source: ``[rows] int32``, the index into `features` of each row. None: row i uses feature i.
+            ends: The rows whose states are wanted. None: all rows.
 
         Returns:
-            States ``[rows, hidden_size]`` of the wanted rows: what `logits` reads and what serves as the next feature.
+            States ``[rows, hidden_size]`` of the wanted rows. They are the input of `logits`, and the next
+            features.
         """
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden_size]``."""
+        """Return logits ``[rows, vocabulary.size]`` for ``states [rows, hidden_size]``."""
         ...

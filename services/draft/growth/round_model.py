@@ -1,4 +1,7 @@
-"""What a drafting round on the device needs of a model: passes over rows whose numbers and places are known without the host."""
+"""The interface of a model that runs rounds on the device; adapters for recurrent heads and draft models.
+
+The model provides passes whose row counts are fixed in advance, so that a whole round can be one CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from outrider.shared.nn.layers.rope import Rotation
 
 
 class RoundPass(Protocol):
-    """One pass over rows. Attention is planned before. The features of a level are the states of the level before."""
+    """One pass over rows. The caller plans attention first.
+
+    The features of a level are the states of the previous level.
+    """
 
     def __call__(
         self,
@@ -26,12 +32,12 @@ class RoundPass(Protocol):
         source: torch.Tensor | None,
         ends: Ends | None = None,
     ) -> torch.Tensor:
-        """Return states ``[rows, hidden]`` of the rows that `ends` wants, or of all.
+        """Return the states ``[rows, hidden]`` of the rows that `ends` selects, or of all rows.
 
         Args:
             tokens: ``[rows] int32``.
             features: ``[m, width]``.
-            source: ``[rows] int32``, which of them each row takes; None: each its own.
+            source: ``[rows] int32``, the index into `features` of each row. None: row i uses feature i.
             ends: See `RecurrentHead.forward`.
         """
         ...
@@ -41,9 +47,9 @@ class RoundModel(Protocol):
     """A model that runs all levels alike, with one K/V.
 
     Attributes:
-        vocabulary: What its logits range over.
-        device: Where it computes.
-        lead: Rows that it keeps of a sequence, less its committed tokens without the root; see `kernels.round_plan`.
+        vocabulary: Vocabulary of the logits.
+        device: Device of the model.
+        lead: Stable rows of a sequence minus its committed tokens without the root; see `kernels.round_plan`.
     """
 
     vocabulary: DraftVocabulary
@@ -53,17 +59,17 @@ class RoundModel(Protocol):
     def passes(
         self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool
     ) -> list[RoundPass]:
-        """Return a pass for each of `widths` rows in turn, at ``positions [sum(widths)] int32``."""
+        """Return one pass for each row count in `widths`, at ``positions [sum(widths)] int32``."""
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocabulary.size]`` for ``states [rows, hidden]``."""
+        """Return logits ``[rows, vocabulary.size]`` for ``states [rows, hidden]``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _HeadPass:
-    """`RoundPass` of a recurrent head."""
+    """A pass of a recurrent head."""
 
     head: RecurrentHead
     rotation: Rotation
@@ -82,7 +88,7 @@ class _HeadPass:
 
 @dataclass(frozen=True, slots=True)
 class _DecoderPass:
-    """`RoundPass` of a decoder at ``positions [rows] int32``."""
+    """A pass of a decoder, at ``positions [rows] int32``."""
 
     decoder: Decoder
     positions: torch.Tensor
@@ -100,8 +106,8 @@ class _DecoderPass:
         return states if ends is None else ends.of(states).contiguous()
 
 
-class HeadRounds:
-    """`RoundModel` of a recurrent head."""
+class HeadRounds(RoundModel):
+    """Runs rounds with a recurrent head."""
 
     lead = 0
 
@@ -113,24 +119,25 @@ class HeadRounds:
     def passes(
         self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool
     ) -> list[RoundPass]:
-        """See `RoundModel.passes`; the angles of all rows are computed at once."""
+        """Return one pass per width. The rotary angles of all rows are computed together."""
         cos, sin = (part.split_with_sizes(list(widths)) for part in self._head.rotation(positions))
         return [
             _HeadPass(self._head, Rotation(*angles), attention, pool) for angles in zip(cos, sin, strict=True)
         ]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """See `RoundModel.logits`."""
         return self._head.logits(states)
 
 
-class DecoderRounds:
-    """`RoundModel` of a decoder, whose rows are tokens: it takes no features, and its states are for the logits alone.
+class DecoderRounds(RoundModel):
+    """Runs rounds with a decoder, whose rows are tokens.
+
+    It takes no features, and its states are only used for the logits.
 
     Args:
         decoder: The draft model.
-        vocabulary: What `logits` range over.
-        logits: Its output head, cut to the vocabulary.
+        vocabulary: Vocabulary of the logits.
+        logits: The decoder's output head, reduced to the vocabulary.
     """
 
     lead = 1
@@ -146,12 +153,10 @@ class DecoderRounds:
     def passes(
         self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool
     ) -> list[RoundPass]:
-        """See `RoundModel.passes`."""
         return [
             _DecoderPass(self._decoder, rows, attention, pool)
             for rows in positions.split_with_sizes(list(widths))
         ]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """See `RoundModel.logits`."""
         return self._logits(states)

@@ -1,1 +1,1 @@
-"""Targets in other processes: replies to them, and the batches whose rounds stay on the devices of both."""
+"""Replies to targets in other processes, and rounds that stay on the devices of both sides."""

@@ -1,6 +1,7 @@
-"""States and trees of rounds on the device as parts of messages: for targets that share no memory with this draft.
+"""Transfers states and trees of rounds as messages, for targets that share no memory with this draft (gRPC).
 
-A round that has run before is enqueued by RoundsNext and waits on the device for its state; others are launched when their states come.
+A round that has run before is enqueued when RoundsNext arrives, and waits on the device for its state. Any
+other round is launched when its state arrives.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import RoundTaken, RoundTrees
+from outrider.services.draft.peers.rounds_inlet import RoundsInlet
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.blob_staging import BlobStaging
@@ -22,6 +24,7 @@ from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT
 from outrider.shared.rpc.relay import LEAST_STATE_BYTES, StreamRelay
 
 OTHER_FIELDS_BYTES = 1024 * 1024
+"""Allowance for the other fields of a message with a blob."""
 MAX_NUMBER = (1 << 31) - 1
 
 log = get_logger("outrider.draft")
@@ -29,7 +32,7 @@ log = get_logger("outrider.draft")
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A round that is enqueued behind its state, and the bytes of its trees."""
+    """A round that is enqueued, with the size of its trees."""
 
     rounds: int
     number: int
@@ -37,16 +40,22 @@ class _Waiting:
     envelopes: BlobEnvelopes
 
 
-class InlineRounds:
-    """`RoundsInlet` through messages. The host waits for the trees of each round and sends them at once.
+class InlineRounds(RoundsInlet):
+    """Receives states and sends trees as messages. The host waits for the trees of each round and sends them.
 
-    `finish_sealed`, `finish`, `soon` and `arrived` are for the thread that takes in messages, `close` for any, the rest for the one that
-    runs rounds. Who finishes a round waits until the device has its trees; it has the state by then, so for a pass of the draft.
+    Threads:
+
+    - `finish_sealed`, `finish`, `soon` and `arrived` are called on the thread that receives messages.
+    - `close` may be called on any thread.
+    - The other methods are called on the thread that runs rounds.
+
+    The thread that finishes a round blocks until the device has its trees. The device has the state by then,
+    so the wait lasts for one pass of the draft.
 
     Args:
-        peer: Whose rounds these are.
-        relay: Of its connection; None where there can be none.
-        ahead: Enqueue rounds before their states have come.
+        peer: The session stream.
+        relay: Transfers blobs between the connection and the device's stream; None if unavailable.
+        ahead: Enqueue rounds before their states have arrived.
     """
 
     def __init__(self, peer: Peer, relay: StreamRelay | None = None, *, ahead: bool = True) -> None:
@@ -55,25 +64,29 @@ class InlineRounds:
         self._may_go_ahead = ahead
         self._staging = BlobStaging()
         self._state = b""
-        # Whether blobs of this size go through the relay; and of the present round, whether it does, and is enqueued ahead.
+        # Whether blobs of this size fit the relay, whether the current round uses it, and whether that
+        # round was enqueued ahead of its state.
         self._fits_relay = False
         self._relayed = False
         self._ahead = False
-        # The last round whose state the device was told to wait for, and whether that has not come.
+        # The last round whose state the device waits or waited for, and whether that state is still missing.
         self._taken = 0
         self._awaited = False
         self._waiting: _Waiting | None = None
-        # Whether the state that is waited for was announced; and the round whose trees follow when the target knows that such a state came.
+        # Whether the awaited state was announced (RoundSoon), and the rounds whose trees are sent after
+        # RoundTaken.
         self._announced = False
         self._owed: deque[_Waiting] = deque()
 
     @property
     def broken(self) -> bool:
-        """See `RoundsInlet.broken`."""
         return self._relay is not None and self._relay.broken
 
     def finish_sealed(self, message: bytes) -> bool:
-        """As `finish`, of a message that is encoded: False where it is anything but the state that is waited for.
+        """Do as `finish`, for an encoded message.
+
+        Returns:
+            False if the message is anything but the awaited state.
 
         Raises:
             ProtocolError: See `finish`.
@@ -94,10 +107,13 @@ class InlineRounds:
         return True
 
     def finish(self, message: draft_pb2.RoundState) -> bool:
-        """Hand a state to the round that waits for it, and send its trees; False if none does.
+        """Pass a state to the round that waits for it, and send its trees.
+
+        Returns:
+            False if no round waits for it.
 
         Raises:
-            ProtocolError: It is no state of that round.
+            ProtocolError: The state does not have the size that the round needs.
         """
         waiting, relay = self._waiting, self._relay
         if waiting is None or relay is None:
@@ -111,18 +127,18 @@ class InlineRounds:
         return True
 
     def soon(self) -> None:
-        """Make ready for the state that is waited for, if one is; the target is told then when it has come."""
+        """Prepare for the awaited state, if there is one. RoundTaken is then sent when it arrives."""
         relay = self._relay
         if self._waiting is not None and relay is not None:
             self._announced = True
             relay.call()
 
     def arrived(self, state: bytes) -> None:
-        """Keep the state of the round that is about to start."""
+        """Keep the state of the round that starts next."""
         self._state = state
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        """See `RoundsInlet.goes_ahead`; numbers that do not ascend would not be waited for."""
+        # The device can only wait for numbers that ascend.
         self._relayed = self._fits_relay and self._taken < message.number <= MAX_NUMBER
         self._ahead = tried and self._relayed and self._may_go_ahead
         return self._ahead
@@ -130,7 +146,7 @@ class InlineRounds:
     def take(
         self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
     ) -> None:
-        """See `RoundsInlet.take`: it has arrived, or the stream waits for it."""
+        """Copy the state that has arrived, or make the stream wait for it."""
         if self._relayed and self._relay is not None:
             self._answer_owed(self._relay)  # before there is another round to wait for
             self._taken, self._awaited = message.number, True
@@ -148,7 +164,6 @@ class InlineRounds:
         expected.fill_(message.number)
 
     def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
-        """See `RoundsInlet.give`."""
         if self._relayed and self._relay is not None:
             self._relay.give(message.number, blob)
             waiting = _Waiting(message.rounds, message.number, blob.nbytes, BlobEnvelopes.of(message))
@@ -163,26 +178,23 @@ class InlineRounds:
         self._peer.send(RoundTrees(message.rounds, message.number, trees.numpy().tobytes()))
 
     def skip(self, rounds: int, number: int) -> None:
-        """See `RoundsInlet.skip`."""
         self._release()
         self._peer.send(RoundTrees(rounds, number, b""))
 
     def mend(self) -> bool:
-        """See `RoundsInlet.mend`."""
         return self._relay is None or (self._relay.mend() and not self._relay.broken)
 
     def close(self) -> None:
-        """The target has gone: end what the device waits for."""
+        """End the device's wait, because the target has gone."""
         if self._relay is not None:
             self._relay.close()
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        """See `RoundsInlet.fits`."""
         self._fits_relay = self._relay is not None and self._relay.fits(state, trees)
         return max(state.nbytes, trees.nbytes) + OTHER_FIELDS_BYTES <= INTERNAL_MESSAGE_LIMIT
 
     def _put(self, relay: StreamRelay, number: int, state: Blob) -> None:
-        """Hand a state to the stream that waits for it."""
+        """Pass a state to the stream that waits for it."""
         try:
             relay.put(number, state)
         except ProtocolError:
@@ -191,12 +203,15 @@ class InlineRounds:
         self._awaited = False
 
     def _answer(self, relay: StreamRelay, waiting: _Waiting) -> None:
-        """Send the trees of the round that is enqueued, when they are there."""
+        """Wait for the trees of an enqueued round, and send them."""
         trees = relay.settle(waiting.number, waiting.num_bytes).tobytes()
         self._peer.send(RoundTrees(waiting.rounds, waiting.number, trees, waiting.envelopes.trees))
 
     def _answer_owed(self, relay: StreamRelay) -> None:
-        """Send the trees of the round whose state was announced, unless that was done. Any thread that may wait for the device."""
+        """Send the trees of a round whose state was announced, unless already done.
+
+        Called on any thread that may wait for the device.
+        """
         try:
             waiting = self._owed.popleft()
         except IndexError:
@@ -204,7 +219,7 @@ class InlineRounds:
         self._answer(relay, waiting)
 
     def _release(self) -> None:
-        """Have the device go on without the state that it waits for."""
+        """Let the device continue without the state that it waits for."""
         self._waiting = None
         if self._awaited and self._relay is not None:
             self._awaited = False

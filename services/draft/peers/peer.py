@@ -1,4 +1,4 @@
-"""One session stream of a target in another process, and where its replies go."""
+"""One session stream of a target in another process: its ids, and the outlet for replies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from outrider.services.draft.sessions.session import PeerId
 
 
 class Outlet(Protocol):
-    """Where the replies to one target go. Called on the engine thread; never waits."""
+    """Sends replies to one target. Called on the engine thread; never blocks."""
 
     def send(self, reply: Reply) -> None:
-        """Send a reply; a target that does not read is hung up on."""
+        """Send a reply. The stream of a target that does not read is ended."""
         ...
 
     def end(self) -> None:
@@ -21,7 +21,7 @@ class Outlet(Protocol):
 
 
 class Peer:
-    """One session stream: who is on the other end, and where its replies go."""
+    """One session stream: the ids of the stream and its target, and functions to reply and to end it."""
 
     def __init__(self, peer_id: PeerId, target_id: str, outlet: Outlet) -> None:
         self.id = peer_id

@@ -1,11 +1,15 @@
-"""Rounds on this device for a target in another process: a state comes once a round, trees go back, and the host only looks ahead.
+"""Runs rounds on this device for a target in another process: admits, records, enqueues and ends them.
 
-The engine's `RoundState` is here a copy of the target's, which comes in stream order; `RoundsInlet` says how. What a round chose is told
-after it was read back there, so the sessions lag behind the device as those of the in-process draft do (see `device_rounds`):
+`RoundsDesk` admits one batch of one target at a time, and reports why a batch cannot enter. `PeerRounds`
+runs its rounds. In every round a state arrives and trees are returned, both in stream order; see
+`RoundsInlet`. The engine's `RoundState` is a copy of the target's.
 
-    told 0      in RoundsEnter, what was pending: round 1 extends by it
-    told n      in RoundsNext n + 1 or later: what round n chose; round n + 1 extends by it
-    at leaving  all but what the last round chose, which follows in a commit
+The host learns the tokens of a round only after the target has read them back. So the sessions lag behind the
+device, as those of the in-process draft do (see `device_rounds`):
+
+    RoundsEnter                brings the pending tokens; round 1 extends by them
+    RoundsNext n + 1 or later  brings the tokens that round n chose; round n + 1 extends by them
+    RoundsLeave                brings all other tokens but those of the last round, which follow in a commit
 """
 
 from __future__ import annotations
@@ -33,22 +37,25 @@ from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftShape
 
 MAX_STATE_BYTES = 16 * 1024 * 1024
+"""Largest accepted `RoundState.packed`."""
 WARMING = "warming"
-"""Rows of a prompt are still on their way."""
+"""The reason sent while rows of a prompt are still missing."""
 MAX_SIZES = 64
-"""Sizes of rounds that are kept; each has memory and graphs of its own."""
+"""Number of round sizes that are kept; each has memory and graphs of its own."""
 STATE_LIMIT_S = 2.0
-"""How long this device waits for a target that owes a state, which it puts a pass after the last: longer, and it is stopped."""
+"""Limit of the device's wait for a state. The target sends one as soon as its pass is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Of one size: inputs and outputs of its rounds, which never move.
+    """Inputs and outputs of the rounds of one size, at fixed addresses.
 
     Attributes:
-        state: What came; `blob` is all of it, `number` its header.
-        expected: ``[1] int32``; a state with another number is not of this round, and drafts nothing.
-        trees: What goes.
+        state: The received state.
+        blob: All memory of `state`.
+        number: The round number in the header of `blob`.
+        expected: ``[1] int32``, the current round. A state with another number drafts nothing.
+        trees: The trees to send.
     """
 
     state: RoundState
@@ -59,7 +66,7 @@ class _Buffers:
 
     @classmethod
     def make(cls, message: draft_pb2.RoundsEnter, dtype: torch.dtype, device: torch.device) -> _Buffers:
-        """Make those of a size."""
+        """Allocate the buffers for the size in `message`."""
         state = RoundState.idle(message.batch, message.columns, message.feature_size, dtype, device)
         assert state.packed is not None
         with torch.inference_mode(False):
@@ -72,12 +79,13 @@ class PeerRounds:
     """One composition of rows with one shape, between RoundsEnter and RoundsLeave. Engine thread only.
 
     Args:
-        desk: Whose rounds these are.
-        message: The first.
-        sessions: In the order of its rows; what they were not told yet is in them now.
-        rounds: Of the same sessions.
-        buffers: For states of this size.
-        before: The sessions' prefix hashes before they were told.
+        desk: The desk that runs these rounds.
+        message: The RoundsEnter message.
+        sessions: The sessions, in the order of the message's rows, with the message's tokens already
+            appended.
+        rounds: The rounds on the device, of the same sessions.
+        buffers: Buffers of this size.
+        before: The sessions' prefix hashes before the message's tokens were appended.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class PeerRounds:
         self._num_told = 0
 
     def ready(self, message: draft_pb2.RoundsNext) -> bool:
-        """Make ready for a round; False when there is no room for it."""
+        """Prepare the round that `message` announces; return False if there is no memory for it."""
         self._tell(message.chosen)
         if len(message.committed_upper) != len(self._sessions) or not self._rounds.reserve(
             message.committed_upper
@@ -115,13 +123,14 @@ class PeerRounds:
         return True
 
     def go(self, number: int, inlet: RoundsInlet) -> bool:
-        """Enqueue the round that all is ready for; False if it is another one."""
+        """Enqueue the prepared round; return False if `number` is not that round."""
         message, self._next = self._next, None
         if message is None or message.number != number:
             return False
         buffers = self._buffers
         inlet.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
-        # Behind the wait: while the target is at work on the same GPU a copy would take that from it for longer than the copy itself.
+        # After the wait for the state: if target and draft share a GPU by time-slicing, a copy before it
+        # would cost the target a time-slice.
         self._rounds.write()
         self._desk.graphs.run(self._key, self._round)
         inlet.give(message, buffers.trees.blob)
@@ -130,20 +139,24 @@ class PeerRounds:
         return True
 
     def prepare(self) -> None:
-        """Record the round if it is not recorded yet."""
+        """Record the round unless its graph exists already."""
         if not self._desk.graphs.holds(self._key):
             self._buffers.expected.fill_(-1)  # idle rows: recording runs the round for real
             self._desk.graphs.capture(self._key, self._round)
 
     def drop_forgotten(self, followed: Callable[[Session], bool]) -> None:
-        """Let the rows go idle whose sessions have ended."""
+        """Make the rows of sessions that have ended idle."""
         for row, session in enumerate(self._sessions):
             if session is not None and not followed(session):
                 self._rounds.retire([row])
                 self._sessions[row] = None
 
     def leave(self, chosen: Sequence[draft_pb2.RoundTokens]) -> list[Session]:
-        """End the rounds; the sessions are as if every commit but the last had come. Returns those that cannot be followed any more."""
+        """End the rounds. The sessions are then as if every commit but the last had arrived.
+
+        Returns:
+            The sessions that cannot be continued.
+        """
         self._tell(chosen)
         lost: list[Session] = []
         for row, session in enumerate(self._sessions):
@@ -161,14 +174,14 @@ class PeerRounds:
         return lost
 
     def abandon(self) -> list[Session]:
-        """End the rounds at once; returns the sessions, which have lost rows."""
+        """End the rounds immediately; return their sessions, which lack rows from now on."""
         lost = [session for session in self._sessions if session is not None]
         self._end()
         return lost
 
     @property
     def tried(self) -> bool:
-        """Whether the next round is one that has run before, as a graph if there are graphs."""
+        """True if the next round has run before, as a graph if graphs are enabled."""
         return self._key in self._desk.tried and (
             self._desk.graphs.replays(self._key) or not self._desk.graphs.enabled
         )
@@ -178,9 +191,9 @@ class PeerRounds:
         return (*self._size, self._rounds.key)
 
     def _round(self) -> None:
-        """One round; all that it touches stays where it is."""
+        """Run one round. All its tensors stay at fixed addresses."""
         buffers = self._buffers
-        # A state that did not come in time is one of an earlier round: nothing is stored or drafted for it.
+        # A state that did not arrive in time is one of an earlier round: store and draft nothing for it.
         admit_counts(buffers.number, buffers.expected, buffers.state.counts)
         trees, out = self._rounds.draft(buffers.state), buffers.trees
         pack_trees(trees.num_nodes, trees.tokens, trees.parents, out.num_nodes, out.tokens, out.parents)
@@ -198,14 +211,15 @@ class PeerRounds:
 
 
 class RoundsDesk:
-    """The rounds of one draft with targets elsewhere: one batch of one target at a time. Engine thread only.
+    """Admits and runs the rounds of remote targets: one batch of one target at a time. Engine thread only.
 
-    While a stream awaits a target's state nothing else runs on it, so a second target ends them, and both go the host's way.
+    While a CUDA stream waits for a target's state, nothing else runs on it. So a second target ends the
+    rounds, and both targets then run through the host.
 
     Args:
-        engine: The sessions, and what drafts.
-        device: Where.
-        now: Monotonic seconds.
+        engine: The sessions and the drafting strategy.
+        device: Device of the rounds.
+        now: Returns monotonic seconds.
     """
 
     def __init__(
@@ -223,16 +237,19 @@ class RoundsDesk:
 
     @property
     def peer(self) -> PeerId | None:
-        """Whose rounds are on the device now."""
+        """The target whose rounds are on the device now, or None."""
         return self._peer
 
     def has_served(self, message: draft_pb2.RoundsEnter) -> bool:
-        """Whether rounds of this size, and of sequences about as long, have begun before: to begin others takes no time. Any thread."""
+        """True if rounds of this size, and of sequences about as long, have begun before.
+
+        Beginning others like them then takes no time. Any thread may call this.
+        """
         return (_kind(message), _length_class(message)) in self._served
 
     @torch.inference_mode()
     def enter(self, peer: PeerId, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> str:
-        """Start rounds; returns why that cannot be, or an empty string."""
+        """Start rounds. Return an empty string, or the reason why they cannot start."""
         rounds = self._engine.strategy.rounds
         if rounds is None:
             return "no_rounds"
@@ -270,7 +287,10 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def record(self, message: draft_pb2.RoundsEnter) -> None:
-        """Record rounds of a size that a target may ask for, so that it need not wait then; nothing happens if there can be none."""
+        """Record rounds of a size in advance, so that a target that enters them need not wait.
+
+        Does nothing if such rounds cannot run here, or while other rounds run.
+        """
         rounds = self._engine.strategy.rounds
         shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
         if (
@@ -286,7 +306,7 @@ class RoundsDesk:
         ).prepare()
 
     def warming(self, peer: PeerId, message: draft_pb2.RoundsEnter) -> bool:
-        """Whether rows of sessions are still on their way; not, if one of them is not followed."""
+        """True if rows of these sessions have not arrived yet. False if a session is unknown."""
         found = [self._engine.sessions.get(peer, row.fence.session_id) for row in message.rows]
         return None not in found and not all(
             self._engine.sessions.complete(session) for session in found if session is not None
@@ -294,8 +314,11 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def run(self, peer: PeerId, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
-        """Enqueue the next round, or make ready for it if its state comes later; False when there are no such rounds, or they have come to
-        an end."""
+        """Enqueue the next round, or prepare it if its state arrives later.
+
+        Returns:
+            False if there are no such rounds, or if they have ended.
+        """
         self._engine.touch(peer)
         rounds = self._current(peer, message.rounds)
         if rounds is None:
@@ -312,7 +335,7 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def go(self, peer: PeerId, message: draft_pb2.RoundState, inlet: RoundsInlet) -> bool:
-        """Enqueue the round whose state has come; False when it is not the one that was made ready."""
+        """Enqueue the prepared round whose state has arrived; return False if another round is prepared."""
         rounds = self._current(peer, message.rounds)
         if rounds is None:
             return False
@@ -323,7 +346,7 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def leave(self, peer: PeerId, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
-        """End rounds in order; nothing happens if they have ended."""
+        """End rounds regularly. Does nothing if they have ended already."""
         rounds = self._current(peer, message.rounds)
         if rounds is not None:
             rounds.drop_forgotten(self._followed)
@@ -332,7 +355,7 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def abandon(self, peer: PeerId) -> None:
-        """End the rounds of a target at once: its sessions, which miss rows, are forgotten, and it opens them again."""
+        """End a target's rounds immediately. Its sessions lack rows and are forgotten; it reopens them."""
         if self._rounds is not None and self._peer == peer:
             rounds, self._rounds, self._peer = self._rounds, None, None
             rounds.drop_forgotten(self._followed)
@@ -353,7 +376,7 @@ class RoundsDesk:
             self._engine.sessions.lose(session)
 
     def _continues(self, session: Session, row: draft_pb2.Commit, columns: int) -> bool:
-        """Whether a row goes on exactly where its session is."""
+        """True if a row continues exactly where its session stands."""
         fence, fresh = row.fence, row.token_ids
         limits = self._engine.sessions.limits
         return (
@@ -375,7 +398,7 @@ class RoundsDesk:
         return session.lease is not None and memory.reserve(session.lease, needed)
 
     def _serves(self, message: draft_pb2.RoundsEnter, shape: DraftShape, rounds: DeviceGrowth) -> bool:
-        """Whether rounds of this size can be run here at all."""
+        """True if rounds of this size can run here at all."""
         engine = self._engine
         if not shape.drafts or not engine.sessions.allows(shape):
             return False
@@ -401,7 +424,7 @@ def _kind(message: draft_pb2.RoundsEnter) -> tuple[int, int, int, int, int]:
 
 
 def _length_class(message: draft_pb2.RoundsEnter) -> int:
-    """Return what sequences of similar lengths share; longer ones may need wider page tables, for which rounds are recorded anew."""
+    """Return a class of similar sequence lengths. A higher class may need wider tables and other graphs."""
     return max((row.fence.committed_len for row in message.rows), default=0).bit_length()
 
 
@@ -410,7 +433,7 @@ def _size(message: draft_pb2.RoundsEnter) -> tuple[int, int, int]:
 
 
 def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
-    """Add what the first round extends by; its features come with the first state."""
+    """Append the tokens by which the first round extends; their features arrive with the first state."""
     session.ask = None
     session.tokens.extend(row.token_ids)
     session.prefix_hash = row.fence.prefix_hash
@@ -419,7 +442,7 @@ def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
 
 
 def _load_sampling(state: RoundState, sessions: Sequence[Session]) -> None:
-    """Fill what a state does not carry from round to round."""
+    """Fill the fields of a state that do not change from round to round."""
     signed = [signed_seed(session.seed) for session in sessions]
     for field, values in (
         (state.temperature, [session.temperature for session in sessions]),
@@ -427,5 +450,5 @@ def _load_sampling(state: RoundState, sessions: Sequence[Session]) -> None:
         (state.choices, [session.choice_index for session in sessions]),
     ):
         host = torch.tensor(values, dtype=field.dtype)
-        # From pinned memory, or the host would wait here for the prompts' passes.
+        # Pinned, because a copy from pageable memory would block the host until the prompts' passes are over.
         field[: len(sessions)].copy_(host.pin_memory() if field.is_cuda else host, non_blocking=True)

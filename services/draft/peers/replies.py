@@ -1,4 +1,7 @@
-"""What the draft says on a session stream, before it becomes messages."""
+"""The replies of the draft on a session stream, before they are converted to protobuf, and tree frames.
+
+`frames_of` copies finished trees to the host and groups them into one frame per target and round.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from outrider.shared.spec.tree import DraftBatch
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session was taken up; `have_len` feature rows of it are held already."""
+    """A session was opened; `have_len` of its feature rows are already stored."""
 
     session_id: int
     epoch: int
@@ -25,7 +28,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class NeedResync:
-    """The target must open the session again at the next epoch."""
+    """The target must open the session again, at the next epoch."""
 
     session_id: int
     epoch: int
@@ -34,7 +37,7 @@ class NeedResync:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """There is no room for the session now."""
+    """The session was refused or dropped; the target may retry after a delay."""
 
     session_id: int
     reason: str
@@ -43,7 +46,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Pong:
-    """A sign of life; `load` = sessions / most sessions."""
+    """The reply to a ping; `load` is the number of sessions divided by the maximum."""
 
     nonce: int
     load: float
@@ -51,7 +54,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class RoundsEntered:
-    """Whether rounds on the device have begun; an empty reason says so."""
+    """The answer to RoundsEnter: an empty reason means that rounds on the device have begun."""
 
     rounds: int
     reason: str
@@ -59,7 +62,7 @@ class RoundsEntered:
 
 @dataclass(frozen=True, slots=True)
 class RoundsEnded:
-    """The target shall leave its rounds on the device."""
+    """Asks the target to leave its rounds on the device."""
 
     rounds: int
     reason: str
@@ -67,25 +70,25 @@ class RoundsEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrees:
-    """The trees of a round on the device, as a blob; empty when there are none."""
+    """The trees of a round on the device, as a blob; empty if there are none."""
 
     rounds: int
     number: int
     trees: bytes
     envelope: Envelope | None = field(default=None, compare=False)
-    """What surrounds the trees on the wire, where that was encoded ahead."""
+    """The encoded message around the trees, if it was prepared in advance."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTaken:
-    """The state of a round that was announced is with the device; `then` is called once this is on its way."""
+    """An announced state has reached the device. `then` is called once this reply is being sent."""
 
     then: Callable[[], None] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class SentTree:
-    """The tree of one session without its root."""
+    """The tree of one session, without its root."""
 
     fence: Fence
     token_ids: list[int]
@@ -95,7 +98,7 @@ class SentTree:
 
 @dataclass(frozen=True, slots=True)
 class TreeFrame:
-    """All trees of one round for one target."""
+    """The trees of one round for one target."""
 
     round: int
     draft_ms: float
@@ -108,7 +111,7 @@ Reply = (
 
 
 def frames_of(proposals: Sequence[ProposedTrees], draft_ms: float) -> dict[PeerId, list[TreeFrame]]:
-    """Return the frames to send, one per peer and round; the only place that waits for the device to hand over the trees."""
+    """Return the frames to send, one per peer and round. Blocks until the device has finished the trees."""
     frames: dict[tuple[PeerId, int], TreeFrame] = {}
     for proposal in proposals:
         counts, tokens, parents, logprobs = _on_host(proposal.trees)
@@ -125,7 +128,7 @@ def frames_of(proposals: Sequence[ProposedTrees], draft_ms: float) -> dict[PeerI
 
 
 def _on_host(trees: DraftBatch) -> tuple[list[int], list[list[int]], list[list[int]], list[list[float]]]:
-    """Return num_nodes, tokens, parents and log-probs; from a GPU in one copy, as each waits for the device."""
+    """Return num_nodes, tokens, parents and log-probs, copied from a GPU in one blocking copy."""
     parts = [trees.num_nodes[:, None], trees.tokens, trees.parents]
     if trees.logprobs is not None:
         parts.append(trees.logprobs.view(torch.int32))

@@ -1,4 +1,7 @@
-"""The seam between a draft's rounds for targets elsewhere and what carries their states and trees."""
+"""The interface through which rounds for remote targets receive their states and send their trees.
+
+It is implemented by messages (`inline_rounds`) and by a mailbox on one host (`serving.ipc`).
+"""
 
 from __future__ import annotations
 
@@ -10,40 +13,49 @@ from outrider.draft.v1 import draft_pb2
 
 
 class RoundsInlet(Protocol):
-    """How states come and trees go. `broken`: a state did not come; the target is gone, or stopped."""
+    """Receives the states of rounds and sends their trees."""
 
     @property
     def broken(self) -> bool:
-        """See above."""
+        """True if a state did not arrive in time: the target is gone or has stopped."""
         ...
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        """Whether the round is enqueued before its state has come, or by the message that brings it.
+        """Return whether the round is enqueued before its state arrives, instead of on the state's arrival.
 
         Args:
-            message: Of the round.
-            tried: This very round has run before: enqueuing it does not make the host wait for the device.
+            message: The message that announces the round.
+            tried: True if this very round has run before, so that enqueuing it cannot block the host.
         """
         ...
 
     def take(
         self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
     ) -> None:
-        """Have the state of a round come into ``blob [n] uint8``, in stream order; ``expected [1] int32`` becomes its number."""
+        """Receive a round's state into ``blob [n] uint8``, in stream order.
+
+        ``expected [1] int32`` is set to the round's number.
+
+        Args:
+            message: The message that announces the round.
+            blob: Memory of the state.
+            expected: Number of the round, on the device.
+            limit_s: Limit of the device's wait for the state.
+        """
         ...
 
     def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
-        """Hand the trees of a round over, ``blob [n] uint8``, in stream order."""
+        """Send the trees of a round, ``blob [n] uint8``, in stream order."""
         ...
 
     def skip(self, rounds: int, number: int) -> None:
-        """Say that no trees come for a round, in stream order."""
+        """Report, in stream order, that a round returns no trees."""
         ...
 
     def mend(self) -> bool:
-        """Start over after `broken`; False while what was ended is not over yet."""
+        """Start over after `broken`; return False while the old rounds have not ended yet."""
         ...
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        """Whether blobs of these sizes can travel."""
+        """True if blobs of these sizes can be transferred."""
         ...

@@ -1,1 +1,1 @@
-"""Receives messages from targets and turns them into commands for the draft engine."""
+"""Receives messages from targets over gRPC or unix sockets, and turns them into draft engine commands."""

@@ -1,4 +1,7 @@
-"""Protobuf ↔ what the engine speaks. Nothing beyond the servicer sees a message."""
+"""Converts protobuf messages to and from the engine's types, and checks Hello messages and feature tensors.
+
+Only the servicer, the sockets and `protocol` handle protobuf messages; the engine does not.
+"""
 
 from __future__ import annotations
 
@@ -36,21 +39,21 @@ WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
 
 @dataclass(frozen=True, slots=True)
 class CommitMessage:
-    """One commit of a frame, and the tree that it asks for."""
+    """One commit of a frame, with the tree that the target asks for (None = none)."""
 
     commit: Commit
     ask: Ask | None
 
 
 def target_info(hello: draft_pb2.Hello) -> TargetInfo:
-    """Check a Hello.
+    """Check a Hello message and return the target's properties.
 
     Raises:
-        ProtocolError: of another protocol version, or without an id.
+        ProtocolError: The protocol version differs, or the target id is missing.
     """
     check_version(hello.protocol_version, Side.TARGET)
     if not hello.target_id:
-        raise ProtocolError("A target must name itself in its Hello.", field="target_id")
+        raise ProtocolError("Hello must contain a target_id.", field="target_id")
     sizes = (hello.vocab_size, hello.hidden_size, hello.num_layers)
     return TargetInfo(
         hello.target_id, hello.target_fingerprint, *sizes, hello.model_type, hello.tokenizer_fingerprint
@@ -65,7 +68,7 @@ def hello_ack(
     max_sessions: int,
     max_shape: DraftShape,
 ) -> draft_pb2.HelloAck:
-    """Describe the draft. Without a `spec` (nobody said hello yet) the layers and the projector are left out."""
+    """Describe the draft to a target. Without a `spec` (no Hello yet), layers and projector are left out."""
     ack = draft_pb2.HelloAck(
         protocol_version=PROTOCOL_VERSION,
         head_fingerprint=info.fingerprint,
@@ -88,12 +91,12 @@ def hello_ack(
 
 
 def fence_from(message: draft_pb2.Fence) -> Fence:
-    """Convert a fence."""
+    """Convert a fence from protobuf."""
     return Fence(message.session_id, message.epoch, message.committed_len, message.prefix_hash)
 
 
 def fence_to(fence: Fence) -> draft_pb2.Fence:
-    """Convert a fence."""
+    """Convert a fence to protobuf."""
     return draft_pb2.Fence(
         session_id=fence.session_id,
         epoch=fence.epoch,
@@ -103,7 +106,7 @@ def fence_to(fence: Fence) -> draft_pb2.Fence:
 
 
 def opening_from(message: draft_pb2.Open) -> SequenceOpen:
-    """Convert an Open."""
+    """Convert an Open message."""
     return SequenceOpen(
         fence_from(message.fence),
         list(message.token_ids),
@@ -116,16 +119,16 @@ def opening_from(message: draft_pb2.Open) -> SequenceOpen:
 def commits_from(
     frame: draft_pb2.TargetFrame, feature_size: int, received_s: float, tensors: TensorReader
 ) -> Iterator[CommitMessage]:
-    """Convert a frame's commits. Their feature rows are views of one tensor.
+    """Convert the commits of a frame. Their feature rows are views of one tensor.
 
     Args:
         frame: The frame.
         feature_size: Width of a feature row.
-        received_s: When it arrived, monotonic.
-        tensors: Reads the rows of this carrier.
+        received_s: Arrival time of the frame, monotonic seconds.
+        tensors: Reads tensors of this transport.
 
     Raises:
-        ProtocolError: the feature tensor is malformed, or a commit points outside of it.
+        ProtocolError: The feature tensor is malformed, or a commit refers to rows outside of it.
     """
     rows = None
     if frame.HasField("features"):
@@ -137,7 +140,8 @@ def commits_from(
             if rows is None or stop > rows.shape[0]:
                 held = 0 if rows is None else rows.shape[0]
                 raise ProtocolError(
-                    f"commit of session {message.fence.session_id}: feature rows up to {stop}, the frame holds {held}.",
+                    f"The commit of session {message.fence.session_id} refers to feature rows up to {stop}, "
+                    f"but the frame has {held}.",
                     field="commit.feature_row",
                 )
             features = rows[message.feature_row : stop]
@@ -151,7 +155,7 @@ def commits_from(
 
 
 def reply_to(reply: Reply) -> draft_pb2.SessionReply:
-    """Return a reply as a message."""
+    """Convert a reply to protobuf."""
     match reply:
         case Opened():
             ack = draft_pb2.OpenAck(session_id=reply.session_id, epoch=reply.epoch, have_len=reply.have_len)

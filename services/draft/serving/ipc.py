@@ -1,4 +1,8 @@
-"""The colocated face of the draft: the same messages as over gRPC, on unix sockets; the engine thread reads and answers sessions itself."""
+"""The unix-socket server of the draft for targets on the same host, as an alternative to gRPC.
+
+It carries the same messages as gRPC in frames, and tensors through shared-memory mailboxes. The engine thread
+itself reads and answers session streams, so no message waits for a thread switch.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,12 @@ import torch
 from google.protobuf.message import DecodeError
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.draft.peers.peer import Peer
+from outrider.services.draft.peers.peer import Outlet, Peer
 from outrider.services.draft.peers.replies import Pong, Reply
+from outrider.services.draft.peers.rounds_inlet import RoundsInlet
 from outrider.services.draft.serving.convert import reply_to
 from outrider.services.draft.serving.protocol import DraftProtocol
+from outrider.services.draft.serving.wakeup import Source
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.convert import error_to_proto
@@ -27,7 +33,7 @@ from outrider.shared.rpc.tensors import InlineTensors
 
 FIRST_FRAME_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 360.0
-"""Between Hello and the mailboxes the target may lend weights, and the draft warms up when it has them."""
+"""Limit from Hello to the mailbox offer; meanwhile the target may lend weights and the draft warm up."""
 IDLE_S = 3600.0
 MAX_CONNECTIONS = 128
 JOIN_S = 5.0
@@ -38,14 +44,14 @@ log = get_logger("outrider.draft")
 
 
 class IpcServer:
-    """Accepts targets of this host and user. Use `start`, then `stop`.
+    """Accepts connections from targets of the same host and user. Call `start`, then `stop`.
 
     Args:
-        path: Of the socket.
-        protocol: What messages do.
+        path: Path of the unix socket.
+        protocol: Handles the messages.
 
     Raises:
-        ConfigurationError: the path cannot be listened on.
+        ConfigurationError: The path cannot be listened on.
     """
 
     def __init__(self, path: str, protocol: DraftProtocol) -> None:
@@ -57,11 +63,11 @@ class IpcServer:
         self._thread = threading.Thread(target=self._accept, name="draft-ipc", daemon=True)
 
     def start(self) -> None:
-        """Accept targets."""
+        """Start accepting connections."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Hang up on everyone and remove the socket's file."""
+        """Close every connection and remove the socket file."""
         self._listener.close()
         with self._lock:
             sockets = list(self._sockets)
@@ -78,13 +84,13 @@ class IpcServer:
                 if not full:
                     self._sockets.add(frames)
             if full:
-                log.warning("refused a connection: too many", most=MAX_CONNECTIONS)
+                log.warning("refused a connection: too many are open", most=MAX_CONNECTIONS)
                 frames.close()
                 continue
             threading.Thread(target=self._serve, args=(frames,), name="draft-ipc-peer", daemon=True).start()
 
     def _serve(self, frames: FrameSocket) -> None:
-        """Follow one connection; a session stream goes over to the engine thread, a bulk stream stays on this one."""
+        """Serve one connection. Session streams move to the engine thread; bulk streams stay here."""
         try:
             kind, payload = _expect(frames, FIRST_FRAME_TIMEOUT_S, FrameKind.HELLO, FrameKind.BULK_HELLO)
             if kind is FrameKind.HELLO:
@@ -109,7 +115,8 @@ class IpcServer:
                 files = frames.take_files(3 if offer.HasField("rounds") else 2)
                 answer, mapped = acknowledge(offer, files, self._protocol.device)
                 if mapped is not None:
-                    self._follow(hello.target_id, session, peer, mapped)  # before the target goes on
+                    # The engine thread must read the stream before the answer lets the target continue.
+                    self._follow(hello.target_id, session, peer, mapped)
                 frames.send(FrameKind.MAILBOX, answer.SerializeToString())
                 log.info(
                     "mailbox",
@@ -128,11 +135,11 @@ class IpcServer:
         self._protocol.loop.call(lambda: session.begin(peer, mapped))
 
     def _bulk(self, frames: FrameSocket, target_id: str) -> None:
-        """Take a target's pings until it hangs up."""
+        """Read a target's pings until it closes the connection."""
         with self._lock:
             following = self._following.get(target_id)
             if following is None:
-                raise EndOfStream("the target's session stream has ended, or never was")
+                raise EndOfStream("the target has no open session stream")
             session, peer, mapped = following
             session.bulk = frames
         try:
@@ -142,11 +149,15 @@ class IpcServer:
                     continue
                 kind, payload = received
                 if kind is not FrameKind.SESSION:
-                    raise ProtocolError(f"A frame of kind {kind.name} on a bulk stream.", field="frame")
+                    raise ProtocolError(
+                        f"Unexpected frame of kind {kind.name} on a bulk stream.", field="frame"
+                    )
                 self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), INLINE)
         finally:
             if mapped.rounds is not None:
-                mapped.rounds.close()  # from this thread: the engine's may be waiting for a stream that waits for this target
+                # Closed on this thread: the engine thread may be waiting for a CUDA stream that waits for
+                # this target.
+                mapped.rounds.close()
             self._protocol.loop.submit(session.end)
 
     def _left(self, target_id: str, session: IpcSession) -> None:
@@ -162,13 +173,13 @@ class IpcServer:
         frames.close()
 
 
-class IpcSession:
-    """A session stream: `Source` and `Outlet` of the engine thread, which is the only one that uses it after `begin`.
+class IpcSession(Source, Outlet):
+    """The session stream of one target, read and written by the engine thread only, once `begin` was called.
 
     Args:
-        protocol: What messages do.
-        frames: Of the target.
-        left: Told of this session when it has ended.
+        protocol: Handles the messages.
+        frames: The connection to the target.
+        left: Called with this session when it has ended.
     """
 
     def __init__(
@@ -183,16 +194,14 @@ class IpcSession:
         self._ended = False
 
     def fileno(self) -> int:
-        """See `Source.fileno`."""
         return self.frames.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """See `Source.has_unsent`."""
         return self.frames.has_unsent
 
     def begin(self, peer: Peer, mapped: Mapped) -> None:
-        """Read the stream from now on; on the engine thread."""
+        """Start reading the stream. Called on the engine thread."""
         self._begun = peer, mapped
         self._inlet = None if mapped.rounds is None else IpcRoundsInlet(mapped.rounds)
         if self._ended:
@@ -201,15 +210,16 @@ class IpcSession:
             self._protocol.loop.listen(self)
 
     def ready(self) -> None:
-        """See `Source.ready`."""
-        assert self._begun, "read before it has begun"
+        assert self._begun, "the session has not begun"
         peer, mapped = self._begun
         try:
             self.frames.flush()
             while (received := self.frames.receive()) is not None:
                 kind, payload = received
                 if kind is not FrameKind.SESSION:
-                    raise ProtocolError(f"A frame of kind {kind.name} on a session stream.", field="frame")
+                    raise ProtocolError(
+                        f"Unexpected frame of kind {kind.name} on a session stream.", field="frame"
+                    )
                 request = draft_pb2.SessionRequest.FromString(payload)
                 self._protocol.take(
                     peer, request, mapped.bulk if request.HasField("rows") else mapped.session, self._inlet
@@ -221,7 +231,7 @@ class IpcSession:
             self.end()
 
     def send(self, reply: Reply) -> None:
-        """See `Outlet.send`. Signs of life go to the thread of the target that listens all the time: the bulk stream's."""
+        """Send a reply. Pongs use the bulk stream, which a thread of the target reads all the time."""
         frames = self.bulk if isinstance(reply, Pong) else self.frames
         if frames is None or self._ended:
             return
@@ -231,7 +241,6 @@ class IpcSession:
             self.end()
 
     def end(self) -> None:
-        """See `Outlet.end`."""
         if self._ended:
             return
         self._ended = True
@@ -239,15 +248,12 @@ class IpcSession:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._left(self)  # from here on no bulk stream joins
+        self._left(self)  # from here on no bulk stream can join
         if self.bulk is not None:
             self.bulk.close()
         if self._begun is not None:
-            (peer, mapped), self._begun, self._inlet = (
-                self._begun,
-                None,
-                None,
-            )  # the peer has this session: nothing keeps the mailboxes
+            # The peer refers to this session. Without this, the cycle would keep the mailboxes alive.
+            (peer, mapped), self._begun, self._inlet = self._begun, None, None
             self._protocol.leave(peer)
             if mapped.rounds is not None:
                 mapped.rounds.close()
@@ -255,62 +261,58 @@ class IpcSession:
             mapped.bulk.close()
 
 
-class IpcRoundsInlet:
-    """`RoundsInlet` through a mailbox."""
+class IpcRoundsInlet(RoundsInlet):
+    """Transfers states and trees of rounds through a shared-memory mailbox."""
 
     def __init__(self, mailbox: BlobMailbox) -> None:
         self._mailbox = mailbox
 
     @property
     def broken(self) -> bool:
-        """See `RoundsInlet.broken`."""
         return self._mailbox.broken
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        """See `RoundsInlet.goes_ahead`: the state comes without this host."""
-        return True
+        return True  # the state reaches the device without this host
 
     def take(
         self, message: draft_pb2.RoundsNext, blob: torch.Tensor, expected: torch.Tensor, limit_s: float
     ) -> None:
-        """See `RoundsInlet.take`."""
         self._mailbox.receive(message.number, blob, expected, limit_s)
 
     def give(self, message: draft_pb2.RoundsNext, blob: torch.Tensor) -> None:
-        """See `RoundsInlet.give`."""
         self._mailbox.send(message.number, blob)
 
     def skip(self, rounds: int, number: int) -> None:
-        """See `RoundsInlet.skip`."""
         self._mailbox.skip(number)
 
     def mend(self) -> bool:
-        """See `RoundsInlet.mend`."""
         return self._mailbox.mend() and not self._mailbox.broken
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        """See `RoundsInlet.fits`."""
         layout = self._mailbox.layout
         return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
 
 
 def _expect(frames: FrameSocket, timeout_s: float, *kinds: FrameKind) -> tuple[FrameKind, bytes]:
-    """Return the next frame of a handshake, which must be of one of `kinds`."""
+    """Receive the next frame of a handshake, which must be of one of `kinds`."""
     received = frames.receive(timeout_s)
     if received is None:
-        raise EndOfStream("the target said nothing")
+        raise EndOfStream("the target sent nothing in time")
     if received[0] not in kinds:
         raise ProtocolError(
-            f"A frame of kind {received[0].name}, expected {' or '.join(kind.name for kind in kinds)}.",
+            f"Unexpected frame of kind {received[0].name}; "
+            f"expected {' or '.join(kind.name for kind in kinds)}.",
             field="frame",
         )
     return received
 
 
 def _last_words(frames: FrameSocket, error: Exception) -> None:
-    """Say why the stream is ended here."""
+    """Send the target the error that ends its stream, and log it."""
     mapped = as_outrider_error(
-        ProtocolError("A message does not parse.", field="frame") if isinstance(error, DecodeError) else error
+        ProtocolError("The message cannot be parsed.", field="frame")
+        if isinstance(error, DecodeError)
+        else error
     )
     log.warning("hung up on a target", reason=mapped.message)
     with contextlib.suppress(EndOfStream):

@@ -1,8 +1,11 @@
-"""What runs on the engine thread of the draft service: what its own streams sent, commands of other threads, then drafting.
+"""The loop of the draft's engine thread: reads its sockets, runs commands of other threads, then drafts.
 
-Streams of other threads (gRPC) submit commands; what is urgent and short, as a round on the device is, they run themselves while the engine
-thread has nothing to do. Streams of this host are `Source`s that the engine thread itself reads. For every thread that a message passes
-through costs more than the message.
+It also expires sessions of silent targets, runs low-priority work while no session is open, and lets a
+receiving thread run short urgent commands itself (`run_here`).
+
+Streams of this host are `Source`s, which the engine thread reads itself. Threads of other streams (gRPC)
+submit commands. A short urgent command, such as a round on the device, runs on the thread that received it
+while the engine thread is idle, because a switch of threads costs more than the message itself.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from outrider.services.draft.peers.replies import Rejected, Reply, frames_of
 from outrider.services.draft.serving.wakeup import Source, SourceWakeUp
 from outrider.services.draft.sessions.session import PeerId
 from outrider.shared.base.errors import UnavailableError
-from outrider.shared.engine.loop import EngineThread
+from outrider.shared.engine.loop import EngineThread, Steppable
 from outrider.shared.obs.logging import get_logger
 
 log = get_logger("outrider.draft")
@@ -29,13 +32,14 @@ log = get_logger("outrider.draft")
 T = TypeVar("T")
 
 EXPIRY_PERIOD_S = 0.5
+"""Period of the checks for silent targets, and of `DraftLoop.tick` functions."""
 
 
-class DraftLoop:
-    """Drives the engine: `Steppable` of an `EngineThread`.
+class DraftLoop(Steppable):
+    """Drives a draft engine on its own thread.
 
     Args:
-        engine: The engine; from `start` on it belongs to the loop's thread.
+        engine: The engine. After `start`, only the loop may use it.
     """
 
     def __init__(self, engine: DraftEngine) -> None:
@@ -56,7 +60,7 @@ class DraftLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the engine thread, then every stream; all sessions are freed."""
+        """Stop the engine thread, then end every stream and free all sessions."""
         self._stopped = True
         self._thread.stop()
         for peer in list(self._peers.values()):
@@ -65,25 +69,28 @@ class DraftLoop:
         self._wake_up.close()
 
     def submit(self, command: Callable[[], object]) -> None:
-        """Have `command` run on the engine thread, in the order of submission. Any thread may call this."""
+        """Queue `command` for the engine thread; commands run in order. Any thread may call this."""
         self._commands.append(command)
         self._thread.wake()
 
     def later(self, command: Callable[[], object]) -> None:
-        """Have `command` run when there is nothing else to do and nobody is followed, which may never be; called on the engine thread."""
+        """Queue `command` for a time when there is no other work and no session is open.
+
+        That time may never come. Called on the engine thread.
+        """
         self._later.append(command)
 
     def run_here(self, command: Callable[[], object]) -> None:
-        """Run `command` on the caller's thread, instead of the engine's, if that has nothing to do now; else submit it.
+        """Run `command` on the caller's thread if the engine thread is idle; otherwise submit it.
 
-        For what is urgent and short: it takes a thread that sleeps longer to wake up than to do it.
+        For short urgent commands: waking a sleeping thread takes longer than running them.
         """
         if self._turn.acquire(blocking=False):
             try:
                 if not self._commands:
                     try:
                         command()
-                    except Exception as error:  # as the engine's thread would
+                    except Exception as error:  # handled as on the engine thread
                         log.exception("an engine step failed")
                         self._give_up(error)
                     return
@@ -92,9 +99,9 @@ class DraftLoop:
         self.submit(command)
 
     def advance(self) -> None:
-        """Take in now the rows that wait, which the next step would do; only within a command, on whatever thread that runs.
+        """Extend sessions by waiting rows now, instead of at the next step. Only called within a command.
 
-        Where a tree is asked for, which that thread would have to wait for, the engine thread does it.
+        If a tree is requested, the engine thread is woken to do it: the caller would have to wait for it.
         """
         if self.engine.sessions.ready():
             self._thread.wake()
@@ -102,15 +109,24 @@ class DraftLoop:
             self._draft()
 
     def stay_awake(self, seconds: float) -> None:
-        """Have the engine thread not sleep for so long, where it reads streams itself and there are cores for that; within a command."""
+        """Make the engine thread busy-poll for this many seconds instead of sleeping.
+
+        Only called within a command. Without effect if the thread reads no sockets, or on a machine with
+        few cores.
+        """
         self._wake_up.stay_awake(seconds)
 
     def tick(self, function: Callable[[], None]) -> None:
-        """Have the engine thread call `function` now and then."""
+        """Call `function` on the engine thread once per `EXPIRY_PERIOD_S`."""
         self._ticks.append(function)
 
     def call(self, function: Callable[[], T], timeout_s: float = 30.0) -> T:
-        """Run `function` on the engine thread and return its result, or raise what it raised."""
+        """Run `function` on the engine thread; return its result, or raise its exception.
+
+        Raises:
+            UnavailableError: The loop was stopped.
+            TimeoutError: There is no result after `timeout_s` seconds.
+        """
         if self._stopped:
             raise UnavailableError("The draft is shutting down.", retry_after_s=1.0)
         future: Future[T] = Future()
@@ -125,15 +141,15 @@ class DraftLoop:
         return future.result(timeout_s)
 
     def listen(self, source: Source) -> None:
-        """Read `source` on the engine thread from now on; called there."""
+        """Read `source` on the engine thread from now on. Called on the engine thread."""
         self._wake_up.add(source)
 
     def unlisten(self, source: Source) -> None:
-        """Read `source` no more; called on the engine thread before it is closed, more than once if need be."""
+        """Stop reading `source`. Called on the engine thread before the source is closed; may be repeated."""
         self._wake_up.remove(source)
 
     def join(self, target_id: str, outlet: Outlet) -> Peer:
-        """Register a session stream; called on the engine thread. An older stream of the same target is ended."""
+        """Register a session stream and end older ones of the same target. Called on the engine thread."""
         for old in [peer for peer in self._peers.values() if peer.target_id == target_id]:
             old.end()
             self.leave(old)
@@ -143,23 +159,22 @@ class DraftLoop:
         return peer
 
     def leave(self, peer: Peer) -> None:
-        """Forget a session stream and free its sessions; called on the engine thread, more than once if need be."""
+        """Forget a session stream and free its sessions. Called on the engine thread; may be repeated."""
         if self._peers.pop(peer.id, None) is not None:
             dropped = self.engine.drop_peer(peer.id)
             log.info("target left", target_id=peer.target_id, sessions=dropped)
 
     def peer_of(self, target_id: str) -> Peer | None:
-        """Return the stream of a target; called on the engine thread."""
+        """Return the session stream of a target, or None. Called on the engine thread."""
         return next((peer for peer in self._peers.values() if peer.target_id == target_id), None)
 
     def has_work(self) -> bool:
-        """See `Steppable.has_work`."""
         with self._turn:
             due = self._wake_up.ready() or bool(self._commands) or time.monotonic() >= self._expire_at_s
             return due or self._idles() or self.engine.has_work()
 
     def step(self) -> None:
-        """See `Steppable.step`: what arrived, then trees for all who asked, or one chunk of a prompt."""
+        """Run pending commands, then grow the requested trees or extend one chunk of a prompt."""
         with self._turn:
             self._wake_up.read()
             while self._commands:
@@ -172,16 +187,15 @@ class DraftLoop:
                 self._later.popleft()()
 
     def next_wakeup(self) -> float | None:
-        """See `Steppable.next_wakeup`."""
         return self._expire_at_s
 
     def step_failed(self, error: Exception) -> None:
-        """See `Steppable.step_failed`: the sessions in hand are forgotten; their targets open them again."""
+        """Forget the sessions that the failed step worked on; their targets open them again."""
         with self._turn:
             self._give_up(error)
 
     def _idles(self) -> bool:
-        """Whether there is work for idle times, and this is one."""
+        """True if `later` commands are queued and no session is open."""
         return bool(self._later) and not len(self.engine.sessions)
 
     def _give_up(self, error: Exception) -> None:

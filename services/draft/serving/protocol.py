@@ -1,4 +1,9 @@
-"""The draft protocol: what each message of a target does. Carriers (gRPC streams, sockets of this host) bring the messages."""
+"""The draft protocol: dispatches each message of a target to the engine or its rounds, and sends replies.
+
+This includes the checks of Hello (tokenizer, lender of borrowed tensors), rounds that wait for the rows of
+their prompts, and the choice of the thread that runs a command. Transports (gRPC, unix sockets) only deliver
+messages.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +46,22 @@ from outrider.shared.spec.drafter import SequenceOpen
 log = get_logger("outrider.draft")
 
 PREFILL_S = 0.03
-"""From Open to the prompt's rows, where the prompt is short: a thread that sleeps would wake up late, and the target waits for it then."""
+"""How long the engine thread busy-polls after Open for the rows of a short prompt.
+
+A sleeping thread would wake up late, and the target would wait for it.
+"""
 BEGINNING_S = 0.005
-"""From these rows to the first round."""
+"""How long the engine thread busy-polls after those rows for the first round."""
 PASS_ROWS = 512
-"""So many rows of a prompt are worth a pass before the others have come."""
+"""Rows of a prompt that justify a pass of their own before the remaining rows have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Rounds of a target that begin when all rows are there; if it has `left` since, it is only told."""
+    """Rounds that begin when all rows of their prompts have arrived.
+
+    If `left` is True, the target has left them meanwhile: it is only sent the answer to RoundsEnter.
+    """
 
     message: draft_pb2.RoundsEnter
     inlet: RoundsInlet
@@ -58,14 +69,17 @@ class _Waiting:
 
 
 class DraftProtocol:
-    """Turns messages into commands for the engine. Its methods may be called from any thread, the engine's included if they say so.
+    """Turns messages into commands for the engine.
+
+    Methods may be called on any thread but the engine thread, unless noted.
 
     Args:
         loop: Runs the engine.
-        device: Where the engine computes.
-        tokenizer: `tokenizer_fingerprint` of what drafts, which every target must have; empty when its folder tells nothing.
-        only_enqueues: What is computed for a prompt or a round takes the host no time, as on a GPU: the thread that brings the message may
-            do it. It would wait awake, for what comes next, beside the engine's thread, and the two would contend for the interpreter.
+        device: Device of the engine.
+        tokenizer: `tokenizer_fingerprint` of the draft, which every target must match; empty if unknown.
+        only_enqueues: True if work for a prompt or a round is only enqueued, as on a GPU. The thread that
+            receives the message may then run it. If the engine thread ran it, the receiving thread would
+            busy-poll for the next message meanwhile, and both would contend for the GIL. None: True on CUDA.
         tiles: See `warm_up`.
     """
 
@@ -87,7 +101,7 @@ class DraftProtocol:
         self._desk = RoundsDesk(loop.engine, device)
         self._in_rounds: tuple[Peer, int] | None = None
         self._waiting: dict[PeerId, _Waiting] = {}
-        # Fingerprints of the target that was asked to lend its tensors, and of the one that did.
+        # Fingerprints of the target that was last asked to lend tensors, and of the target that lent them.
         self._asked_to_lend = ""
         self._lender = ""
 
@@ -97,10 +111,10 @@ class DraftProtocol:
         return self._engine.strategy.info.feature_size
 
     def welcome(self, hello: draft_pb2.Hello, outlet: Outlet) -> tuple[Peer, draft_pb2.HelloAck]:
-        """Answer the first message of a session stream; not on the engine thread.
+        """Answer Hello, the first message of a session stream. Not called on the engine thread.
 
         Raises:
-            OutriderError: head and target do not fit; says why.
+            OutriderError: Draft and target do not fit; the message says why.
         """
         target = target_info(hello)
         ack = self.loop.call(lambda: self._describe(target, hello.feature_dtype))
@@ -114,7 +128,7 @@ class DraftProtocol:
         return peer, ack
 
     def leave(self, peer: Peer) -> None:
-        """Free what belongs to a session stream that has ended."""
+        """Free the sessions and rounds of a stream that has ended."""
         self.loop.submit(lambda: self._leave(peer))
 
     def take(
@@ -124,10 +138,16 @@ class DraftProtocol:
         tensors: TensorReader,
         inlet: RoundsInlet | None = None,
     ) -> None:
-        """Take a message of a session stream; also on the engine thread. `inlet`: for rounds that stay on the device, if there can be any.
+        """Handle a message of a session stream. Any thread may call this, including the engine thread.
+
+        Args:
+            peer: The stream.
+            request: The message.
+            tensors: Reads the tensors of this transport.
+            inlet: Transfers states and trees of rounds that stay on the device; None if there cannot be any.
 
         Raises:
-            ProtocolError: the message is malformed, or none that is sent here.
+            ProtocolError: The message is malformed or not expected here.
         """
         loop = self.loop
         match request.WhichOneof("message"):
@@ -140,9 +160,8 @@ class DraftProtocol:
             case "rows":
                 some = request.rows
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
-                if (
-                    self._only_enqueues and self._desk.peer is None
-                ):  # else this thread might come to wait for a state, which it brings
+                # During rounds, this thread must not compute: it might block on a state that it delivers.
+                if self._only_enqueues and self._desk.peer is None:
                     loop.run_here(lambda: self._take_in(peer, some, rows))
                 else:
                     loop.submit(lambda: self._add_features(peer, some, rows))
@@ -162,9 +181,8 @@ class DraftProtocol:
                 inlet.soon()
             case "round_state" if isinstance(inlet, InlineRounds):
                 state = request.round_state
-                if inlet.finish(
-                    state
-                ):  # at once: the engine's thread may be waiting for the device, which waits for this
+                # Not through the loop: the engine thread may wait for the device, and so for this state.
+                if inlet.finish(state):
                     return
                 loop.run_here(lambda: self._start_round(peer, state, inlet))
             case "rounds_enter" if inlet is not None:
@@ -185,7 +203,11 @@ class DraftProtocol:
                 )
 
     def take_bulk(self, request: draft_pb2.BulkRequest, tensors: TensorReader) -> draft_pb2.BulkReply:
-        """Take rows of a prompt or a resync; not on the engine thread. The reply says how many are held now."""
+        """Store rows of a prompt or a resync. Not called on the engine thread.
+
+        Returns:
+            The reply, with the number of rows stored so far.
+        """
         rows = tensors.read(request.features, "bulk.features", self.feature_size)
         answer = self.loop.call(
             lambda: self._add_features(self.loop.peer_of(request.target_id), request, rows)
@@ -195,10 +217,12 @@ class DraftProtocol:
         )
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor that the head borrows; on the engine thread. With the last one the draft warms up, as it does at its start else.
+        """Receive a tensor that the draft borrows. Called on the engine thread.
+
+        The last missing tensor also starts the warm-up.
 
         Raises:
-            OutriderError: see `warm_up`.
+            OutriderError: See `warm_up`.
         """
         missed = bool(self._engine.strategy.missing())
         self._engine.strategy.lend(name, tensor)
@@ -207,7 +231,7 @@ class DraftProtocol:
             warm_up(self._engine, self.device, tiles=self._tiles)
 
     def info(self) -> draft_pb2.GetInfoReply:
-        """Describe the head, the pool and the metrics; on the engine thread."""
+        """Describe the draft, its KV pool and its metrics. Called on the engine thread."""
         strategy, sessions = self._engine.strategy, self._engine.sessions
         pages = strategy.pages()
         limits = sessions.limits
@@ -224,19 +248,20 @@ class DraftProtocol:
         )
 
     def _describe(self, target: TargetInfo, feature_dtype: int) -> draft_pb2.HelloAck:
-        """Check that head and target fit, and describe the head."""
+        """Check that draft and target fit, and return the draft's description."""
         strategy = self._engine.strategy
         spec = strategy.feature_spec(target)
         if self._tokenizer and target.tokenizer and self._tokenizer != target.tokenizer:
             raise CheckpointError(
-                "The draft has another tokenizer than the target: tokens of their tokenizer.json have different ids. Serve the target that "
-                "this draft was made for, or another --draft; if only the draft's file is stale, remove it.",
+                "The draft and the target have different tokenizers: their tokenizer.json files map tokens "
+                "to different ids. Serve the target that this draft was trained for, or choose another "
+                "--draft. If only the draft's tokenizer.json is outdated, remove that file.",
                 field="tokenizer",
             )
         if self._lender and self._lender != target.fingerprint:
             raise CheckpointError(
-                "This draft borrowed tensors of another target and serves that one only: start a second draft, or give this one "
-                "--target-weights.",
+                "This draft has borrowed tensors of another target and can serve only that one. Start a "
+                "second draft, or start this one with --target-weights.",
                 field="target_fingerprint",
             )
         missing = list(strategy.missing())
@@ -251,9 +276,9 @@ class DraftProtocol:
         self.loop.leave(peer)
 
     def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> None:
-        """Begin rounds, now or when the rows of all their prompts are there; the target leaves when that takes it too long.
+        """Begin rounds, either now or when the rows of all their prompts have arrived.
 
-        Not always on the engine thread.
+        The target leaves the rounds if that takes too long. May run on a thread other than the engine thread.
         """
         self.loop.stay_awake(BEGINNING_S)
         self._waiting.pop(peer.id, None)
@@ -271,14 +296,14 @@ class DraftProtocol:
         peer.send(RoundsEntered(message.rounds, reason))
 
     def _run_round(self, peer: Peer, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> None:
-        """Enqueue a round, or make ready for it. Not always on the engine thread."""
+        """Enqueue or prepare the next round. May run on a thread other than the engine thread."""
         self._answer_round(
             peer, message.rounds, message.number, inlet, lambda: self._desk.run(peer.id, message, inlet)
         )
 
     def _start_round(self, peer: Peer, message: draft_pb2.RoundState, inlet: InlineRounds) -> None:
-        """Enqueue a round whose state has come. Not always on the engine thread."""
-        if inlet.finish(message):  # enqueued since this message came
+        """Enqueue the prepared round whose state has arrived. May run outside the engine thread."""
+        if inlet.finish(message):  # the round was enqueued after this message arrived
             return
         inlet.arrived(message.state)
         self._answer_round(
@@ -288,7 +313,7 @@ class DraftProtocol:
     def _answer_round(
         self, peer: Peer, rounds: int, number: int, inlet: RoundsInlet, run: Callable[[], bool]
     ) -> None:
-        """Run a round; one that cannot be is answered too, or the target would wait for it."""
+        """Run a round. If that is impossible, send the target an answer anyway, so that it does not wait."""
         try:
             with self._on_device():
                 going_on = run()
@@ -310,7 +335,7 @@ class DraftProtocol:
         self._in_rounds = None
 
     def _make_way(self, peer: Peer) -> None:
-        """End the rounds of another target: while they are on the device nothing else is."""
+        """End the rounds of another target, because rounds of one target block all other drafting."""
         if self._in_rounds is not None and self._in_rounds[0] is not peer:
             (other, rounds), self._in_rounds = self._in_rounds, None
             other.send(RoundsEnded(rounds, "busy"))
@@ -331,7 +356,7 @@ class DraftProtocol:
             self._refuse(peer, message.commit.fence.session_id, message.commit.fence.epoch, answer)
 
     def _take_in(self, peer: Peer, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Take rows of a prompt, and have them computed once they are worth it. Not always on the engine thread."""
+        """Store rows of a prompt; extend once there are enough. May run outside the engine thread."""
         sessions = self._engine.sessions
         with self._on_device():
             self._add_features(peer, request, rows)
@@ -340,7 +365,7 @@ class DraftProtocol:
                 self.loop.advance()
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """Have what a thread other than the engine's launches go to the engine's device."""
+        """Select the engine's CUDA device for launches on threads other than the engine thread."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _add_features(self, peer: Peer | None, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> Answer:
@@ -359,7 +384,7 @@ class DraftProtocol:
 
     @staticmethod
     def _refuse(peer: Peer, session_id: int, epoch: int, answer: Answer) -> None:
-        """Tell a target what it must do about a message that was not accepted; what was dropped needs nothing."""
+        """Send the reply that a RESYNC or REJECTED verdict requires; other verdicts need none."""
         reason = answer.reason.value
         if answer.verdict is Verdict.RESYNC:
             peer.send(NeedResync(session_id, epoch, reason))

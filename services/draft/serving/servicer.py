@@ -1,5 +1,9 @@
-"""The gRPC face of the draft. Session streams are `ServerStream`s: the engine thread itself sends replies, and nothing stands between the
-server's polling thread and the engine's commands. The threads of their calls merely wait for the end."""
+"""The gRPC servicer of the draft: Session, Bulk, GetInfo, GetTensor and PutTensor.
+
+Session streams are `ServerStream`s. The server's polling thread passes messages straight to the engine's
+commands, and the engine thread sends replies itself. The gRPC handler threads only wait for the stream to
+end.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +35,25 @@ SERVICE_NAME = "outrider.draft.v1.Draft"
 MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
 NEXT_S = 0.05
-"""The next message of a target that is in rounds, or has just opened a session, is waited for awake for so long."""
+"""How long the polling thread busy-polls for the message after one of `BEFORE_OTHERS`."""
 BEFORE_OTHERS = frozenset(("open", "frame", "rounds_enter", "round_soon", "round_state"))
+"""Messages that are soon followed by another one."""
 WARM_UP_S = 300.0
-"""The draft warms up when it has the last tensor that it borrows: a first start on a machine compiles kernels."""
+"""Limit for the warm-up after the last borrowed tensor; on a machine's first start it compiles kernels."""
 MAX_UNSENT = 4096
-"""Replies waiting for a target that does not read; beyond them its stream is ended."""
+"""Limit of queued replies to a target that does not read; one more ends its stream."""
 TAKEN = draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken()).SerializeToString()
 
 log = get_logger("outrider.draft")
 
 
 def register(servicer: DraftServicer, server: grpc.Server) -> None:
-    """Have `server` answer with `servicer`."""
+    """Register `servicer` on `server`."""
     draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
 
 
 class StreamOutlet:
-    """`Outlet` of a session stream."""
+    """Sends replies on a gRPC session stream (an `Outlet`)."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.end = end
@@ -59,12 +64,12 @@ class StreamOutlet:
         self._stream = stream
 
     def close(self) -> None:
-        """Send nothing more; the stream, which knows who is told of its messages, is not kept."""
+        """Drop all further replies, and the reference to the stream, which refers back to its callbacks."""
         self._stream = None
 
     def send(self, reply: Reply) -> None:
-        """See `Outlet.send`."""
-        stream = self._stream  # another thread may close this meanwhile
+        """Send a reply, or drop it after `close`. Never blocks."""
+        stream = self._stream  # read once: another thread may call `close` meanwhile
         if stream is None:
             return
         if isinstance(reply, RoundTrees) and reply.envelope is not None:
@@ -95,7 +100,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             return
         if first.WhichOneof("message") != "hello":
             raise ProtocolError("The first message of a session stream must be Hello.", field="message")
-        # What ends the stream: None without an error.
+        # Ends the stream: an error, or None for a regular end.
         endings: SimpleQueue[Exception | None] = SimpleQueue()
         outlet = StreamOutlet(lambda: endings.put(None))
         peer, ack = self._protocol.welcome(first.hello, outlet)
@@ -111,7 +116,9 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             if error is not None:
                 raise error
         finally:
-            inlet.close()  # from this thread: the engine's may be waiting for a stream that waits for this target
+            # Closed on this thread: the engine thread may be waiting for a CUDA stream that waits for this
+            # target.
+            inlet.close()
             stream.flush()
             outlet.close()
             self._protocol.leave(peer)
@@ -119,27 +126,30 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     def Bulk(
         self, request_iterator: Iterator[draft_pb2.BulkRequest], context: grpc.ServicerContext
     ) -> Iterator[draft_pb2.BulkReply]:
-        """Take in feature rows of prompts and resyncs; each chunk is answered with how many rows are held now."""
+        """Store feature rows of prompts and resyncs. Each reply has the number of rows stored so far."""
         for request in _until_gone(request_iterator):
             if len(request.features.inline) > MAX_BULK_BYTES:
-                raise ProtocolError("A bulk chunk must not exceed 1 MiB of rows.", field="features")
+                raise ProtocolError(
+                    "A bulk chunk has more than 1 MiB of rows; send smaller chunks.", field="features"
+                )
             yield self._protocol.take_bulk(request, self._tensors)
 
     def GetInfo(
         self, request: draft_pb2.GetInfoRequest, context: grpc.ServicerContext
     ) -> draft_pb2.GetInfoReply:
-        """Describe the head, the pool and the metrics."""
+        """Describe the draft, its KV pool and its metrics."""
         return self._loop.call(self._protocol.info)
 
     def GetTensor(
         self, request: draft_pb2.GetTensorRequest, context: grpc.ServicerContext
     ) -> Iterator[draft_pb2.GetTensorReply]:
-        """Stream one of the tensors that the target applies."""
+        """Stream one of the projector tensors that the target applies."""
         tensors = self._engine.strategy.feature_spec(None).projector
         tensor = tensors.get(request.name)
         if tensor is None:
             raise ProtocolError(
-                f"{request.name!r} is not served; known: {', '.join(tensors) or 'none'}.", field="name"
+                f"Tensor {request.name!r} is not available; available: {', '.join(tensors) or 'none'}.",
+                field="name",
             )
         for chunk in split_tensor(request.name, tensor):
             yield draft_pb2.GetTensorReply(chunk=chunk)
@@ -147,7 +157,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     def PutTensor(
         self, request_iterator: Iterator[draft_pb2.PutTensorRequest], context: grpc.ServicerContext
     ) -> draft_pb2.PutTensorReply:
-        """Take tensors of the target that the head borrows."""
+        """Receive tensors that the draft borrows from the target."""
         wanted = self._loop.call(self._engine.strategy.missing)
         limit = max((torch.Size(shape).numel() for shape in wanted.values()), default=0) * MAX_FP32_BYTES
         for name, tensor in join_tensors((request.chunk for request in request_iterator), max_bytes=limit):
@@ -156,14 +166,14 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         return draft_pb2.PutTensorReply(still_missing=list(self._loop.call(self._engine.strategy.missing)))
 
     def _take(self, peer: Peer, message: bytes, inlet: InlineRounds) -> None:
-        """Take a message of a session stream, on the server's polling thread."""
+        """Handle a message of a session stream, on the server's polling thread."""
         if inlet.finish_sealed(message):
             self._vigil.expect(NEXT_S)
             return
         try:
             request = draft_pb2.SessionRequest.FromString(message)
         except DecodeError:
-            raise ProtocolError("A message does not parse.", field="message") from None
+            raise ProtocolError("The message cannot be parsed.", field="message") from None
         self._protocol.take(peer, request, self._tensors, inlet)
         kind = request.WhichOneof("message")
         if kind in BEFORE_OTHERS:
@@ -173,7 +183,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
 
 
 def _until_gone(requests: Iterator[R]) -> Iterator[R]:
-    """Yield a stream's requests; a peer that cancelled or vanished ends them as one that finished does."""
+    """Yield a stream's requests, and end normally if the peer cancels or disappears."""
     while True:
         try:
             request = next(requests, None)

@@ -1,4 +1,8 @@
-"""What the draft's engine thread sleeps on: other threads, and the sockets that it reads itself."""
+"""Puts the draft's engine thread to sleep, and wakes it for commands of other threads and for its sockets.
+
+Before it sleeps, the thread may busy-poll for a short time, so that a message that is due is handled
+immediately.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +12,32 @@ import threading
 import time
 from typing import Protocol
 
+from outrider.shared.engine.loop import WakeUp
 from outrider.shared.rpc.ipc.frames import SPIN_S
 
 
 class Source(Protocol):
-    """A stream that the engine thread reads."""
+    """A stream whose socket the engine thread itself reads."""
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
+        """Return the file descriptor to wait on."""
         ...
 
     @property
     def has_unsent(self) -> bool:
-        """Whether it also waits until it can be written to."""
+        """True if data is left to send, so that the thread also wakes up when the socket is writable."""
         ...
 
     def ready(self) -> None:
-        """Take in what has arrived, and send what could not be sent; never waits, never raises."""
+        """Read what has arrived and send what is left. Never blocks and never raises."""
         ...
 
 
-class SourceWakeUp:
-    """A `WakeUp` that sources end too. `set` may be called from any thread, the rest from the engine thread only."""
+class SourceWakeUp(WakeUp):
+    """A `WakeUp` that also ends when a source is ready.
+
+    Any thread may call `set`. The other methods are for the engine thread only.
+    """
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -43,48 +51,49 @@ class SourceWakeUp:
         self._awake_until_s = 0.0
 
     def add(self, source: Source) -> None:
-        """Wake up for `source` too."""
+        """Wake up for `source` from now on."""
         self._sources[source.fileno()] = source
         self._poll.register(source.fileno(), select.POLLIN)
 
     def remove(self, source: Source) -> None:
-        """Forget `source`; call it before its descriptor is closed."""
+        """Stop waking up for `source`. Call this before its descriptor is closed."""
         for descriptor in [number for number, known in self._sources.items() if known is source]:
             del self._sources[descriptor]
             self._waiting_to_write.discard(descriptor)
             self._poll.unregister(descriptor)
 
     def ready(self) -> bool:
-        """Whether `read` has anything to do."""
+        """True if a source is ready, so that `read` has work."""
         return bool(self._sources) and any(descriptor != self._event for descriptor, _ in self._poll.poll(0))
 
     def read(self) -> None:
-        """Have every source that is ready take in what arrived."""
+        """Call `ready` of every source that is ready."""
         for descriptor, _ in self._poll.poll(0) if self._sources else ():
             source = self._sources.get(descriptor)
             if source is not None:
                 source.ready()
 
     def stay_awake(self, seconds: float) -> None:
-        """Ask again and again for so long from now before the next sleep, where there are cores for that: something is about to come."""
+        """Busy-poll instead of sleeping for this many seconds from now, because a message is due.
+
+        Without effect on a machine with few cores, where the sender needs the core.
+        """
         self._awake_until_s = max(self._awake_until_s, time.monotonic() + seconds)
 
     def set(self) -> None:
-        """See `WakeUp.set`."""
         with self._lock:
             if not self._is_set and not self._closed:
                 self._is_set = True
                 os.eventfd_write(self._event, 1)
 
     def clear(self) -> None:
-        """See `WakeUp.clear`."""
         with self._lock:
             if self._is_set:
                 self._is_set = False
                 os.eventfd_read(self._event)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """See `WakeUp.wait`; with sources it asks again and again for a moment before it sleeps."""
+        """Sleep until `set`, a ready source, or `timeout` seconds. With sources, busy-poll first."""
         self._watch_writers()
         if self._sources and SPIN_S:
             until = max(time.monotonic() + SPIN_S, self._awake_until_s)
@@ -94,13 +103,13 @@ class SourceWakeUp:
         return bool(self._poll.poll(None if timeout is None else timeout * 1000))
 
     def close(self) -> None:
-        """Free the descriptor, once the thread has ended."""
+        """Close the event descriptor, once the engine thread has ended."""
         with self._lock:
             self._closed = True
             os.close(self._event)
 
     def _watch_writers(self) -> None:
-        """Wait for room where something is left to send, and only there."""
+        """Poll a source for writability only while it has unsent data."""
         for descriptor, source in self._sources.items():
             if source.has_unsent != (descriptor in self._waiting_to_write):
                 self._waiting_to_write ^= {descriptor}

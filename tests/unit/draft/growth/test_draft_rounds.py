@@ -1,4 +1,7 @@
-"""Rounds that stay on the device draft what the host's way drafts, in any mixture of the two, for heads and for draft models."""
+"""Rounds that stay on the device draft the same trees as rounds through the host, in any mixture of the two.
+
+Tested for recurrent heads and for a standalone draft model.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,7 @@ def test_graphs_are_recorded_with_idle_rows_that_touch_no_memory(make_rig: MakeR
 
 
 def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
-    """In one go as on a GPU, beside extending and growing one after the other; with prompts longer than a round takes in."""
+    """Covers the one-launch path of a GPU, with prompts longer than one round can extend by."""
     plain, rig = make_rig(), make_rig()
     strategy = rig.drafter._engine.strategy
     assert strategy.rounds is not None
@@ -191,12 +194,12 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
         for _ in range(2):
             host_round(plain, streams, rig, twins, shape, source)
     want, have = plain.propose(streams, SHAPES[3]), rig.propose(twins, SHAPES[3])
-    again = rig.propose(twins, SHAPES[3])  # nothing is fresh: it grows from the states that the round kept
+    again = rig.propose(twins, SHAPES[3])  # no row is fresh: the trees grow from the stored states
     for row in range(len(streams)):
         assert_same_trees(have, row, want, row)
         assert_same_trees(again, row, want, row)
     assert [rig.drafter.rounds_for_capture(SHAPES[0], state).key for state in states] == recorded, (
-        "what was recorded holds"
+        "recorded graphs must stay valid"
     )
     for drafter in (plain.drafter, rig.drafter):
         drafter.shutdown()
@@ -232,7 +235,7 @@ def test_prompts_are_taken_in_alike_by_what_was_recorded(make_rig: MakeRig) -> N
 
 
 def kept(rig: Rig, session_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a session has in the KV ``[planes, rows, ...]``, and its last state."""
+    """Return a session's KV ``[planes, rows, ...]`` and its last state."""
     engine = rig.drafter._engine
     session, strategy = engine.sessions.get(HOST_PEER, session_id), engine.strategy
     assert isinstance(strategy, PagedStrategy)
@@ -257,5 +260,5 @@ def test_pages_that_are_to_be_seen_later_are_seen_when_it_is_time() -> None:
     assert table.tensor.tolist() == [[*lease.pages, 0], [0] * 4]
     assert lease.extend(1)
     table.update([lease, None], later=True)
-    table.update([lease, None])  # of whoever comes next: nothing that was left is lost
+    table.update([lease, None])  # an update without `later` also flushes pending changes
     assert table.tensor.tolist() == [lease.pages, [0] * 4]

@@ -1,4 +1,4 @@
-"""Rounds over a gRPC stream that the draft enqueues before their states have come: whatever comes, the stream's wait ends."""
+"""Rounds over gRPC, enqueued before their states arrive: the device's wait ends whatever message follows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Outlet:
-    """Keeps what the draft says."""
+    """Records the replies of the draft."""
 
     def __init__(self) -> None:
         self.said: list[Reply] = []
@@ -42,7 +42,7 @@ class Outlet:
 
 
 class Draft:
-    """The draft's side."""
+    """The draft's side of a stream: the rounds under test with a fake relay."""
 
     def __init__(self, ahead: bool = True) -> None:
         self.outlet, self.relay = Outlet(), Relay()
@@ -84,7 +84,7 @@ def test_a_state_starts_the_round_that_waits_and_its_trees_are_sent(draft: Draft
 
 
 def test_a_sealed_state_starts_the_round_that_waits_and_nothing_else_does(draft: Draft) -> None:
-    assert not draft.inlet.finish_sealed(sealed(1)), "nothing waits"
+    assert not draft.inlet.finish_sealed(sealed(1)), "no round waits yet"
     assert draft.enqueue(1)
     for message in (
         sealed(2),
@@ -99,7 +99,7 @@ def test_a_sealed_state_starts_the_round_that_waits_and_nothing_else_does(draft:
     assert isinstance(said, RoundTrees)
     assert said.envelope is not None
     assert said.envelope.seal(said.trees) == reply_to(said).SerializeToString()
-    assert not draft.inlet.finish_sealed(sealed(1)), "it is over"
+    assert not draft.inlet.finish_sealed(sealed(1)), "the round has ended"
 
 
 def test_a_sealed_state_of_another_size_is_refused_and_releases(draft: Draft) -> None:
@@ -127,13 +127,13 @@ def test_the_target_of_a_state_that_was_announced_hears_that_it_came_before_its_
         (taken,) = draft.outlet.said
         assert isinstance(taken, RoundTaken)
         assert reply_to(taken).WhichOneof("message") == "round_taken"
-        assert draft.relay.came[number] == bytes([number]) * SIZE, "the device is at work by then"
+        assert draft.relay.came[number] == bytes([number]) * SIZE, "the state must reach the device first"
         taken.then()
         assert draft.outlet.said[1:] == [RoundTrees(1, number, bytes([1]) * SIZE)]
     draft.outlet.said.clear()
     assert draft.enqueue(4)
     assert draft.inlet.finish_sealed(sealed(4))
-    assert draft.outlet.said == [RoundTrees(1, 4, bytes([1]) * SIZE)], "it was not announced"
+    assert draft.outlet.said == [RoundTrees(1, 4, bytes([1]) * SIZE)], "not announced: no RoundTaken"
 
 
 def test_what_follows_the_message_that_a_state_came_is_left_to_its_stream() -> None:
@@ -152,7 +152,7 @@ def test_what_follows_the_message_that_a_state_came_is_left_to_its_stream() -> N
 
 
 def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: Draft) -> None:
-    """Its device work stands behind that wait, and the thread that brings its state would wait for it."""
+    """Otherwise the thread that delivers the next state could block on trees behind that state's own wait."""
     assert draft.enqueue(1)
     draft.inlet.soon()
     assert draft.inlet.finish_sealed(sealed(1))
@@ -161,9 +161,9 @@ def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: 
     assert trees == RoundTrees(1, 1, bytes([1]) * SIZE)
     assert isinstance(taken, RoundTaken)
     taken.then()
-    assert len(draft.outlet.said) == 2, "once"
+    assert len(draft.outlet.said) == 2, "the trees must be sent only once"
     assert draft.relay.waits == {2}
-    assert draft.inlet.finish_sealed(sealed(2)), "and the round that waits is not forgotten"
+    assert draft.inlet.finish_sealed(sealed(2)), "the second round must still wait for its state"
 
 
 def test_the_message_that_a_state_comes_soon_calls_the_gpu(draft: Draft, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_state_of_another_round_releases_the_one_that_waits(draft: Draft) -> N
     assert draft.enqueue(4)
     assert not draft.finish(9)
     assert not draft.relay.waits
-    assert not draft.finish(4), "it is over"
+    assert not draft.finish(4), "the round has been released"
     assert not draft.outlet.said
 
 
@@ -211,7 +211,7 @@ def test_numbers_that_no_watch_could_follow_wait_for_nothing(draft: Draft, numbe
     assert draft.finish(2)
     assert not draft.enqueue(number)
     draft.inlet.skip(1, number)
-    assert draft.enqueue(3), "and harm nothing that follows"
+    assert draft.enqueue(3), "an invalid number must not affect later rounds"
     assert draft.finish(3)
 
 

@@ -1,4 +1,4 @@
-"""Rounds of a draft for a target elsewhere: who may enter, and what becomes of sessions when rounds end in other ways than in order."""
+"""Rounds of a draft for a remote target: which batches may enter, and what failed rounds cost."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def desk(engine: DraftEngine) -> RoundsDesk:
 
 
 class Inlet:
-    """Hands over the state that the test has put into it, or none."""
+    """Delivers the state that the test has set, or none."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -108,7 +108,7 @@ def follow(engine: DraftEngine, peer: PeerId = PEER, *, rows: bool = True) -> No
 
 
 def entering(tokens: Sequence[int], **changes: object) -> draft_pb2.RoundsEnter:
-    """Ask for rounds of a session that was told its prompt, and has chosen `tokens` since."""
+    """Make RoundsEnter for a session that knows its prompt and for which `tokens` have been chosen since."""
     message = draft_pb2.RoundsEnter(
         rounds=1,
         shape=draft_pb2.Shape(depth=SHAPE.depth, topk=SHAPE.topk, max_nodes=SHAPE.max_nodes),
@@ -126,7 +126,7 @@ def entering(tokens: Sequence[int], **changes: object) -> draft_pb2.RoundsEnter:
 
 
 def put(inlet: Inlet, length: int, tokens: Sequence[int]) -> None:
-    """Leave in the state what the target's last round has chosen, the last of `length` tokens."""
+    """Set the state after a round of the target that chose `tokens`; `length` tokens are committed then."""
     state = inlet.state
     assert state is not None
     state.committed_lens[0], state.counts[0] = length, len(tokens)
@@ -177,10 +177,10 @@ def test_rows_that_have_not_come_yet_are_waited_for_elsewhere(engine: DraftEngin
 
 
 class Graphs:
-    """Remembers what was recorded, and when a round was run that was not.
+    """A fake graph cache that records captures, and counts runs of rounds that were not captured.
 
     Args:
-        replay: What was recorded is replayed; else it cannot be.
+        replay: Whether captured rounds can be replayed.
     """
 
     enabled = True
@@ -219,9 +219,9 @@ def test_a_size_that_was_recorded_ahead_is_not_recorded_when_it_is_entered(
     assert desk.run(PEER, follow_up(1, 1, len(PROMPT) + 1), inlet)
     assert (len(graphs.keys), graphs.strange) == (1, 0)
     assert inlet.given[0][0] > 1
-    desk.record(size)  # not while rounds are under way
+    desk.record(size)  # ignored while other rounds run
     size.columns = 2
-    desk.record(size)  # served by nobody
+    desk.record(size)  # ignored: this size cannot run here
     assert len(graphs.keys) == 1
 
 
@@ -229,7 +229,7 @@ def test_a_size_that_was_recorded_ahead_is_not_recorded_when_it_is_entered(
 def test_a_round_that_cannot_be_recorded_is_never_enqueued_before_its_state(
     engine: DraftEngine, desk: RoundsDesk, monkeypatch: pytest.MonkeyPatch, replay: bool
 ) -> None:
-    """It may ask the device something, which would wait for a state that this thread has yet to bring."""
+    """Such a round may block on the device, and so on a state that this thread has yet to deliver."""
     inlet = Inlet()
     monkeypatch.setattr(desk, "graphs", Graphs(replay))
     follow(engine)
@@ -268,7 +268,7 @@ def test_rounds_draft_what_the_hosts_way_drafts_and_leave_sessions_that_go_on(
     assert desk.run(PEER, follow_up(1, 2, len(text), [[11]]), inlet)
     desk.leave(PEER, draft_pb2.RoundsLeave(rounds=1), inlet)
     after = host_trees(engine, [*text, 12, 13], len(text))
-    # The same by way of the host.
+    # Draft the same trees through the host.
     engine.close(PEER, 7)
     follow(engine)
     for (length, told), given in zip(
@@ -340,14 +340,14 @@ def test_rounds_that_go_wrong_cost_their_sessions_and_nothing_else(
         assert not desk.run(PEER, follow_up(1, 3, len(PROMPT) + 2), inlet)
     elif how == "no room":
         assert not desk.run(PEER, follow_up(1, 3, 5000), inlet)
-    elif how == "nothing told":  # a round was run whose tokens never came
+    elif how == "nothing told":  # the tokens of the first round were never reported
         desk.leave(PEER, draft_pb2.RoundsLeave(rounds=1), inlet)
     else:
         desk.abandon(PEER)
         engine.drop_peer(PEER)
     assert engine.sessions.get(PEER, 7) is None
     assert desk.peer is None
-    assert not desk.run(PEER, follow_up(1, 4, len(PROMPT) + 2), inlet), "they are over"
+    assert not desk.run(PEER, follow_up(1, 4, len(PROMPT) + 2), inlet), "the rounds have ended"
     engine.check()
     inlet = Inlet()
     follow(engine)

@@ -1,4 +1,4 @@
-"""Who runs commands of the draft's engine: its thread, or, for what is urgent, the thread that brings them."""
+"""Which thread runs a command of the draft's engine: its own, or the receiving thread if it is urgent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_urgent_runs_where_it_came(loop: DraftLoop) -> None:
     assert loop.call(lambda: True)
     seen: SimpleQueue[int] = SimpleQueue()
     here = False
-    for _ in range(50):  # the engine's thread may be looking for work in that very moment
+    for _ in range(50):  # the engine thread may be checking for work at that very moment
         loop.run_here(lambda: runner(seen))
         here |= seen.get(timeout=WAIT_S) == threading.get_ident()
     assert here
@@ -152,7 +152,7 @@ class Outlet:
 
 
 class Prompt:
-    """A session whose rows come in two messages, on the test's thread."""
+    """A session whose feature rows arrive in two messages, on the test's thread."""
 
     TOKENS = tuple(range(1, 10))
 
@@ -190,7 +190,7 @@ def test_a_prompt_is_computed_by_the_thread_that_brings_its_last_rows(
     loop: DraftLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = 0
-    for number in range(20):  # the engine's thread may be looking for work in that very moment
+    for number in range(20):  # the engine thread may be checking for work at that very moment
         with monkeypatch.context() as patch:
             prompt = Prompt(loop, 100 + number, patch)
             prompt.bring(0, 5)
@@ -208,7 +208,7 @@ def test_rows_are_not_computed_here_where_a_tree_is_asked_for(
 ) -> None:
     prompt = Prompt(loop, 200, monkeypatch)
     loop.call(lambda: None)
-    with loop._turn:  # the engine's thread would answer it at once
+    with loop._turn:  # keeps the engine thread from answering first
         answer = engine.add_features(
             prompt.session.peer, 200, 1, 0, torch.ones(8, engine.strategy.info.feature_size)
         )
@@ -225,7 +225,7 @@ def test_rows_are_not_computed_here_where_a_tree_is_asked_for(
 def test_rows_that_complete_what_a_tree_is_asked_for_wake_the_engine_thread(
     loop: DraftLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_loop, "EXPIRY_PERIOD_S", 1e6)  # what else would wake it
+    monkeypatch.setattr(draft_loop, "EXPIRY_PERIOD_S", 1e6)  # the periodic check would wake it too
     for number in range(10):
         with monkeypatch.context() as patch:
             prompt = Prompt(loop, 300 + number, patch)

@@ -1,4 +1,4 @@
-"""When the draft's engine thread sleeps, and when it looks again and again because something is about to come."""
+"""When the draft's engine thread sleeps, and when it busy-polls because a message is due."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOK_S = 0.001
 
 
 class Source:
-    """A stream without anything to read."""
+    """A stream without data to read."""
 
     has_unsent = False
 
@@ -24,7 +24,7 @@ class Source:
 
 
 class Poll:
-    """Notes how long it was to wait each time."""
+    """A fake poll object that records the timeouts of its calls."""
 
     def __init__(self) -> None:
         self.asked: list[float | None] = []
@@ -53,5 +53,5 @@ def test_it_sleeps_when_nothing_is_about_to_come(
     assert looks - 2 <= len(poll.asked) - 1 <= looks
     asked = len(poll.asked)
     assert not wake_up.wait(0.5)
-    assert len(poll.asked) - asked <= 4, "that time is over"
+    assert len(poll.asked) - asked <= 4, "the time to stay awake has passed"
     wake_up.close()
