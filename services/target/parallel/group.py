@@ -30,8 +30,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from outrider.services.target.parallel.ranks import Ranks
 from outrider.services.target.parallel.weights import Folder, RandomWeights, Weights, head_reader
-from outrider.services.target.settings import Ranks, TargetSettings
+from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import layer_rounding, prepare_attention, prepare_decoder
 from outrider.services.target.startup.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
@@ -75,7 +76,7 @@ _log = get_logger("outrider.target")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The data that rank 0 sends to a process that it starts: the settings, and `random` as in `start_group`."""
+    """The message to a rank that rank 0 starts: the settings, and `random` as in `start_group`."""
 
     settings: TargetSettings
     random: Mapping[str, Any] | None = None
@@ -358,7 +359,7 @@ def _join(ranks: Ranks) -> Store:
 
 
 def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:
-    """Start one rank of this host with `torchrun`'s variables. It ends when its connection to rank 0 closes."""
+    """Start a rank of this host with `torchrun`'s variables. It ends when its connection to rank 0 closes."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,

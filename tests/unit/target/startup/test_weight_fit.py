@@ -102,7 +102,7 @@ def test_only_what_would_fit_is_advised(model: Path, monkeypatch: pytest.MonkeyP
     both = next(ranks for ranks in (2, 4, 8) if sizes.while_loading(ranks, rounded=True) <= free)
     assert f"--tp {both} with --quantization fp8" in refusal(monkeypatch, model, free)
     told = refusal(monkeypatch, model, 1000)
-    assert "What helps: another device, or an end of what else uses this one." in told
+    assert "Possible fixes: use another device, or stop other processes on this one." in told
 
 
 def test_models_without_fp8_products_are_not_told_of_them(
