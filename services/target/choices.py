@@ -34,9 +34,9 @@ class OverlapSchedule(Enum):
 
 
 class RoundPlacement(Enum):
-    """Where rounds with a draft in another process run: through the host, or on both devices
-    (`shared.spec.device`).
+    """Where rounds with a draft in another process run: through the host, or on both devices.
 
+    Rounds on both devices use `shared.spec.device`.
     AUTO keeps them on the device if the target uses a single GPU.
     """
 

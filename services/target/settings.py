@@ -101,13 +101,13 @@ class TargetSettings(ServiceSettings):
     )
     max_steps: int = Field(16, ge=1, description="Deepest tree that a request may use.")
     max_topk: int = Field(16, ge=1, description="Widest branching that a request may use.")
-    max_nodes: int = Field(128, ge=1, description="Most nodes per round that a request may use.")
-    max_running_requests: int = Field(16, ge=1, description="Most sequences processed at the same time.")
+    max_nodes: int = Field(128, ge=1, description="Maximum nodes per round that a request may use.")
+    max_running_requests: int = Field(16, ge=1, description="Maximum number of running sequences.")
     max_queued_requests: int = Field(
-        512, ge=1, description="Most waiting sequences; further ones get RESOURCE_EXHAUSTED."
+        512, ge=1, description="Maximum number of waiting sequences; more get RESOURCE_EXHAUSTED."
     )
     max_queued_prompt_tokens: int = Field(
-        1_000_000, ge=1, description="Most waiting prompt tokens; further ones get RESOURCE_EXHAUSTED."
+        1_000_000, ge=1, description="Maximum number of waiting prompt tokens; more get RESOURCE_EXHAUSTED."
     )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the KV cache.")
     kv_tokens: int | None = Field(
@@ -135,7 +135,7 @@ class TargetSettings(ServiceSettings):
     )
     disable_overlap_schedule: bool = Field(False, description="Same as --overlap-schedule off.")
     prefill_chunk: int | None = Field(
-        None, ge=1, description="Most prompt tokens per step; by default 8192 on a GPU and 512 on a CPU."
+        None, ge=1, description="Maximum prompt tokens per step; by default 8192 on a GPU and 512 on a CPU."
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of the model; by default half of the cores."
@@ -264,7 +264,7 @@ class TargetSettings(ServiceSettings):
         return torch.device("cuda", (device.index or 0) + (ranks.local_rank if ranks else 0))
 
     def prefill_tokens(self) -> int:
-        """Return the most prompt tokens per step.
+        """Return the maximum number of prompt tokens per step.
 
         A step reads the weights once for any number of tokens, so it should have enough to fill the device.
         """

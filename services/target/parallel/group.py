@@ -65,11 +65,16 @@ END_GRACE_S = 5.0
 """Time for an error report and an orderly end after a rank was lost; then the process is killed."""
 STOP_TIMEOUT_S = 10.0
 FAILED_STOP_TIMEOUT_S = 2.0
-"""`STOP_TIMEOUT_S` of a broken group. Shorter than `END_GRACE_S`: otherwise rank 0 could exit first, and a
-hung rank would remain and keep its GPU memory."""
+"""`STOP_TIMEOUT_S` of a broken group.
+
+It is shorter than `END_GRACE_S`: otherwise rank 0 could exit first, and a hung rank would keep its GPU
+memory.
+"""
 AWAKE_S = 0.01
-"""How long the other ranks of a GPU busy-poll for rank 0's next command. It is longer than a step, so each
-rank uses one CPU core while tokens are decoded."""
+"""How long the other ranks busy-poll for rank 0's next command when they run on GPUs.
+
+It is longer than a step, so each rank uses one CPU core while tokens are decoded.
+"""
 
 _log = get_logger("outrider.target")
 

@@ -1,5 +1,4 @@
-"""Decides which sequences prefill and decode in a step and which own KV pages: continuous batching with
-retraction.
+"""Continuous batching: decides which sequences prefill and decode in a step and which own KV pages.
 
 The life of a sequence:
 

@@ -51,8 +51,7 @@ MAKE_ROOM = (
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A GPU's memory in bytes, measured after weights and draft are loaded and before the K/V cache is
-    allocated.
+    """A GPU's memory in bytes, after weights and draft are loaded and before the K/V cache is allocated.
 
     Attributes:
         total: Total memory of the device.
@@ -206,8 +205,9 @@ def least_tokens(settings: TargetSettings, max_model_len: int) -> int:
 
 
 def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that a step needs: CUDA graphs, activations of the widest step, logits of verified
-    rows.
+    """Return the bytes that a step needs in addition to weights and caches.
+
+    They are CUDA graphs, activations of the widest step and logits of verified rows.
 
     Args:
         settings: `prefill_tokens`, `max_running_requests`, `limits`.
@@ -243,8 +243,9 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
 
 
 def more_tokens(settings: TargetSettings) -> int:
-    """Return the number of tokens that a draft's cache needs beyond the target's: a growing tree per
-    sequence.
+    """Return the number of tokens that a draft's cache needs beyond the target's.
+
+    Each sequence needs room for its tree while it grows.
 
     Args:
         settings: `max_running_requests`, `max_steps`, `max_topk`, `page_size`.
@@ -271,8 +272,9 @@ class CachePlanner:
         self._before = gpu_memory(decoder.device)
 
     def draft_tokens(self, bytes_per_token: int) -> int:
-        """Return the number of tokens of the draft's cache (a `CacheSizing`). Call once its weights are
-        loaded.
+        """Return the number of tokens of the draft's cache. Call once the draft's weights are loaded.
+
+        This method is a `CacheSizing`.
 
         Raises:
             ConfigurationError: See `plan_memory`.

@@ -55,8 +55,9 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
 
 
 def load_target_model(settings: TargetSettings, progress: Progress | None = None) -> Decoder:
-    """Load the model of one process; `prepare_decoder` completes it. With FP8, each layer is rounded as it is
-    loaded.
+    """Load the model of one process; `prepare_decoder` completes it.
+
+    With FP8, each layer is rounded as it is loaded.
 
     Raises:
         CheckpointError: See `load_decoder`.
@@ -98,7 +99,7 @@ def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBa
 
 
 def _compile(decoder: Decoder, max_rows: int) -> None:
-    # Imported here because it imports `transformers`, which is needed for nothing else.
+    # Imported here because it imports `transformers`, which no other option needs.
     from outrider.shared.nn.generic.compiled import compile_generic
 
     compile_generic(decoder, max_rows)

@@ -27,10 +27,10 @@ _log = logging.getLogger("outrider.target")
 
 
 def check_parity(runner: ModelRunner, controller: SpeculationController) -> None:
-    """Check that a tree yields the tokens of plain decoding, and report the time of plain steps to the
-    controller.
+    """Check that verifying a tree yields the tokens of plain decoding.
 
-    A few tokens are generated plainly. Then a tree that contains them among wrong siblings is verified.
+    A few tokens are generated plainly. Then a tree that contains them among wrong siblings is verified. The
+    controller learns the time of the plain steps.
 
     Raises:
         UnavailableError: The tree yields other tokens, or the logits are NaN or infinite. The process must

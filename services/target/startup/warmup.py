@@ -34,7 +34,7 @@ _log = logging.getLogger("outrider.target")
 
 
 class _EndSink(EventSink):
-    """Waits for the end of a request."""
+    """Sets `ended` when a request is over."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -45,8 +45,7 @@ class _EndSink(EventSink):
 
 
 def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
-    """Generate some tokens through the running engine and its drafter, so that real requests meet no cold
-    start.
+    """Generate some tokens through the running engine and its drafter, to spare real requests a cold start.
 
     Greedy and sampled requests run with and without drafts. Costs that the controller learns are kept;
     counters start over.

@@ -131,8 +131,9 @@ class WeightSizes:
     def while_loading(
         self, ranks: int = 1, *, rounded: bool = False, dtype: torch.dtype | None = None
     ) -> int:
-        """Return the peak bytes per rank while loading. With FP8, one layer at a time exists unrounded as
-        well.
+        """Return the peak bytes per rank while loading.
+
+        With FP8, one layer at a time exists unrounded as well.
 
         Args:
             ranks, rounded, dtype: See `of_rank`.
