@@ -380,13 +380,13 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
 
 
 def _progress_logger(model: Path) -> Callable[[int, int], None]:
-    steps_told = 0
+    quarters = 0
 
-    def told(loaded: int, total: int) -> None:
-        nonlocal steps_told
-        step = 4 * loaded // max(total, 1)
-        if step > steps_told:
-            steps_told = step
-            _log.info("loading", model=str(model), percent=25 * step)
+    def report(loaded: int, total: int) -> None:
+        nonlocal quarters
+        quarter = 4 * loaded // max(total, 1)
+        if quarter > quarters:
+            quarters = quarter
+            _log.info("loading", model=str(model), percent=25 * quarter)
 
-    return told
+    return report

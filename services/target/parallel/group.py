@@ -65,16 +65,9 @@ END_GRACE_S = 5.0
 """Time for an error report and an orderly end after a rank was lost; then the process is killed."""
 STOP_TIMEOUT_S = 10.0
 FAILED_STOP_TIMEOUT_S = 2.0
-"""`STOP_TIMEOUT_S` of a broken group.
-
-It is shorter than `END_GRACE_S`: otherwise rank 0 could exit first, and a hung rank would keep its GPU
-memory.
-"""
+"""The same for a broken group. Below `END_GRACE_S`: a hung rank could outlive rank 0 and keep its memory."""
 AWAKE_S = 0.01
-"""How long the other ranks busy-poll for rank 0's next command when they run on GPUs.
-
-It is longer than a step, so each rank uses one CPU core while tokens are decoded.
-"""
+"""Busy-poll time of ranks on GPUs. It exceeds a step, so each uses one CPU core while tokens are decoded."""
 
 _log = get_logger("outrider.target")
 

@@ -193,8 +193,8 @@ class SpeculationController:
         for row in rows:
             for bound in row.forms:
                 depth = min(bound.depth, row.useful_depth)
-                # While acceptance is unknown, assume that all nodes are accepted. A draft that is never
-                # waited for could never prove itself.
+                # While acceptance is unknown, assume that all nodes are accepted: without a wait, acceptance
+                # would never be measured.
                 known = row.state.acceptance.of(bound.topk == 1).known
                 tokens = row.expected_tokens(bound, depth)[-1] if known else 1.0 + depth
                 gain = max(
