@@ -150,7 +150,7 @@ class TargetSettings(ServiceSettings):
     )
     draft_rounds: RoundPlacement = Field(
         RoundPlacement.AUTO,
-        description="Where rounds with a remote draft run: host, or device (of both sides); auto: device on a GPU.",
+        description="Where rounds with a remote draft run: host, or device (of both); auto: device on a GPU.",
     )
     drain_notice_s: float = Field(
         0.0, ge=0, description="On SIGTERM: seconds between not serving and refusing new requests."
