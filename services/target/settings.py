@@ -111,7 +111,7 @@ class TargetSettings(ServiceSettings):
     )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the KV cache.")
     kv_tokens: int | None = Field(
-        None, ge=1, description="Size of the KV cache in tokens; by default as many as memory allows."
+        None, ge=1, description="Size of the KV cache in tokens; by default the most that fits."
     )
     mem_fraction_static: float = Field(
         0.85, gt=0, lt=1, description="Share of GPU memory for weights and KV cache, including the draft's."
@@ -247,7 +247,7 @@ class TargetSettings(ServiceSettings):
         ranks = Ranks.from_environment()
         if ranks.size != self.tp:
             raise ConfigurationError(
-                f"tp: WORLD_SIZE is {ranks.size}; start as many processes as --tp requires ({self.tp}).",
+                f"tp: WORLD_SIZE is {ranks.size}, but --tp is {self.tp}; start one process per rank.",
                 field="tp",
             )
         return ranks

@@ -26,13 +26,12 @@ from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 PREFILL_SIZES = (32, 64, 128, 256)
-"""Rows of the recorded prompt passes. In larger passes, launching is not the bottleneck: the device is."""
-FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
-"""The same with FP8 products.
+"""Rows of the recorded passes over prompts.
 
-The device needs half the time, and the host also launches the rounding of rows, so launching matters for
-longer.
+Larger passes need no graph: the device takes longer for them than the host takes to launch their kernels.
 """
+FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
+"""The same with FP8: the device needs half the time, and the host launches rounding kernels as well."""
 
 POLL_S = 0.02
 

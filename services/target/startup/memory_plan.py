@@ -150,7 +150,7 @@ def plan_memory(
     reserve: int = 0,
     draft: DraftCache = NO_DRAFT_CACHE,
 ) -> MemoryPlan:
-    """Size the K/V cache of the target and that of a draft in this process: both for as many tokens as fit.
+    """Size the K/V caches of the target and of a draft in this process, for the most tokens that fit.
 
     Args:
         settings: `kv_tokens`, `mem_fraction_static`, `page_size`, `max_nodes`.
