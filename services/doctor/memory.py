@@ -13,8 +13,9 @@ from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.pair import Pair, expected_of
 from outrider.services.draft.heads.eagle3 import Eagle3Head
 from outrider.services.draft.heads.files.head_config import HeadConfig
+from outrider.services.target.choices import KvCacheDtype, Quantization
 from outrider.services.target.scheduling.limits import longest_text
-from outrider.services.target.settings import KvCacheDtype, Quantization, TargetSettings
+from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.memory_plan import (
     DraftCache,
     Memory,

@@ -1,1 +1,4 @@
-"""The target service: owns the model, its KV cache and verification. Token ids in, token ids out."""
+"""The target service: owns the model and its KV cache, schedules requests and verifies drafts.
+
+Token ids in, token ids out. The gateway tokenizes.
+"""

@@ -1,4 +1,4 @@
-"""Puts the target together and runs it: load, check, serve, drain."""
+"""Runs the target: loads the model, plans memory, warms up, serves, drains on SIGTERM and shuts down."""
 
 from __future__ import annotations
 
@@ -50,24 +50,26 @@ from outrider.shared.spec.drafter import Drafter, DrafterState
 
 POLL_S = 0.02
 RECORD_LIMIT_S = 120.0
-"""How long a start waits for graphs of a draft that came when the others were recorded."""
+"""Limit of the wait for graphs of a draft that connected while the other graphs were being recorded."""
 
 _log = get_logger("outrider.target")
 
 DrafterFactory = Callable[[Decoder, CacheSizing], Drafter]
-"""Makes a drafter for a model; asks how large its cache shall be once its weights are loaded."""
+"""Makes a drafter for a model. After loading its weights, it calls the `CacheSizing` to size its KV cache."""
 Result = TypeVar("Result")
 
 
 def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code.
+    """Serve until SIGTERM or SIGINT; return the exit code.
 
     Args:
         settings: Resolved.
-        make_drafter: Makes the drafter of this process (the launcher injects it); by default the one that `settings.draft` names.
+        make_drafter: Makes a drafter inside this process (the launcher injects it). By default the drafter
+            connects to `settings.draft`.
 
     Raises:
-        OutriderError: The settings, the checkpoint or the pair of target and draft cannot be served; says what to change.
+        OutriderError: The settings, the checkpoint or the combination of target and draft cannot be served.
+            The message names the fix.
     """
     settings.check()
     ranks = settings.ranks()
@@ -80,10 +82,10 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
 
 @runtime_checkable
 class Described(Protocol):
-    """A drafter that knows what it is."""
+    """A drafter that reports its algorithm and model."""
 
     def describe(self) -> tuple[str, str]:
-        """Return its algorithm and model id."""
+        """Return the algorithm and the model id."""
         ...
 
 
@@ -103,14 +105,17 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
         loop.call_soon_threadsafe(stop.set)
 
     try:
+        # 1. Load the model, warm up and record graphs.
         target = await _until(
             stop,
             asyncio.to_thread(Target, settings, make_drafter, on_rank_lost=rank_lost, stopped=stop.is_set),
         )
+        # 2. Wait for the draft, then run short requests through both.
         if target is not None:
             await _until(stop, target.wait_for_draft(settings.draft_wait_s))
         if target is not None and not stop.is_set():
             await _until(stop, asyncio.to_thread(run_through, target.engine, target.serving.limits))
+        # 3. Serve until a signal arrives or a rank is lost.
         if target is not None and not stop.is_set():
             servicer.serve(target.serving)
             await server.set_serving(True)
@@ -134,7 +139,7 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
 
 
 async def _until(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
-    """Await `work`, but no longer than until the stop signal; what runs on a thread is left to end by itself."""
+    """Await `work` until it is done or the stop signal arrives; work on a thread then continues unawaited."""
     task = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +153,7 @@ async def _until(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
 async def _drain(
     settings: TargetSettings, set_serving: Callable[[bool], Awaitable[None]], target: Target
 ) -> None:
-    """Not serving → notice period → refuse new requests → let the running ones finish."""
+    """Report not serving, wait for the notice period, refuse new requests, and let running ones finish."""
     await set_serving(False)
     await asyncio.sleep(settings.drain_notice_s)
     target.engine.draining = True
@@ -160,21 +165,27 @@ async def _drain(
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A model without a checkpoint (`shared.nn.dummy`), and how many drafts its rounds accept; None leaves that to the model."""
+    """A model without a checkpoint (`shared.nn.dummy`), used by `outrider bench`.
+
+    Attributes:
+        decoder: The model with random weights.
+        synthetic: Distribution of accepted drafts; None leaves acceptance to the model.
+    """
 
     decoder: Decoder
     synthetic: SyntheticAcceptance | None = None
 
 
 class Target:
-    """Everything of one serving process but the gRPC server: model, pool, drafter, engine and its thread.
+    """One serving process without its gRPC server: model, KV pool, drafter, engine and engine thread.
 
     Args:
         settings: Resolved.
         make_drafter: See `run`.
-        stand_in: Instead of the model that `settings.model` names; `outrider bench` alone has one.
-        on_rank_lost: With tensor parallelism, see `start_group`.
-        stopped: Asked while it warms up, from the thread that makes it; True leaves out the rest, and what was made cannot serve.
+        stand_in: Replaces the model of `settings.model`. Only `outrider bench` passes one.
+        on_rank_lost: Called when another rank is lost; see `start_group`.
+        stopped: Returns True once the process must end. It is polled during warm-up, on the calling thread.
+            The rest of the warm-up is then skipped, and the target cannot serve.
     """
 
     def __init__(
@@ -193,12 +204,13 @@ class Target:
         self._waited_s = 0.0
         self._stopped = stopped
         self._absence = Reachability(None if make_drafter else settings.draft_address())
+        # 1. Load the model and choose its attention.
         decoder = prepare_decoder(
             settings, stand_in.decoder if stand_in is not None else self._load(settings, on_rank_lost)
         )
-        attention = prepare_attention(
-            settings, decoder
-        )  # before memory is shared out: FlashInfer's has a workspace
+        # FlashInfer allocates a workspace, so the backend is made before memory is divided.
+        attention = prepare_attention(settings, decoder)
+        # 2. Load the draft and divide the remaining memory between both KV caches.
         planner = CachePlanner(
             settings, decoder, drafts=make_drafter is not None or settings.draft_address() is not None
         )
@@ -207,6 +219,7 @@ class Target:
         )
         memory = planner.plan()
         _log.info("memory", **memory.numbers())
+        # 3. Make the engine and warm it up.
         graph_plan = plan_graphs(
             settings, cuda=device.type == "cuda", waits=waits_for_device(attention), offers=stand_in is None
         )
@@ -223,9 +236,9 @@ class Target:
         self._graphs = runner.graphs
         self.engine = _make_engine(settings, runner, self.drafter, graph_plan)
         with watched(decoder):
-            self._warm_up(
-                settings, runner, graph_plan, parity=stand_in is None
-            )  # random weights have near-ties everywhere
+            # With random weights, near-ties between logits would fail the parity check.
+            self._warm_up(settings, runner, graph_plan, parity=stand_in is None)
+        # 4. Start the engine's thread.
         self._thread = EngineThread(
             watched_engine(self.engine, decoder), on_start=lambda: _use_device(device)
         )
@@ -258,13 +271,14 @@ class Target:
     def _warm_up(
         self, settings: TargetSettings, runner: ModelRunner, plan: GraphPlan, *, parity: bool
     ) -> None:
-        """Compile kernels, check that trees yield what plain decoding does, and record graphs."""
+        """Compile kernels, run the parity check, wait for the draft and record CUDA graphs."""
         graphs, to_console = runner.graphs, not settings.log_json
         compile_kernels(self.engine, graphs, plan, prompt_rehearsals(runner), to_console=to_console)
         if self._stopped():
             return
         if parity:
             check_parity(runner, self.engine.controller)
+        # The graphs capture the draft's features, so the draft must be known before they are recorded.
         if graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:
             self._waited_s = await_draft(self.drafter, settings.draft_wait_s, self._is_hopeless)
             if self._stopped():
@@ -274,11 +288,13 @@ class Target:
 
     @property
     def recorded_graphs(self) -> int:
-        """How many CUDA graphs it holds."""
+        """Number of recorded CUDA graphs."""
         return len(self._graphs.keys)
 
     async def wait_for_draft(self, timeout_s: float) -> None:
-        """Give the draft time to come up, less what the recording has waited for it, then go on without it.
+        """Wait until the draft is ready, or give up and serve without it.
+
+        The time that graph recording already waited counts towards `timeout_s`.
 
         Raises:
             OutriderError: The draft does not fit this target.
@@ -301,13 +317,12 @@ class Target:
             )
             return
         recorded, deadline = self.engine.ask_recorded(), time.monotonic() + RECORD_LIMIT_S
-        while (
-            not recorded.is_set() and time.monotonic() < deadline
-        ):  # not on a thread, which a stop would have to wait for
+        # Polled here rather than on a thread, which a stop would have to wait for.
+        while not recorded.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
 
     def shutdown(self) -> None:
-        """Stop the engine thread, then the drafter's connection and the other ranks."""
+        """Stop the engine thread, then the drafter's connection, then the other ranks."""
         try:
             self._thread.stop()
             self.drafter.shutdown()
@@ -327,7 +342,7 @@ class Target:
 
 
 def _use_device(device: torch.device) -> None:
-    """Make kernels that this thread launches go to `device`."""
+    """Launch this thread's kernels on `device`."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
@@ -365,13 +380,13 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
 
 
 def _progress_logger(model: Path) -> Callable[[int, int], None]:
-    steps_told = 0
+    quarters = 0
 
-    def told(loaded: int, total: int) -> None:
-        nonlocal steps_told
-        step = 4 * loaded // max(total, 1)
-        if step > steps_told:
-            steps_told = step
-            _log.info("loading", model=str(model), percent=25 * step)
+    def report(loaded: int, total: int) -> None:
+        nonlocal quarters
+        quarter = 4 * loaded // max(total, 1)
+        if quarter > quarters:
+            quarters = quarter
+            _log.info("loading", model=str(model), percent=25 * quarter)
 
-    return told
+    return report

@@ -1,4 +1,4 @@
-"""The target's Prometheus metrics; names after vLLM's stems so that dashboards port."""
+"""The target's Prometheus metrics. Names use vLLM's stems, so that dashboards can be reused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ REASONS_OF_STATE = {
     DrafterState.DOWN: "draft_down",
 }
 
-# What the engine, the follower and the remote drafter say; other reasons (those that a draft gives for a refusal) appear as they come.
+# Fallback reasons of the engine, `DraftSessions` and the remote drafter. A draft's own reasons for a refusal
+# are added when they first occur.
 FALLBACK_REASONS = (
     *(
         state.value
@@ -38,95 +39,101 @@ MAX_DEPTHS = 16
 
 
 class TargetMetrics:
-    """One registry per engine. Methods are called on the engine thread, `render` from any."""
+    """The metrics of one engine, in a registry of their own. Engine thread only, except `render`."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Start all counters over, in a new registry."""
+        """Reset all metrics by starting a new registry."""
         self._metrics = metrics = Metrics()
         histogram, counter, gauge = metrics.histogram, metrics.counter, metrics.gauge
         self._ttft = histogram(
-            "time_to_first_token_seconds", "From submission to the first token.", REQUEST_BUCKETS_S
+            "time_to_first_token_seconds", "Time from submission to the first token.", REQUEST_BUCKETS_S
         )
         self._itl = histogram(
-            "inter_token_latency_seconds", "Between deliveries, per token.", TOKEN_BUCKETS_S
+            "inter_token_latency_seconds", "Time between deliveries, per token.", TOKEN_BUCKETS_S
         )
         self._e2e = histogram(
-            "e2e_request_latency_seconds", "From submission to the end of a request.", REQUEST_BUCKETS_S
+            "e2e_request_latency_seconds",
+            "Time from submission to the end of a request.",
+            REQUEST_BUCKETS_S,
         )
         self._queue = histogram(
-            "request_queue_time_seconds", "From submission to admission.", REQUEST_BUCKETS_S
+            "request_queue_time_seconds", "Time from submission to admission.", REQUEST_BUCKETS_S
         )
-        self._running = gauge("num_requests_running", "Sequences that hold pages.")
+        self._running = gauge("num_requests_running", "Admitted sequences; each has KV pages.")
         self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
-        self._kv_usage = gauge("kv_cache_usage_perc", "Share of the pool's pages that are held, 0 to 1.")
-        self._kv_tokens = gauge("kv_cache_tokens", "Slots by what they hold.", ("kind",))
-        self._preemptions = counter("num_preemptions", "Sequences retracted for want of pages.")
-        self._prompt = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
+        self._kv_tokens = gauge("kv_cache_tokens", "Slots of the KV cache, by use.", ("kind",))
+        self._preemptions = counter("num_preemptions", "Sequences retracted because no page was free.")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of requests that emitted their first token.")
         self._generated = counter("generation_tokens", "Tokens emitted.")
         self._success = counter("request_success", "Requests that ended, by reason.", ("finished_reason",))
-        self._drafts = counter("spec_decode_num_drafts", "Rounds of sequences with at least one draft node.")
+        self._drafts = counter(
+            "spec_decode_num_drafts", "Rounds that verified at least one draft node, per sequence."
+        )
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Draft nodes verified.")
         self._accepted = counter("spec_decode_num_accepted_tokens", "Draft nodes accepted.")
         self._per_pos = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Draft nodes accepted, by depth from 0.", ("position",)
         )
         self._accepted_at = counter(
-            "accepted_tokens", "Draft nodes accepted, by their depth in the tree; the root has 0.", ("depth",)
+            "accepted_tokens", "Draft nodes accepted, by depth; the root is at depth 0.", ("depth",)
         )
         self._rpc_s = histogram(
             "draft_rpc_seconds",
-            "From asking for a step's proposal to having it, what was done meanwhile included.",
+            "Time from requesting a step's proposal to receiving it, including work done meanwhile.",
             STEP_BUCKETS_S,
         )
         self._draft_s = histogram(
-            "draft_seconds", "How long a step stood still for its proposal.", STEP_BUCKETS_S
+            "draft_seconds", "Time that a step waited for its proposal.", STEP_BUCKETS_S
         )
         self._verify_s = histogram(
-            "verify_seconds", "Verify pass of a step, its sampling and compaction included.", STEP_BUCKETS_S
+            "verify_seconds", "Time of a step's verify pass, with sampling and compaction.", STEP_BUCKETS_S
         )
         self._round_s = histogram(
-            "device_round_seconds", "Rounds that stayed on the device, drafting included.", STEP_BUCKETS_S
+            "device_round_seconds", "Time of a round on the device, with drafting.", STEP_BUCKETS_S
         )
-        self._speedup = gauge("estimated_speedup", "Drafting steps' tokens per second over plain ones'.")
-        self._state = gauge("speculation_state", "1 for the state that speculation is in.", ("reason",))
+        self._speedup = gauge(
+            "estimated_speedup", "Tokens per second of drafting steps, relative to plain steps."
+        )
+        self._state = gauge("speculation_state", "1 for the current state of speculation.", ("reason",))
         self._fallbacks = counter(
-            "draft_fallback", "Rounds that wanted draft nodes and got none, by reason.", ("reason",)
+            "draft_fallback", "Rounds that requested draft nodes and got none, by reason.", ("reason",)
         )
-        self._resyncs = counter("draft_resync", "Sequences reopened on the draft.")
+        self._resyncs = counter("draft_resync", "Sequences that were reopened on the draft.")
         self._resyncs_seen = 0
         self._preemptions_seen = 0
         self._positions = [self._per_pos.labels(str(position)) for position in range(MAX_DEPTHS)]
         self._depths = [self._accepted_at.labels(str(depth)) for depth in range(1, MAX_DEPTHS + 1)]
-        for reason in FALLBACK_REASONS:  # A rate over a series that does not exist yet is no data.
+        for reason in FALLBACK_REASONS:  # Create every series now: a rate over a missing series has no data.
             self._fallbacks.labels(reason)
 
     def first_token(self, sequence: Sequence, now: float) -> None:
-        """Count a request's first token."""
+        """Record the first token of a request."""
         self._ttft.observe(now - sequence.submitted_at)
         self._queue.observe(sequence.admitted_at - sequence.submitted_at)
         self._prompt.inc(sequence.prompt_len)
         self._generated.inc()
 
     def more_tokens(self, count: int, seconds: float) -> None:
-        """Count tokens that followed `seconds` after the ones before."""
+        """Record `count` tokens that were delivered `seconds` after the previous ones."""
         self._generated.inc(count)
         self._itl.observe(seconds / count)
 
     def finished(self, reason: str, seconds: float | None = None) -> None:
-        """Count the end of a request."""
+        """Record the end of a request."""
         self._success.labels(reason).inc()
         if seconds is not None:
             self._e2e.observe(seconds)
 
     def fell_back(self, reason: str) -> None:
-        """Count a round without draft nodes that wanted some."""
+        """Count a round that requested draft nodes and got none."""
         self._fallbacks.labels(reason).inc()
 
     def observe_round(self, step: ExecutedStep, times: StepTimes) -> None:
-        """Count a decode step."""
+        """Record a decode step."""
         self._verify_s.observe(times.verify_s)
         if step.wait_s is None:
             return
@@ -135,7 +142,7 @@ class TargetMetrics:
         self._count_drafts(step)
 
     def observe_device_round(self, step: ExecutedStep) -> None:
-        """Count a round that stayed on the device: drafting and verifying are one piece of work there."""
+        """Record a round on the device, where drafting and verifying cannot be timed separately."""
         self._round_s.observe(step.round_s or 0.0)
         if step.wait_s is not None:
             self._count_drafts(step)
@@ -151,7 +158,7 @@ class TargetMetrics:
                     self._depths[index].inc()
 
     def render(self, scheduler: Scheduler, state: DrafterState, resyncs: int, speedup: float | None) -> str:
-        """Return the Prometheus text with gauges as of now."""
+        """Return the metrics as Prometheus text. Gauges are set to their current values. Any thread."""
         allocator = scheduler.allocator
         sequences = tuple(scheduler.active)
         self._running.set(len(sequences))

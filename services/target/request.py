@@ -1,4 +1,4 @@
-"""What a client asks for, parsed and valid, and what it is told: frozen data that crosses threads."""
+"""A parsed request, the limits of its speculation, and the events that answer it. All are immutable."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DEFAULT_SHAPE = DraftShape(depth=5, topk=4, max_nodes=16)
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """How a request wants to be drafted for, within the server's caps.
+    """How one request uses speculation, within the server's caps.
 
     Attributes:
-        mode: See `SpeculationMode`.
-        shape: Of every round (`ON`), or the largest one (`AUTO`).
-        trace: Whether the client wants to see every round.
-        chain: `AUTO` may choose chains up to this one, too; `NO_DRAFT` for none but those within `shape`.
+        mode: Fixed shape, chosen by the controller, or off.
+        shape: Shape of every round (`ON`), or the largest shape (`AUTO`).
+        trace: Whether the client receives a trace of every round.
+        chain: Longest chain that `AUTO` may choose beyond those within `shape`; `NO_DRAFT` for none.
     """
 
     mode: SpeculationMode
@@ -37,28 +37,29 @@ class SpeculationParams:
 
     @property
     def forms(self) -> tuple[DraftShape, ...]:
-        """The largest tree and the longest chain that rounds may have; one of them where the other is none."""
+        """The largest tree and the longest chain that a round may have, or only one of them."""
         if self.shape.topk == 1:
             return (self.chain if self.chain.depth > self.shape.depth else self.shape,)
         return (self.shape, self.chain) if self.chain.drafts else (self.shape,)
 
     @property
     def most_nodes(self) -> int:
-        """Nodes of the largest round, the root included."""
+        """Nodes of the largest round, including the root."""
         return max(form.max_nodes for form in self.forms)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationLimits:
-    """The server's default shape and its caps.
+    """The server's default draft shape and its caps.
 
-    A request above a cap is refused, never clamped: a client that measures shapes must not measure another one.
+    A request above a cap is refused, never clamped. A client that measures a shape must not measure another
+    one instead.
 
     Attributes:
-        default: The shape of requests that name none.
+        default: Shape of requests that specify none.
         max_steps, max_topk, max_nodes: Caps.
-        longest_chain: Levels of the longest chain that `AUTO` may choose where a request bounds neither depth nor nodes; chains within
-            the request's own bounds it may always choose.
+        longest_chain: Depth of the longest chain that `AUTO` may choose if the request bounds neither depth
+            nor nodes. Chains within the request's own bounds are always allowed.
     """
 
     default: DraftShape = DEFAULT_SHAPE
@@ -76,10 +77,10 @@ class SpeculationLimits:
         max_nodes: int | None = None,
         trace: bool = False,
     ) -> SpeculationParams:
-        """Fill in the defaults and check the caps.
+        """Fill in defaults and check the caps.
 
         Raises:
-            InvalidRequestError: A value is 0 or above its cap; names the field.
+            InvalidRequestError: A value is 0 or above its cap; the error names the field.
         """
         for name, value, cap in (
             ("depth", depth, self.max_steps),
@@ -101,7 +102,7 @@ class SpeculationLimits:
         return SpeculationParams(mode, shape.bounded(), trace, chain)
 
     def _chain(self, depth: int | None, max_nodes: int | None) -> DraftShape:
-        """Return the longest chain within what a request asks for, and within the server's own bounds where it asks for nothing."""
+        """Return the longest chain within the request's bounds, or within the server's where it sets none."""
         levels = max(self.default.depth, self.longest_chain) if depth is None else depth
         nodes = max(self.default.max_nodes, self.longest_chain + 1) if max_nodes is None else max_nodes
         levels = min(levels, nodes - 1)
@@ -110,15 +111,18 @@ class SpeculationLimits:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to generate.
+    """A request for one sequence.
 
     Attributes:
-        request_id: The client's name for it, unique among the live requests of one stream.
+        request_id: Name given by the client, unique among the live requests of one stream.
         prompt_ids: At least one token id.
-        max_new_tokens: Upper bound of emitted tokens, at least 1.
-        stop_token_ids: Tokens that end the sequence; they are emitted as its last token.
-        ignore_eos: Whether the model's own end-of-sequence tokens do not end it.
-        deadline: `time.monotonic()` after which it fails; None waits for ever.
+        max_new_tokens: Maximum number of emitted tokens, at least 1.
+        sampling: How tokens are sampled.
+        speculation: How drafts are used.
+        stop_token_ids: Tokens that end the sequence. The stop token is emitted as the last token.
+        ignore_eos: Whether the model's end-of-sequence tokens do not end the sequence.
+        deadline: `time.monotonic()` at which the request fails; None for no deadline.
+        priority: Higher values are admitted first.
     """
 
     request_id: str
@@ -143,7 +147,17 @@ class TokensEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The request is over; nothing follows. `matched_token` is the stop token that ended it, if one did (it was emitted)."""
+    """The request has finished; no event follows.
+
+    Attributes:
+        request_id: As in the request.
+        reason: Why it finished.
+        matched_token: The stop token that ended it, which was emitted; None if it ended otherwise.
+        prompt_tokens, completion_tokens: Number of tokens read and emitted.
+        speculation: Speculation statistics.
+        queue_s, prefill_s, decode_s: Seconds in the queue, in prefill and in decoding.
+        cached_tokens: Prompt tokens read from a prefix cache; 0 without one.
+    """
 
     request_id: str
     reason: FinishReason
@@ -159,7 +173,7 @@ class FinishedEvent:
 
 @dataclass(frozen=True, slots=True)
 class FailedEvent:
-    """The request failed; nothing follows."""
+    """The request failed; no event follows."""
 
     request_id: str
     error: OutriderError = field(compare=False)
@@ -169,8 +183,8 @@ Event = TokensEvent | FinishedEvent | FailedEvent
 
 
 class EventSink(Protocol):
-    """Where the events of some requests go, e.g. one gateway's stream. Called on the engine thread; must not block."""
+    """Receives the events of one or more requests. Called on the engine thread, so it must not block."""
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Take the events of one engine step, in order."""
+        """Receive the events of one engine step, in order."""
         ...

@@ -1,15 +1,23 @@
-"""What the target can be told, and how it becomes a plan for the machine at hand."""
+"""The settings of `outrider serve target`: defaults, help texts, and checks of their combinations."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 import torch
 from pydantic import Field
 
+from outrider.services.target.choices import (
+    Device,
+    Dtype,
+    KvCacheDtype,
+    OverlapSchedule,
+    Quantization,
+    RoundPlacement,
+)
+from outrider.services.target.parallel.ranks import Ranks
 from outrider.services.target.request import SpeculationLimits
 from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
@@ -20,166 +28,114 @@ from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
 CUDA_PREFILL_TOKENS = 8192
-"""What SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` are on GPUs of this size."""
+"""Matches SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on GPUs of this size."""
 CPU_PREFILL_TOKENS = 512
 AUTO_CHAIN_STEPS = 10
-"""The longest chain that `auto` chooses where nobody bounds its depth: few drafts are good enough for more."""
-
-
-class Device(Enum):
-    """Where the model runs; AUTO is CUDA where there is a GPU."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Dtype(Enum):
-    """Type of weights and activations; AUTO is fp32 on the CPU and bf16 on CUDA."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class OverlapSchedule(Enum):
-    """Whether rounds stay on the device, each launched before the one before is read; AUTO does so on a GPU."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-
-class RoundPlacement(Enum):
-    """Where rounds with a draft in another process run: by way of the host, or on the devices of both (`shared.spec.device`).
-
-    AUTO keeps them on the device of a target on one GPU.
-    """
-
-    AUTO = "auto"
-    HOST = "host"
-    DEVICE = "device"
-
-
-class Quantization(Enum):
-    """How the products of the layers are computed; NONE in the model's type."""
-
-    NONE = "none"
-    FP8 = "fp8"
-
-
-class KvCacheDtype(Enum):
-    """Type of K and V in the cache; AUTO is the model's."""
-
-    AUTO = "auto"
-    FP8_E4M3 = "fp8_e4m3"
+"""Longest chain that `auto` chooses by default: few drafts are good enough for deeper ones."""
 
 
 class TargetSettings(ServiceSettings):
-    """Settings of `outrider serve target`."""
+    """Settings of `outrider serve target`. Field descriptions are the help texts of the flags."""
 
     model_config = settings_config("target")
 
     listen: str = Field("127.0.0.1:7001", description="Address of the gRPC service: host:port or unix:/path.")
     insecure: bool = Field(
-        False, description="Listen on addresses that other hosts reach, without authentication."
+        False, description="Allow addresses that other hosts can reach. There is no authentication."
     )
     model: Path = Field(description="Model folder in Hugging Face layout.")
-    served_model_id: str = Field("", description="Name of the model; by default the folder's.")
+    served_model_id: str = Field("", description="Model name that clients see; by default the folder's name.")
     device: str = Field(
         "auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N."
     )
     dtype: Dtype = Field(Dtype.AUTO, description="auto, float32, bfloat16 or float16.")
     tp: int = Field(
-        1, ge=1, le=64, description="Tensor parallelism: GPUs (processes, on a CPU) that share the model."
+        1, ge=1, le=64, description="Tensor parallelism: GPUs (or CPU processes) that share the model."
     )
     tp_all_reduce: ReduceKind = Field(
         ReduceKind.AUTO,
-        description="auto: through peer memory where it works; one-shot: sums alone; group: NCCL.",
+        description="auto: peer memory where it works; one-shot: torch's kernel for small sums; group: NCCL.",
     )
     tp_timeout_s: float = Field(
-        120.0, gt=0, description="A step that a rank does not join for so long ends the target."
+        120.0, gt=0, description="End the target if a rank does not join a step within this many seconds."
     )
     attention_backend: AttentionKind = Field(
         AttentionKind.AUTO,
-        description="auto, reference, triton or flashinfer (installed apart; waits for the GPU, so no graphs and no overlap).",
+        description="auto, reference, triton or flashinfer (separate install; no CUDA graphs or overlap).",
     )
     deterministic: bool = Field(
         False,
-        description="Compute a token's logits to the same bits with speculation or without, in every batch and chunking; slower.",
+        description="Compute bit-identical logits with and without speculation, in every batch and chunking. "
+        "Slower.",
     )
     quantization: Quantization = Field(
-        Quantization.NONE, description="none, or fp8: layers' products from 8-bit weights and activations."
+        Quantization.NONE, description="none, or fp8: 8-bit weights and activations in layers' products."
     )
     kv_cache_dtype: KvCacheDtype = Field(
-        KvCacheDtype.AUTO, description="auto (as the model), or fp8_e4m3: half the memory per token."
+        KvCacheDtype.AUTO, description="auto (the model's type), or fp8_e4m3: half the memory per token."
     )
     enable_torch_compile: bool = Field(
         False, description="Compile norms and MLPs of models that run through transformers' modules."
     )
     torch_compile_max_bs: int = Field(
-        32, ge=1, description="With --enable-torch-compile: passes with more rows run uncompiled."
+        32, ge=1, description="With --enable-torch-compile: run passes with more rows uncompiled."
     )
     draft: str = Field(
         "none",
-        description="The draft service: grpc://host:port, unix:/path, ipc:///path on this host, or none.",
+        description="Draft service: grpc://host:port, unix:/path, ipc:///path on this host, or none.",
     )
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO,
-        description="As for the draft; NONE decodes without one, auto is what the draft says it is.",
+        description="Must match the draft's; auto accepts any algorithm, NONE decodes without a draft.",
     )
     speculative_token_map: Path | None = Field(
-        None, description="With a draft in this process: the token ids to draft (FR-Spec)."
+        None, description="File of token ids to draft (FR-Spec), for a draft in this process."
     )
     ngram_corpus: Path | None = Field(
-        None, description="With n-grams in this process: further texts, as for `outrider serve draft`."
+        None, description="Further texts for n-grams in this process; see `outrider serve draft`."
     )
-    num_steps: int = Field(5, ge=1, description="Depth of a draft tree when a request names none.")
-    topk: int = Field(4, ge=1, description="Branching per level when a request names none.")
+    num_steps: int = Field(5, ge=1, description="Default depth of a draft tree.")
+    topk: int = Field(4, ge=1, description="Default branching per level of a draft tree.")
     num_draft_tokens: int = Field(
-        16, ge=1, description="Nodes verified per round, the root included, when a request names none."
+        16, ge=1, description="Default number of nodes verified per round, including the root."
     )
-    max_steps: int = Field(16, ge=1, description="Deepest tree that a request may ask for.")
-    max_topk: int = Field(16, ge=1, description="Widest branching that a request may ask for.")
-    max_nodes: int = Field(128, ge=1, description="Largest tree that a request may ask for.")
-    max_running_requests: int = Field(16, ge=1, description="Sequences that are worked on at once.")
+    max_steps: int = Field(16, ge=1, description="Deepest tree that a request may use.")
+    max_topk: int = Field(16, ge=1, description="Widest branching that a request may use.")
+    max_nodes: int = Field(128, ge=1, description="Maximum nodes per round that a request may use.")
+    max_running_requests: int = Field(16, ge=1, description="Maximum number of running sequences.")
     max_queued_requests: int = Field(
-        512, ge=1, description="Sequences that may wait; more get RESOURCE_EXHAUSTED."
+        512, ge=1, description="Maximum number of waiting sequences; more get RESOURCE_EXHAUSTED."
     )
     max_queued_prompt_tokens: int = Field(
-        1_000_000, ge=1, description="Prompt tokens that may wait; more get RESOURCE_EXHAUSTED."
+        1_000_000, ge=1, description="Maximum number of waiting prompt tokens; more get RESOURCE_EXHAUSTED."
     )
     page_size: int = Field(16, ge=1, le=1024, description="Tokens per page of the KV cache.")
     kv_tokens: int | None = Field(
-        None, ge=1, description="Size of the KV cache in tokens; by default what the memory allows."
+        None, ge=1, description="Size of the KV cache in tokens; by default the most that fits."
     )
     mem_fraction_static: float = Field(
-        0.85,
-        gt=0,
-        lt=1,
-        description="Share of the GPU's memory for weights and KV cache, the draft's included.",
+        0.85, gt=0, lt=1, description="Share of GPU memory for weights and KV cache, including the draft's."
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt + answer; by default what the model was trained for."
+        None, ge=2, description="Longest prompt plus answer; by default the length the model was trained for."
     )
     cuda_graph_max_bs: int = Field(
         64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without."
     )
     disable_tile_trial: bool = Field(
         False,
-        description="Try no tiles of products at start, and use none of earlier trials: what nobody measured takes a rule's.",
+        description="Do not time kernel tiles at startup, and ignore earlier trials; use a fixed rule.",
     )
     disable_cuda_graph: bool = Field(
-        False, description="Record no CUDA graphs; every step is launched kernel by kernel."
+        False, description="Record no CUDA graphs; launch every step kernel by kernel."
     )
     overlap_schedule: OverlapSchedule = Field(
         OverlapSchedule.AUTO,
-        description="Launch a round before the last one is read: auto (on a GPU), on or off.",
+        description="Launch each round before the last one is read: auto (on a GPU), on or off.",
     )
-    disable_overlap_schedule: bool = Field(False, description="The same as --overlap-schedule off.")
+    disable_overlap_schedule: bool = Field(False, description="Same as --overlap-schedule off.")
     prefill_chunk: int | None = Field(
-        None, ge=1, description="Most prompt tokens per step; by default 8192 on a GPU, 512 on a CPU."
+        None, ge=1, description="Maximum prompt tokens per step; by default 8192 on a GPU and 512 on a CPU."
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of the model; by default half of the cores."
@@ -187,21 +143,20 @@ class TargetSettings(ServiceSettings):
     draft_wait_s: float = Field(
         60.0,
         ge=0,
-        description="At start: wait this long for the draft before serving without it; 20 s at most for one that does not even listen.",
+        description="Seconds to wait for the draft at startup, at most 20 if nothing listens at its address.",
     )
     draft_fault_deadline_s: float = Field(
-        2.0, gt=0, description="A draft that owes an answer for longer counts as faulty."
+        2.0, gt=0, description="Seconds after which a draft that owes an answer counts as faulty."
     )
     draft_rounds: RoundPlacement = Field(
         RoundPlacement.AUTO,
-        description="Rounds with a draft in another process: by way of the host, or kept on the device on both sides; auto: the latter on "
-        "a GPU.",
+        description="Where rounds with a remote draft run: host, or device (of both); auto: device on a GPU.",
     )
     drain_notice_s: float = Field(
-        0.0, ge=0, description="On SIGTERM: time between not serving and refusing new requests."
+        0.0, ge=0, description="On SIGTERM: seconds between not serving and refusing new requests."
     )
     drain_grace_s: float = Field(
-        30.0, ge=0, description="On SIGTERM: time that running requests get to finish."
+        30.0, ge=0, description="On SIGTERM: seconds that running requests may take to finish."
     )
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."
@@ -209,10 +164,10 @@ class TargetSettings(ServiceSettings):
     log_json: bool = Field(False, description="One JSON object per log line.")
 
     def check(self) -> None:
-        """Check what concerns several fields.
+        """Check conditions that involve several fields.
 
         Raises:
-            ConfigurationError: names the field and the fix.
+            ConfigurationError: The error names the field and the fix.
         """
         check_listen_address(self.listen, "listen", allow_remote=self.insecure)
         for name, value, cap_name, cap in (
@@ -225,44 +180,40 @@ class TargetSettings(ServiceSettings):
                     f"{name} = {value} is above {cap_name} = {cap}; raise the cap or lower the default.",
                     field=name,
                 )
-        # Not for the default: a chain takes of it what it needs.
+        # The default is exempt: a chain uses only as many of its nodes as it needs.
         if (
             self.topk == 1
             and self.num_draft_tokens > self.num_steps + 1
             and "num_draft_tokens" in self.model_fields_set
         ):
             raise ConfigurationError(
-                f"num_draft_tokens = {self.num_draft_tokens}: with topk 1 drafts are a chain of num_steps + 1 = {self.num_steps + 1} "
-                "nodes; lower it, or raise num_steps or topk.",
+                f"num_draft_tokens = {self.num_draft_tokens}: with topk 1 a draft is a chain of "
+                f"num_steps + 1 = {self.num_steps + 1} nodes. Lower it, or raise num_steps or topk.",
                 field="num_draft_tokens",
             )
-        if self.speculative_token_map is not None and not self.draft.startswith("inproc:"):
-            raise ConfigurationError(
-                "speculative_token_map: the draft runs apart and cuts its own lm_head; give the flag to `outrider serve draft`.",
-                field="speculative_token_map",
-            )
-        if self.ngram_corpus is not None and not self.draft.startswith("inproc:"):
-            raise ConfigurationError(
-                "ngram_corpus: the draft runs apart and reads its own; give the flag to `outrider serve draft`.",
-                field="ngram_corpus",
-            )
+        for name in ("speculative_token_map", "ngram_corpus"):
+            if getattr(self, name) is not None and not self.draft.startswith("inproc:"):
+                raise ConfigurationError(
+                    f"{name}: the draft runs in another process. Pass the flag to `outrider serve draft`.",
+                    field=name,
+                )
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ConfigurationError(
-                "device: cuda was asked for and torch sees no GPU here; use --device cpu.", field="device"
+                "device: cuda was requested, but torch finds no GPU; use --device cpu.", field="device"
             )
         self.draft_address()
         self._check_numerics()
-        self._check_idle()
+        self._check_ineffective()
         self._check_ranks()
 
     def keeps_draft_rounds(self, device: torch.device) -> bool:
-        """Whether rounds with a draft in another process stay on the device of the target."""
+        """Return True if rounds with a draft in another process stay on the target's device."""
         if self.draft_rounds is RoundPlacement.AUTO:
             return device.type == "cuda" and self.tp == 1
         return self.draft_rounds is RoundPlacement.DEVICE
 
     def draft_address(self) -> str | None:
-        """Return the draft's address, or None without a draft."""
+        """Return the draft's address; None without a draft."""
         if self.draft == "none" or self.speculative_algorithm is Algorithm.NONE:
             return None
         if self.draft.startswith("grpc://"):
@@ -277,7 +228,7 @@ class TargetSettings(ServiceSettings):
         )
 
     def limits(self) -> SpeculationLimits:
-        """Return the default tree shape and its caps. Chains that `auto` chooses may be longer than a default that nobody gave."""
+        """Return the default tree shape and the caps. By default, `auto` may choose longer chains."""
         shape = DraftShape(self.num_steps, self.topk, self.num_draft_tokens)
         deepest = (
             self.num_steps if "num_steps" in self.model_fields_set else min(AUTO_CHAIN_STEPS, self.max_steps)
@@ -286,31 +237,23 @@ class TargetSettings(ServiceSettings):
         return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes, min(deepest, most - 1))
 
     def ranks(self) -> Ranks | None:
-        """Return what `torchrun` (or rank 0) says about the processes of one model; None when this process starts them itself.
+        """Return the ranks that `torchrun` or rank 0 describes; None if this process starts them itself.
 
         Raises:
-            ConfigurationError: The environment's WORLD_SIZE is not `tp`, or a variable is no number.
+            ConfigurationError: WORLD_SIZE in the environment is not `tp`, or a variable is not a number.
         """
         if self.tp == 1 or "WORLD_SIZE" not in os.environ:
             return None
-        ranks = Ranks(
-            rank=_environment_number("RANK"),
-            size=_environment_number("WORLD_SIZE"),
-            local_rank=_environment_number("LOCAL_RANK"),
-            local_size=_environment_number("LOCAL_WORLD_SIZE"),
-            host=os.environ.get("MASTER_ADDR", ""),
-            port=_environment_number("MASTER_PORT"),
-            agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
+        ranks = Ranks.from_environment()
         if ranks.size != self.tp:
             raise ConfigurationError(
-                f"tp: the environment's WORLD_SIZE is {ranks.size}; start as many processes as --tp says ({self.tp}).",
+                f"tp: WORLD_SIZE is {ranks.size}, but --tp is {self.tp}; start one process per rank.",
                 field="tp",
             )
         return ranks
 
     def torch_device(self) -> torch.device:
-        """Return the device that `device` means on this machine; ranks take consecutive GPUs from the one that is named, or the first."""
+        """Return the device on this machine. Ranks use consecutive GPUs from the named one, or the first."""
         name = self.device
         if name == Device.AUTO.value:
             name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -321,32 +264,37 @@ class TargetSettings(ServiceSettings):
         return torch.device("cuda", (device.index or 0) + (ranks.local_rank if ranks else 0))
 
     def prefill_tokens(self) -> int:
-        """Return the most prompt tokens of a step: as many as fill the device, since the weights are read once however many there are."""
+        """Return the maximum number of prompt tokens per step.
+
+        A step reads the weights once for any number of tokens, so it should have enough to fill the device.
+        """
         return self.prefill_chunk or (
             CUDA_PREFILL_TOKENS if self.torch_device().type == "cuda" else CPU_PREFILL_TOKENS
         )
 
     def cpu_threads(self) -> int:
-        """Return how many threads a forward pass uses on the CPU; more than there are free cores makes every step wait for the slowest."""
+        """Return the number of CPU threads per forward pass.
+
+        With more threads than free cores, every step would wait for the slowest one.
+        """
         return self.threads or max(1, (os.cpu_count() or 1) // 2 // self.tp)
 
     def torch_dtype(self) -> torch.dtype | None:
-        """Return the dtype, or None for the device's default."""
+        """Return the dtype; None for the device's default."""
         return None if self.dtype is Dtype.AUTO else getattr(torch, self.dtype.value)
 
     def _check_numerics(self) -> None:
-        apart = (
+        for name, chosen in (
             ("deterministic", self.deterministic),
             ("attention_backend", self.attention_backend is AttentionKind.FLASHINFER),
-        )
-        for name, asked in apart:
-            if asked and self.tp > 1:
+        ):
+            if chosen and self.tp > 1:
                 raise ConfigurationError(
-                    f"{name} is not there for --tp {self.tp}; leave it out, or use --tp 1.", field=name
+                    f"{name} is not supported with --tp {self.tp}; omit it, or use --tp 1.", field=name
                 )
         if self.deterministic and self.attention_backend is not AttentionKind.AUTO:
             raise ConfigurationError(
-                "deterministic brings its own attention; leave --attention-backend out, or --deterministic.",
+                "deterministic uses its own attention; omit --attention-backend or --deterministic.",
                 field="attention_backend",
             )
         if (
@@ -355,7 +303,7 @@ class TargetSettings(ServiceSettings):
             and self.torch_device().type == "cuda"
         ):
             raise ConfigurationError(
-                "deterministic: FP8 products have no batch-invariant kernels on a GPU; leave --quantization out.",
+                "deterministic: on a GPU, FP8 products have no batch-invariant kernels; omit --quantization.",
                 field="quantization",
             )
         if self.kv_cache_dtype is not KvCacheDtype.AUTO and self.attention_backend not in (
@@ -363,12 +311,13 @@ class TargetSettings(ServiceSettings):
             AttentionKind.TRITON,
         ):
             raise ConfigurationError(
-                f"kv_cache_dtype: {self.attention_backend.value} attention reads K and V in the model's type; use auto or triton.",
+                f"kv_cache_dtype: {self.attention_backend.value} attention reads K and V in the model's "
+                "type; use auto or triton.",
                 field="kv_cache_dtype",
             )
 
-    def _check_idle(self) -> None:
-        """Refuse options that would do nothing beside the others, rather than let somebody believe that they do."""
+    def _check_ineffective(self) -> None:
+        """Refuse options that have no effect in combination with the others."""
         waits = self.attention_backend is AttentionKind.FLASHINFER
         overlaps = self.overlap_schedule is OverlapSchedule.ON
         for name, idle, why in (
@@ -380,27 +329,27 @@ class TargetSettings(ServiceSettings):
             (
                 "overlap_schedule",
                 overlaps and self.disable_overlap_schedule,
-                "disable_overlap_schedule says off; leave one of them out",
+                "disable_overlap_schedule turns it off; omit one of them",
             ),
             (
                 "torch_compile_max_bs",
                 not self.enable_torch_compile,
-                "nothing is compiled; give enable_torch_compile, or leave it out",
+                "nothing is compiled; set enable_torch_compile, or omit it",
             ),
             (
                 "tp_all_reduce",
                 self.tp == 1,
-                "one GPU has nothing to sum with others; give tp, or leave it out",
+                "a single GPU has nothing to sum with others; set tp, or omit it",
             ),
             (
                 "draft_rounds",
                 self.draft_address() is None,
-                "there is no draft in another process; give one by draft, or leave it out",
+                "there is no draft in another process; set draft, or omit it",
             ),
             (
                 "mem_fraction_static",
                 self.torch_device().type == "cpu",
-                "on a CPU kv_tokens sizes the cache; leave it out",
+                "on a CPU kv_tokens sizes the cache; omit it",
             ),
         ):
             value = getattr(self, name)
@@ -414,37 +363,7 @@ class TargetSettings(ServiceSettings):
             last = (device.index or 0) + (0 if ranks else self.tp - 1)
             if last >= torch.cuda.device_count():
                 raise ConfigurationError(
-                    f"tp: {self.tp} ranks need cuda:{last}, and this machine has {torch.cuda.device_count()} GPUs; lower --tp, or start "
-                    "the ranks on several hosts with torchrun.",
+                    f"tp: {self.tp} ranks need cuda:{last}, but this machine has {torch.cuda.device_count()} "
+                    "GPUs; lower --tp, or start the ranks on several hosts with torchrun.",
                     field="tp",
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The processes that share a model, as `torchrun` describes them in the environment.
-
-    Attributes:
-        rank, size: This process, of how many.
-        local_rank, local_size: The same among those of this host.
-        host, port: Where the ranks meet; rank 0 runs on that host.
-        agent_store: Whether `torchrun` listens there already; else rank 0 does.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    host: str
-    port: int
-    agent_store: bool = False
-
-
-def _environment_number(variable: str) -> int:
-    value = os.environ.get(variable, "")
-    if not value.isdecimal():
-        raise ConfigurationError(
-            f"{variable} in the environment must be a number, not {value!r}; torchrun sets it.",
-            field=variable,
-        )
-    return int(value)

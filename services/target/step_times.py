@@ -1,4 +1,4 @@
-"""Timestamps of one step of the engine."""
+"""Timestamps of one engine step, and the durations derived from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StepTimes:
-    """`time.monotonic()` at the seams of one step."""
+    """`time.monotonic()` at the end of each phase of a step, in order."""
 
     started: float
     announced: float = 0.0
@@ -18,15 +18,15 @@ class StepTimes:
 
     @property
     def draft_wait_s(self) -> float:
-        """How long the step stood still for the proposal."""
+        """Seconds that the step waited for the proposal."""
         return self.proposed - self.prefilled
 
     @property
     def verify_s(self) -> float:
-        """Verifying, compaction and reading the outcome back included."""
+        """Seconds of verification, including compaction and reading the result back."""
         return self.verified - self.proposed
 
     @property
     def overhead_s(self) -> float:
-        """Scheduling, announcing, delivering and committing."""
+        """Seconds of scheduling, announcing, delivering and committing."""
         return (self.announced - self.started) + (self.committed - self.verified)

@@ -1,4 +1,4 @@
-"""What a client asks of a generation and what it is told about it, in the terms that the gateway and the target share."""
+"""Sampling parameters, finish reasons and round traces: types shared by the gateway and the target."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SpeculationMode(Enum):
 
 
 class FinishReason(Enum):
-    """Why a sequence ended well."""
+    """Why a sequence ended without an error."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -36,15 +36,16 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token follows from the logits; neutral by default.
+    """How the next token is chosen from the logits. The defaults leave the distribution unchanged.
 
     Attributes:
-        temperature: 0 is greedy.
-        top_k: Keep the k most likely tokens; 0 is off.
-        top_p: Keep the smallest set of tokens that holds this much probability; 1 is off.
-        min_p: Drop tokens less likely than this share of the likeliest; 0 is off.
-        seed: 64 bits that key the noise.
-        choice_index: Which of the n answers to one prompt this is.
+        temperature: 0 means greedy.
+        top_k: Keep the k most likely tokens; 0 disables the filter.
+        top_p: Keep the smallest set of most likely tokens with at least this total probability; 1 disables
+            it.
+        min_p: Drop tokens below this fraction of the highest probability; 0 disables it.
+        seed: 64-bit key of the sampling noise.
+        choice_index: Index of this answer among the n answers to one prompt.
     """
 
     temperature: float = 1.0
@@ -62,19 +63,19 @@ class SamplingParams:
             )
         if not 0 <= self.top_k < 1 << 31:
             raise InvalidRequestError(
-                f"top_k must be at least 0 (0 is off), not {self.top_k}.", field="top_k"
+                f"top_k must be at least 0 (0 disables it), not {self.top_k}.", field="top_k"
             )
         if not 0 < self.top_p <= 1:
             raise InvalidRequestError(
                 f"top_p must be above 0 and at most 1, not {self.top_p}.", field="top_p"
             )
         if not 0 <= self.min_p <= 1:
-            raise InvalidRequestError(f"min_p must lie between 0 and 1, not {self.min_p}.", field="min_p")
+            raise InvalidRequestError(f"min_p must be between 0 and 1, not {self.min_p}.", field="min_p")
         if not 0 <= self.seed <= MAX_SEED:
-            raise InvalidRequestError("seed must fit in 64 bits without a sign.", field="seed")
+            raise InvalidRequestError("seed must be an unsigned 64-bit integer.", field="seed")
         if not 0 <= self.choice_index < 1 << 16:
             raise InvalidRequestError(
-                f"choice_index must be below 65536, not {self.choice_index}.", field="choice_index"
+                f"choice_index must be between 0 and 65535, not {self.choice_index}.", field="choice_index"
             )
 
 

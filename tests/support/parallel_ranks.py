@@ -1,4 +1,4 @@
-"""Ranks of a spread decoder as threads of the test's own process: the same shares and sums, without processes and sockets."""
+"""Ranks of a tensor-parallel decoder as threads of the test process, with the same shares and sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Meeting:
-    """Where the threads of one group put what they share."""
+    """The tensors that the threads of one group exchange, and their barrier."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -80,11 +80,11 @@ def load_ranks(path: Path, size: int) -> list[ShardedDecoder]:
 
 
 def on_all(decoders: list[ShardedDecoder], work: Callable[[ShardedDecoder], Result]) -> list[Result]:
-    """Run `work` on all ranks at once; returns the results by rank."""
+    """Run `work` on all ranks concurrently; return the results by rank."""
     with ThreadPoolExecutor(len(decoders)) as threads:
         return [future.result() for future in [threads.submit(work, decoder) for decoder in decoders]]
 
 
 def exit_codes(group: RankGroup) -> list[int | None]:
-    """Return those of the ranks that this process started, from rank 1 on; None: it runs."""
+    """Return the exit codes of the ranks that this process started; None for a rank that still runs."""
     return [process.returncode for process in group._processes]

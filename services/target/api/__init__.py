@@ -1,1 +1,1 @@
-"""gRPC face of the target: messages to and from our own types."""
+"""The target's gRPC API: the servicer, and the conversion between protobuf messages and internal types."""

@@ -1,4 +1,7 @@
-"""Protobuf ↔ our data for the target's own API. Protobuf goes no further than this file and the servicer."""
+"""Converts between the protobuf messages of the target's API and internal types; checks incoming requests.
+
+Only this file and the servicer use these messages.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,15 @@ REASONS = {
 def request_from_proto(
     message: target_pb2.GenerateRequest, limits: SpeculationLimits, vocab_size: int
 ) -> GenerationRequest:
-    """Parse a request; absent fields are neutral, a missing seed is drawn.
+    """Parse and check a request. Absent sampling fields are neutral; an absent seed is drawn at random.
+
+    Args:
+        message: The request as received.
+        limits: The server's default draft shape and caps.
+        vocab_size: Size of the model's vocabulary.
 
     Raises:
-        InvalidRequestError: A field is wrong; names it.
+        InvalidRequestError: A field is invalid; the error names it.
     """
     if not message.request_id or len(message.request_id) > MAX_REQUEST_ID_LENGTH:
         raise InvalidRequestError(
@@ -54,15 +62,17 @@ def request_from_proto(
         )
     if len(message.stop_token_ids) > MAX_STOP_TOKENS:
         raise InvalidRequestError(
-            f"stop_token_ids holds more than {MAX_STOP_TOKENS} tokens.", field="stop_token_ids"
+            f"stop_token_ids has more than {MAX_STOP_TOKENS} tokens.", field="stop_token_ids"
         )
     if any(token >= vocab_size for token in message.stop_token_ids):
         raise InvalidRequestError(
-            f"stop_token_ids must be below the vocabulary size of {vocab_size}.", field="stop_token_ids"
+            f"stop_token_ids must be below {vocab_size}, the size of the vocabulary.", field="stop_token_ids"
         )
     options = message.speculation
     if options.mode not in MODES:
-        raise InvalidRequestError(f"speculation.mode {options.mode} is not known.", field="speculation.mode")
+        raise InvalidRequestError(
+            f"speculation.mode {options.mode} is not a known mode.", field="speculation.mode"
+        )
     return GenerationRequest(
         request_id=message.request_id,
         prompt_ids=tuple(message.prompt_ids),
@@ -94,7 +104,7 @@ def _sampling(options: common_pb2.SamplingOptions) -> SamplingParams:
 
 
 def event_to_proto(event: Event) -> target_pb2.GenerateReply:
-    """Return an event as a message."""
+    """Convert an event to a message."""
     if isinstance(event, TokensEvent):
         delta = target_pb2.TokenDelta(token_ids=event.token_ids, rounds=[_round(one) for one in event.rounds])
         return target_pb2.GenerateReply(request_id=event.request_id, delta=delta)
@@ -104,7 +114,7 @@ def event_to_proto(event: Event) -> target_pb2.GenerateReply:
 
 
 def report_to_proto(report: SpeculationReport) -> common_pb2.SpeculationStats:
-    """Return speculation statistics as a message."""
+    """Convert speculation statistics to a message."""
     return common_pb2.SpeculationStats(
         accept_length=report.accept_length,
         rounds=report.rounds,

@@ -1,4 +1,7 @@
-"""The target's gRPC service: requests in on asyncio, events out from the engine thread."""
+"""The target's gRPC service: accepts requests on asyncio and streams events that the engine thread produces.
+
+Also pauses a direct client's request while more than 64 KiB of its tokens are unread.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import grpc
 
 from outrider.services.target.api.convert import event_to_proto, report_to_proto, request_from_proto
 from outrider.services.target.engine.engine import TargetEngine
-from outrider.services.target.request import Event, FailedEvent, SpeculationLimits, TokensEvent
+from outrider.services.target.request import Event, EventSink, FailedEvent, SpeculationLimits, TokensEvent
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.rpc.tensors import split_tensor
@@ -23,14 +26,23 @@ from outrider.target.v1 import target_pb2, target_pb2_grpc
 STARTING_RETRY_AFTER_S = 1.0
 MAX_UNREAD_BYTES = 64 * 1024
 TOKEN_BYTES = 8
-"""About what one token takes in an unread message."""
+"""Approximate size of one token in an unread message."""
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["Target"].full_name
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What the service can answer from once it has started. `describe_draft` returns the draft's algorithm and model id."""
+    """The parts of a started target that the service answers from.
+
+    Attributes:
+        engine: Generates tokens; its thread runs.
+        decoder: The model, for its configuration and the weights that a draft borrows.
+        limits: Default draft shape and caps of requests.
+        model_id: Name of the model as reported to clients.
+        max_running_requests: Maximum number of sequences processed at the same time.
+        describe_draft: Returns the draft's algorithm and model id.
+    """
 
     engine: TargetEngine
     decoder: Decoder
@@ -41,14 +53,16 @@ class Serving:
 
 
 def register(servicer: TargetServicer, server: grpc.aio.Server) -> None:
-    """Have `server` answer with `servicer`."""
+    """Add `servicer` to `server`."""
     target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
 
 
-class StreamSink:
-    """Carries events from the engine thread to one call's coroutine: one wake-up of the event loop per engine step.
+class StreamSink(EventSink):
+    """Passes events from the engine thread to the coroutine of one call. Wakes the event loop once per step.
 
-    With `on_backlog` the sink says when more than 64 KiB lie unread (True) and when that is over (False).
+    Args:
+        on_backlog: Called with True when more than 64 KiB are unread, and with False once at most half of
+            that is unread.
     """
 
     def __init__(self, on_backlog: Callable[[bool], None] | None = None) -> None:
@@ -60,12 +74,13 @@ class StreamSink:
         self._backlog = False
 
     def deliver(self, events: Seq[Event]) -> None:
-        """See `EventSink.deliver`; any thread. A loop that is gone has no reader left."""
+        """Queue the events of one engine step. Any thread."""
+        # A closed event loop has no reader left, so the events can be dropped.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.put, events)
 
     def put(self, events: Seq[Event]) -> None:
-        """Queue events; event loop only."""
+        """Queue events. Event loop only."""
         self._unread += _size(events)
         self._queue.put_nowait(events)
         if self._on_backlog and not self._backlog and self._unread > MAX_UNREAD_BYTES:
@@ -73,12 +88,12 @@ class StreamSink:
             self._on_backlog(True)
 
     def close(self) -> None:
-        """End `batches` once what is queued was taken; event loop only."""
+        """End `batches` once the queued events are read. Event loop only."""
         self._closed = True
         self._queue.put_nowait(())
 
     async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield the events of one engine step after the other, merging those that piled up."""
+        """Yield events in order; those that arrived since the last read are merged into one batch."""
         while not self._closed or not self._queue.empty():
             merged: list[Event] = list(await self._queue.get())
             while not self._queue.empty():
@@ -93,13 +108,13 @@ class StreamSink:
 
 
 class TargetServicer(target_pb2_grpc.TargetServicer):
-    """Answers UNAVAILABLE until `serve` was called."""
+    """Implements the `Target` service of target.proto. Answers UNAVAILABLE until `serve` is called."""
 
     def __init__(self) -> None:
         self._serving: Serving | None = None
 
     def serve(self, serving: Serving) -> None:
-        """Start to accept requests."""
+        """Start accepting requests."""
         self._serving = serving
 
     async def Session(
@@ -107,7 +122,11 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         request_iterator: AsyncIterable[target_pb2.SessionRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[target_pb2.SessionReply]:
-        """See target.proto. The end of the call cancels what is left of its requests; a half-closed call is served to its end."""
+        """Serve one gateway's stream of requests.
+
+        The end of the call cancels its live requests. If the client only closes its sending side, they are
+        served to the end.
+        """
         serving = self._get()
         session = _Session(serving)
         reader = asyncio.create_task(session.read(request_iterator))
@@ -122,17 +141,18 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     async def Generate(
         self, request: target_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[target_pb2.GenerateReply]:
-        """See target.proto."""
+        """Generate one sequence and stream its tokens. The end of the call cancels the request."""
         serving = self._get()
         engine = serving.engine
         parsed = request_from_proto(request, serving.limits, engine.limits.vocab_size)
+        # Whichever deadline is earlier applies: the call's or the one in the message.
         remaining = context.time_remaining()
         if remaining is not None:
             deadline = time.monotonic() + remaining
             parsed = replace(
                 parsed, deadline=deadline if parsed.deadline is None else min(parsed.deadline, deadline)
             )
-        handle = 0
+        handle = 0  # the sink needs the handle, and `submit` needs the sink
         sink = StreamSink(lambda paused: engine.pause(handle) if paused else engine.resume(handle))
         handle = engine.submit(parsed, sink)
         try:
@@ -149,7 +169,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     async def GetInfo(
         self, request: target_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.GetInfoReply:
-        """See target.proto."""
+        """Return the model's configuration, the limits of requests and the state of speculation."""
         serving = self._get()
         decoder, limits = serving.decoder, serving.limits
         config, shape = decoder.config, limits.default
@@ -183,7 +203,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     async def GetStats(
         self, request: target_pb2.GetStatsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.GetStatsReply:
-        """See target.proto."""
+        """Return counters of requests, pages and speculation, and the Prometheus text."""
         serving = self._get()
         stats = serving.engine.stats()
         return target_pb2.GetStatsReply(
@@ -202,8 +222,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     async def GetTensor(
         self, request: target_pb2.GetTensorRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[target_pb2.GetTensorReply]:
-        """See target.proto; the weight is copied off the event loop."""
+        """Stream a weight that the draft borrows, in chunks."""
         weight = self._get().decoder.weight(request.name)
+        # Copying a chunk to the host takes long, so it happens on a worker thread.
         chunks = split_tensor(request.name, weight)
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield target_pb2.GetTensorReply(chunk=chunk)
@@ -215,17 +236,17 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
 
 
 class _Session:
-    """One gateway's stream: its live requests by the gateway's names for them."""
+    """One gateway's stream: maps the gateway's request ids to the engine's handles of live requests."""
 
     def __init__(self, serving: Serving) -> None:
         self.sink = StreamSink()
         self._serving = serving
         self._handles: dict[str, int] = {}
-        self._refused: set[int] = set()
+        self._refused: set[int] = set()  # ids of queued events of requests that never reached the engine
         self._half_closed = False
 
     async def read(self, requests: AsyncIterable[target_pb2.SessionRequest]) -> None:
-        """Take messages until the client closes its side."""
+        """Read messages until the client closes its side."""
         async for message in requests:
             kind = message.WhichOneof("message")
             if kind == "generate":
@@ -241,7 +262,7 @@ class _Session:
         self._close_if_done()
 
     def forget_ended(self, events: Iterable[Event]) -> None:
-        """Drop the names of requests whose last event goes out."""
+        """Drop the names of requests whose last event is being sent."""
         for event in events:
             if id(event) in self._refused:
                 self._refused.remove(id(event))
@@ -250,7 +271,7 @@ class _Session:
         self._close_if_done()
 
     def cancel_all(self) -> None:
-        """Cancel every request that still runs."""
+        """Cancel every live request."""
         for handle in self._handles.values():
             self._serving.engine.cancel(handle)
         self._handles.clear()
@@ -260,13 +281,14 @@ class _Session:
         try:
             if message.request_id in self._handles:
                 raise InvalidRequestError(
-                    f"request_id {message.request_id!r} is in use on this stream.", field="request_id"
+                    f"request_id {message.request_id!r} is already in use on this stream.", field="request_id"
                 )
             request = request_from_proto(message, self._serving.limits, engine.limits.vocab_size)
             self._handles[message.request_id] = engine.submit(request, self.sink)
         except OutriderError as error:
             event = FailedEvent(message.request_id, error)
-            self._refused.add(id(event))  # the name may be that of another request, which goes on
+            # By object id: the request id may belong to another request, which continues.
+            self._refused.add(id(event))
             self.sink.put([event])
 
     def _close_if_done(self) -> None:

@@ -1,1 +1,1 @@
-"""The tensor-parallel group: starts the ranks, loads their shares of the weights, and ends all of them together."""
+"""Tensor parallelism: starts the ranks, loads their shares of the weights, and ends all ranks together."""

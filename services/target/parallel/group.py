@@ -1,10 +1,13 @@
-"""Tensor parallelism of the target: rank 0 serves and leads; the other ranks are processes that it starts, or that `torchrun` started.
+"""Starts and ends the ranks of a tensor-parallel target, and runs the ranks other than 0.
 
-    rank 0 starts the others → all meet at a store → control connections → process group → every rank loads its share → the pool
-    → steps: a command on the control connection, then the same collectives on all ranks
+Rank 0 serves. The other ranks are processes that rank 0 starts, or that `torchrun` started.
 
-A rank that dies or stops ends rank 0, and the other way round: half a model can answer nothing, and whoever started the target starts it
-again.
+1. Rank 0 starts the other ranks. All meet at a store and open control connections to rank 0.
+2. They form a process group (NCCL or Gloo), and each rank loads its share of the weights.
+3. Steps: rank 0 sends a command on the control connections, then all ranks run the same collectives.
+
+If a rank dies or stops, rank 0 ends, and the other ranks end with rank 0. A partial model cannot answer
+requests; the supervisor restarts the target as a whole.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
+from outrider.services.target.parallel.ranks import Ranks
 from outrider.services.target.parallel.weights import Folder, RandomWeights, Weights, head_reader
-from outrider.services.target.settings import Ranks, TargetSettings
+from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import layer_rounding, prepare_attention, prepare_decoder
 from outrider.services.target.startup.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
@@ -56,45 +60,45 @@ LOOPBACK = "127.0.0.1"
 STORE_PREFIX = "outrider"
 MEET_TIMEOUT_S = 180.0
 LOAD_TIMEOUT_S = 3600.0
-"""Deaths are noticed at once; this only bounds a rank that reads its checkpoint for ever."""
+"""Limit for a rank that hangs while it reads its checkpoint. The death of a rank is noticed immediately."""
 END_GRACE_S = 5.0
-"""After a rank was lost: time for an error and an orderly end, before the process is ended."""
+"""Time for an error report and an orderly end after a rank was lost; then the process is killed."""
 STOP_TIMEOUT_S = 10.0
 FAILED_STOP_TIMEOUT_S = 2.0
-"""The same once the group is broken: shorter than `END_GRACE_S`, or a rank that is stopped would stay behind with its memory."""
+"""The same for a broken group. Below `END_GRACE_S`: a hung rank could outlive rank 0 and keep its memory."""
 AWAKE_S = 0.01
-"""How long the other ranks of a GPU stay awake for rank 0's next word, longer than a step: one core each while tokens are decoded."""
+"""Busy-poll time of ranks on GPUs. It exceeds a step, so each uses one CPU core while tokens are decoded."""
 
 _log = get_logger("outrider.target")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What rank 0 tells a process that it starts: the settings, and the configuration of a model with random weights, if it is one."""
+    """The message to a rank that rank 0 starts: the settings, and `random` as in `start_group`."""
 
     settings: TargetSettings
     random: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
-        """Return one line."""
+        """Serialize to one line of JSON."""
         return json.dumps({"settings": self.settings.model_dump(mode="json"), "random": self.random})
 
     @classmethod
     def from_json(cls, line: str) -> Order:
-        """Read what `to_json` wrote."""
+        """Parse the output of `to_json`."""
         raw = json.loads(line)
         return cls(TargetSettings.load(raw["settings"]), raw["random"])
 
     def weights(self) -> Weights:
-        """Return where the weights come from."""
+        """Return the source of the weights."""
         return Folder(self.settings.model) if self.random is None else RandomWeights(self.random)
 
 
 class RankGroup:
-    """All ranks of one model, seen from rank 0.
+    """All ranks of one model, as rank 0 controls them.
 
     Attributes:
-        decoder: Computes on all of them.
+        decoder: Runs each call on all ranks.
     """
 
     def __init__(
@@ -111,18 +115,19 @@ class RankGroup:
 
     @property
     def failure(self) -> OutriderError | None:
-        """Why the group is broken, if it is."""
+        """The error that broke the group; None while it works."""
         return self._lead.failure
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the ranks that this process started, from rank 1 on."""
+        """Process ids of the ranks that this process started, from rank 1 on."""
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        """End the other ranks; returns when those that this process started are gone, or ends this process too if it cannot leave them.
+        """End the other ranks, and wait for those that this process started.
 
-        All ranks leave NCCL at once: none comes out of it alone, and this process's part is what the others wait for.
+        All ranks must leave NCCL together: each one's exit blocks until the others leave too. If a rank does
+        not leave within `STOP_TIMEOUT_S`, this process exits as well.
         """
         self._lead.close()
         if self.failure is None:
@@ -132,15 +137,16 @@ class RankGroup:
         _end(self._processes, STOP_TIMEOUT_S if self.failure is None else FAILED_STOP_TIMEOUT_S)
 
     def _give_up(self) -> None:
-        """A rank does not leave, and NCCL waits for it for ever."""
+        """Exit without leaving NCCL, which would wait forever for a rank that does not leave."""
         _end(self._processes, 0.0)
         os._exit(1)
 
 
 def end_soon(error: OutriderError) -> None:
-    """The usual failure handler: end this process within `END_GRACE_S`, whatever its threads wait for.
+    """End this process within `END_GRACE_S`, even if its threads are blocked. The default failure handler.
 
-    The alarm is for a process that is at its end already, where no thread of Python's runs and a library waits for the device.
+    The alarm covers a process that is already shutting down: no Python thread runs there, while a library may
+    still wait for the device.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
     _in(END_GRACE_S, lambda: os._exit(1))
@@ -160,19 +166,20 @@ def start_group(
     *,
     random: Mapping[str, Any] | None = None,
 ) -> RankGroup:
-    """Bring all ranks up and load the model on them; called by rank 0.
+    """Start all ranks and load the model on them. Called by rank 0.
 
     Args:
         settings: With `tp` above 1.
-        on_failure: Called from another thread when the group breaks later; it has to see to it that this process ends.
-        progress: Told of rank 0's loading.
-        random: A config.json's content: the model has random weights and no files.
+        on_failure: Called from another thread if the group breaks later. It must end this process.
+        progress: Receives the loading progress of rank 0.
+        random: The content of config.json for a model with random weights; None to load `settings.model`.
 
     Raises:
         ConfigurationError: The model cannot be split or does not fit, or the environment is wrong.
-        CheckpointError: Rank 0 cannot load it.
-        OutriderError: Another rank failed, or did not come.
+        CheckpointError: Rank 0 cannot load the checkpoint.
+        OutriderError: Another rank failed or did not connect.
     """
+    # 1. Check the configuration before any process is started.
     order = Order(settings, random)
     device, ranks = settings.torch_device(), settings.ranks()
     dtype = settings.torch_dtype() or default_dtype(device)
@@ -181,6 +188,7 @@ def start_group(
     rounding = layer_rounding(settings, shard.config, device, dtype)
     if random is None:
         check_weights_fit(settings)
+    # 2. Start the other ranks and accept their control connections.
     store, processes = _meet(order, ranks)
     try:
         connections = accept_ranks(
@@ -196,11 +204,11 @@ def start_group(
 
     def failed(error: OutriderError) -> None:
         on_failure(error)
-        _in(
-            FAILED_STOP_TIMEOUT_S, lambda: _end(processes, 0.0)
-        )  # this process may end without coming to `RankGroup.close`
+        # This process may end without reaching `RankGroup.close`, so end the ranks from a timer.
+        _in(FAILED_STOP_TIMEOUT_S, lambda: _end(processes, 0.0))
 
     lead = Lead(connections, failed, settings.tp_timeout_s, bounded=device.type == "cpu")
+    # 3. Load this rank's share and compare fingerprints with the other ranks.
     try:
         collectives, reduce = _join_group(store_of_these(store), shard, device, dtype, settings, ranks)
         with weights.open(shard.config, device, dtype, progress) as checkpoint:
@@ -209,11 +217,11 @@ def start_group(
         for rank, fingerprint in lead.wait_done(LOAD_TIMEOUT_S).items():
             if fingerprint != decoder.fingerprint:
                 raise ConfigurationError(
-                    f"model: rank {rank} has other weights than rank 0; give all hosts one checkpoint.",
+                    f"model: rank {rank} has other weights than rank 0; use one checkpoint on all hosts.",
                     field="model",
                 )
     except BaseException as error:
-        failure = lead.failure  # what happened here may be its consequence
+        failure = lead.failure  # a failed rank may have caused the error on this one
         lead.close()
         _end(processes)
         if failure is not None and isinstance(error, Exception):
@@ -231,9 +239,9 @@ def start_group(
 
 
 def run_rank(order: Order, ranks: Ranks) -> int:
-    """Serve as rank 1 or above until rank 0 says stop; returns the exit code."""
+    """Serve as rank 1 or above until rank 0 sends a stop; return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 drains, and then says stop
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains first and then sends a stop
     settings, device = order.settings, order.settings.torch_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -305,7 +313,7 @@ def _join_group(
 
 
 def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Popen[bytes]]]:
-    """Open the store on rank 0, and start the other ranks unless `torchrun` did."""
+    """Open the store on rank 0. Start the other ranks unless `torchrun` did."""
     if ranks is not None:
         return _join(ranks), []
     store = _local_store()
@@ -315,7 +323,7 @@ def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Pop
 
 
 def _local_store() -> TCPStore:
-    """Open a store that only this host reaches; left to itself it would listen on all addresses."""
+    """Open a store that only this host can reach. Without the listener, it would listen on all addresses."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         return TCPStore(
             LOOPBACK,
@@ -328,10 +336,10 @@ def _local_store() -> TCPStore:
 
 
 def _join(ranks: Ranks) -> Store:
-    """Connect to the store; on rank 0 be its server, where `torchrun` is not.
+    """Connect to the store. Rank 0 also serves it, unless `torchrun` does.
 
     Raises:
-        UnavailableError: Nobody answers there.
+        UnavailableError: The store cannot be reached.
     """
     try:
         store = TCPStore(
@@ -343,13 +351,13 @@ def _join(ranks: Ranks) -> Store:
         )
     except (DistError, RuntimeError) as error:
         raise UnavailableError(
-            f"tp: the ranks' store at {ranks.host}:{ranks.port} cannot be reached ({error}).", field="tp"
+            f"tp: the ranks' store at {ranks.host}:{ranks.port} cannot be reached: {error}", field="tp"
         ) from error
     return PrefixStore(STORE_PREFIX, store)
 
 
 def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:
-    """Start one rank of this host with the variables that `torchrun` would set; it ends when its connection to rank 0 does."""
+    """Start a rank of this host with `torchrun`'s variables. It ends when its connection to rank 0 closes."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -362,7 +370,7 @@ def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "outrider.services.target.parallel.rank_main"],
         stdin=subprocess.PIPE,
         env={**os.environ, **NO_MULTICAST, **{name: str(value) for name, value in variables.items()}},
-        start_new_session=True,  # a terminal's Ctrl-C shall reach rank 0 only
+        start_new_session=True,  # a terminal's Ctrl-C must reach rank 0 only
     )
     assert process.stdin is not None
     process.stdin.write(order.to_json().encode() + b"\n")
@@ -374,7 +382,7 @@ def _check_alive(processes: list[subprocess.Popen[bytes]]) -> None:
     for rank, process in enumerate(processes, 1):
         if process.poll() is not None:
             raise UnavailableError(
-                f"tp: rank {rank} ended with code {process.returncode} while starting; its output says why.",
+                f"tp: rank {rank} ended with code {process.returncode} during startup; see its output.",
                 field="tp",
             )
 

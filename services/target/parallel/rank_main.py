@@ -1,4 +1,4 @@
-"""What rank 0 starts for each other rank of its host, as ``python -m``; an `Order` comes on standard input."""
+"""Entry point of a rank that rank 0 starts with ``python -m``. Reads an `Order` from standard input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.shared.obs.logging import configure_logging
 
 
 def main() -> int:
-    """Run one rank; returns the exit code."""
+    """Run one rank; return the exit code."""
     try:
         order = Order.from_json(sys.stdin.readline())
         ranks = order.settings.ranks()

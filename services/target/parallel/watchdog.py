@@ -1,4 +1,7 @@
-"""Steps of an engine whose model is spread: one that does not come back ends the target (`shared.parallel.lead.Lead.step`)."""
+"""Watches engine steps of a tensor-parallel model: a step that does not return in time ends the target.
+
+The timeout itself is in `shared.parallel.lead.Lead.step`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.parallel.lead import LeadDecoder
 
 
-class WatchedEngine:
-    """A `Steppable` whose steps are watched.
+class WatchedEngine(Steppable):
+    """An engine whose steps are watched.
 
     Args:
-        engine: What steps.
-        decoder: What it computes with.
+        engine: The engine to step.
+        decoder: The model that the engine uses.
     """
 
     def __init__(self, engine: Steppable, decoder: LeadDecoder) -> None:
@@ -23,34 +26,34 @@ class WatchedEngine:
         self._decoder = decoder
 
     def has_work(self) -> bool:
-        """See `Steppable.has_work`."""
         return self._engine.has_work()
 
     def step(self) -> None:
-        """See `Steppable.step`."""
         with self._decoder.watched():
             self._engine.step()
 
     def next_wakeup(self) -> float | None:
-        """See `Steppable.next_wakeup`."""
         return self._engine.next_wakeup()
 
     def step_failed(self, error: Exception) -> None:
-        """See `Steppable.step_failed`."""
         self._engine.step_failed(error)
 
 
 def watched_engine(engine: Steppable, decoder: Decoder) -> Steppable:
-    """Return the engine, watched if its model is spread."""
+    """Return the engine, wrapped in a `WatchedEngine` if its model is tensor-parallel."""
     return WatchedEngine(engine, decoder) if isinstance(decoder, LeadDecoder) else engine
 
 
 def watched(decoder: Decoder) -> AbstractContextManager[None]:
-    """Watch what is done with a decoder outside of an engine's steps, if it is spread."""
+    """Watch work outside of engine steps, such as the warm-up, if the model is tensor-parallel."""
     return decoder.watched() if isinstance(decoder, LeadDecoder) else nullcontext()
 
 
 def forget_graphs(graphs: GraphCache, decoder: Decoder) -> None:
-    """Drop the graphs of a spread model on all ranks, once nobody steps: NCCL waits for ever where a graph still holds a group."""
+    """Drop the graphs of a tensor-parallel model on all ranks.
+
+    Call after the last step and before the ranks leave NCCL, which waits forever while a graph uses its
+    group. In a broken group, the device may never finish, so the graphs are left alone.
+    """
     if isinstance(decoder, LeadDecoder) and decoder.failure is None:
         graphs.clear()

@@ -1,4 +1,4 @@
-"""Where the ranks of a model take their weights from: a folder that all of them can read, or random numbers that all of them agree on."""
+"""Sources of the weights of a tensor-parallel model: a folder that all ranks read, or random numbers."""
 
 from __future__ import annotations
 
@@ -18,66 +18,67 @@ from outrider.shared.parallel.decoder import HeadReader
 
 
 class Weights(Protocol):
-    """One model, as every rank finds it."""
+    """A source of one model's weights that every rank can open."""
 
     def config(self) -> ModelConfig:
-        """Return its configuration.
+        """Return the model's configuration.
 
         Raises:
-            CheckpointError: There is none, or it cannot be served.
+            CheckpointError: The configuration is missing or unsupported.
         """
         ...
 
     def open(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
     ) -> AbstractContextManager[CheckedSource]:
-        """Open its whole tensors; the arguments are those of `checked_source`.
+        """Open the whole, unsharded tensors; the arguments are those of `checked_source`.
 
         Raises:
-            CheckpointError: As `load_decoder`.
+            CheckpointError: See `load_decoder`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class Folder(Weights):
     """A model folder."""
 
     path: Path
 
     def config(self) -> ModelConfig:
-        """See `Weights.config`."""
         return read_model_config(self.path)
 
     def open(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
     ) -> AbstractContextManager[CheckedSource]:
-        """See `Weights.open`."""
         return checked_source(self.path, config, device, dtype, progress)
 
 
 @dataclass(frozen=True, slots=True)
-class RandomWeights:
-    """A model without files, for measurements; `raw` is what its config.json would hold."""
+class RandomWeights(Weights):
+    """A model with random weights and no files, for measurements.
+
+    Attributes:
+        raw: The content that its config.json would have.
+    """
 
     raw: Mapping[str, Any]
 
     def config(self) -> ModelConfig:
-        """See `Weights.config`."""
         return ModelConfig.parse(self.raw, source="random weights")
 
     @contextmanager
     def open(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
     ) -> Iterator[CheckedSource]:
-        """See `Weights.open`; nobody is told of progress."""
+        # Nothing is loaded, so `progress` is not called.
         yield CheckedSource(RandomTensors(device, dtype), f"random {config.fingerprint}")
 
 
 def head_reader(
     weights: Weights, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> HeadReader:
-    """Return what reads the whole output head."""
+    """Return a function that reads the whole output head."""
 
     def read() -> torch.Tensor:
         with weights.open(config, device, dtype) as checkpoint, torch.inference_mode():

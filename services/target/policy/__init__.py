@@ -1,1 +1,1 @@
-"""How many tokens to draft. Pure logic without tensors."""
+"""Decides how many tokens to draft per round, from measured costs and acceptance. No tensors."""

@@ -1,4 +1,22 @@
-"""How much a batch drafts whose rounds stay on the device: one shape for all of its rows, kept for some rounds."""
+"""Chooses the draft shape of a batch whose rounds stay on the device: one shape for all rows.
+
+Objective: the most expected tokens per second of the batch,
+
+    tokens of one round, summed over all rows  /  seconds of the round (`StepCosts.round`)
+
+Expected tokens come from each row's acceptance (`RowBound.expected_tokens`). The candidates are the shapes of
+`offered_shapes`, each with its own CUDA graph, and plain decoding (`NO_DRAFT`).
+
+A change of shape drains the device, so the choice is stable:
+
+- A drafting shape must promise `ADVANTAGE` times the rate of plain decoding, and is kept for
+  `ROUNDS_PER_CHOICE` rounds.
+- Another shape of the same form (tree or chain) replaces the current one only if it promises `KEPT_ADVANTAGE`
+  times its rate.
+
+The estimates are refreshed by probes: small drafts while plain decoding is best, and rare plain rounds while
+drafting is best, both after gaps that double.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +33,24 @@ PROBE_DEPTH = 2
 FIRST_SHADOW_GAP = 64
 LAST_SHADOW_GAP = 4096
 ADVANTAGE = 1.02
-"""How much faster than plain drafting must look to be chosen."""
+"""Minimum expected rate of a drafting shape, as a multiple of the rate of plain decoding."""
 KEPT_ADVANTAGE = 1.03
-"""How much faster another shape must look to change to it."""
+"""Minimum expected rate of a replacement, as a multiple of the rate of the current shape."""
 SMALL_STEP_ROWS = 32
-"""A step of so few rows is tried without having measured half of it."""
+"""Steps of up to this many rows may be tried even if no step of half the size has been measured."""
 PLAIN_ROUNDS_PER_CHOICE = 4
 MOST_SPEAKERS = 16
+"""Maximum number of rows from which the expected tokens of a batch are estimated."""
 
 Rate = Callable[[DraftShape], float]
-"""Tokens per second that a shape promises."""
+"""Returns the expected tokens per second of a shape."""
 
 
 class PlainProbe:
-    """When the next plain step of one batch size is due: at once, then after gaps that double."""
+    """Schedule of the plain steps that measure the plain cost at one batch size.
+
+    The first is due immediately; later ones after gaps of drafting steps that double.
+    """
 
     __slots__ = ("gap", "since_plain")
 
@@ -37,7 +59,7 @@ class PlainProbe:
         self.since_plain = 0
 
     def due(self) -> bool:
-        """Say whether it is; then the next one is due later."""
+        """Return True if a plain step is due, and schedule the next one."""
         if self.since_plain < self.gap:
             return False
         self.gap = min(2 * self.gap, LAST_SHADOW_GAP) if self.gap else FIRST_SHADOW_GAP
@@ -45,12 +67,12 @@ class PlainProbe:
         return True
 
     def executed(self, plain: bool) -> None:
-        """Count a step."""
+        """Count an executed step."""
         self.since_plain = 0 if plain else self.since_plain + 1
 
 
 class BatchChoice:
-    """The shape that all rows of one batch bucket have, and when it is looked at again."""
+    """The current shape of one batch bucket, and the number of rounds until it is reconsidered."""
 
     __slots__ = ("_form", "_probe_chains", "_probe_gap", "_rounds_left", "_shape", "_since_drafted", "shadow")
 
@@ -67,9 +89,9 @@ class BatchChoice:
         """Return the shape of the next round.
 
         Args:
-            rows: All rows of the batch; their forms are the same.
-            costs: Measured.
-            acceptance: Of all requests.
+            rows: All rows of the batch. All have the same forms.
+            costs: Measured costs.
+            acceptance: Acceptance over all requests.
         """
         offered = offered_shapes(rows[0].forms, len(rows))
         if self._rounds_left == 0 or (self._shape.drafts and self._shape not in offered):
@@ -86,6 +108,7 @@ class BatchChoice:
         acceptance: Acceptances,
     ) -> DraftShape:
         batch_size = len(rows)
+        # 1. Measure a plain round first, and again when one is due.
         if not offered or costs.plain_round(batch_size) is None or self.shadow.due():
             return NO_DRAFT
         deepest = {form.topk == 1: form for form in rows[0].forms}
@@ -95,11 +118,13 @@ class BatchChoice:
             tokens = expected[shape.topk == 1][shape.depth] if shape.drafts else batch_size
             return tokens / costs.round(batch_size, batch_size * shape.max_nodes, shape.depth)
 
+        # 2. Use the shape with the highest rate if it beats plain decoding.
         allowed = _allowed(offered, costs.most_rows(batch_size), batch_size)
         best = self._best(allowed, rate, acceptance)
         if rate(best) > ADVANTAGE * rate(NO_DRAFT):
             self._probe_gap, self._since_drafted = FIRST_PROBE_GAP, 0
             return best
+        # 3. Otherwise decode plainly, and probe a small shape after growing gaps, trees and chains in turn.
         self._since_drafted += 1
         if self._since_drafted < self._probe_gap:
             return NO_DRAFT
@@ -109,7 +134,7 @@ class BatchChoice:
         return _probe(allowed, self._probe_chains)
 
     def _best(self, allowed: Sequence[DraftShape], rate: Rate, acceptance: Acceptances) -> DraftShape:
-        """Return the best shape of the form whose turn it is; what is in use stays where another is hardly faster."""
+        """Return the best shape of the form that `FormChoice` selects; the current shape wins near-ties."""
         best: dict[bool, DraftShape] = {}
         for chain in (False, True):
             shapes = [shape for shape in allowed if (shape.topk == 1) is chain]
@@ -124,7 +149,10 @@ class BatchChoice:
 
 
 def _summed(rows: Sequence[RowBound], form: DraftShape) -> list[float]:
-    """Return the tokens that all rows together are expected to get of a round of depth 0, 1, ...; of many rows some speak for all."""
+    """Return the expected tokens of all rows together for rounds of depth 0, 1, ..., `form.depth`.
+
+    Large batches are estimated from a sample of rows.
+    """
     speakers = rows[:: -(-len(rows) // MOST_SPEAKERS)]
     share = len(rows) / len(speakers)
     return [
@@ -134,7 +162,11 @@ def _summed(rows: Sequence[RowBound], form: DraftShape) -> list[float]:
 
 
 def _allowed(offered: Sequence[DraftShape], most_rows: int, batch_size: int) -> list[DraftShape]:
-    """Return the shapes that are no more than twice as large as any step measured, and the smallest of each form."""
+    """Return the shapes that may be tried.
+
+    A shape may need at most twice the rows of the largest measured step. Each form's smallest is always
+    allowed.
+    """
     largest = max(SMALL_STEP_ROWS, 2 * most_rows)
     smallest = {
         chain: min((one for one in offered if (one.topk == 1) is chain), key=_nodes, default=None)
@@ -146,7 +178,7 @@ def _allowed(offered: Sequence[DraftShape], most_rows: int, batch_size: int) -> 
 
 
 def _probe(allowed: Sequence[DraftShape], chains: bool) -> DraftShape:
-    """Return a small shape, of one form if it is offered."""
+    """Return a small shape, of the requested form if it is offered."""
     shapes = [shape for shape in allowed if (shape.topk == 1) is chains] or allowed
     return max(
         (shape for shape in shapes if shape.depth <= PROBE_DEPTH), key=_nodes, default=min(shapes, key=_nodes)

@@ -1,9 +1,29 @@
-"""How much to draft: picks each auto row's depth so that the batch's expected tokens per second are highest, 0 nodes included.
+"""Chooses how many tokens each `auto` request drafts in the next round, from none to its largest shape.
 
-A pure function of what it is told (what was executed, what was accepted, how long it took), so it is tested without a model. When rows
-are better off without drafts, one of them is probed after exponentially growing gaps; while everything drafts, a rare plain step keeps
-the plain cost honest; trees and chains are compared by what each yields; and no step is more than twice as large as any measured before,
-so that a surprise stays small.
+Objective: the most expected tokens per second of the whole batch,
+
+    sum of expected tokens over all rows
+    ------------------------------------------------------------------------------------
+    wait for the proposal (depth)  +  verify pass (batch size, total nodes)  +  overhead
+
+Both parts are estimated online from executed steps (`observe`); see `cost_model`. `Acceptances` yields
+expected tokens from how many drafts were accepted, and `StepCosts` yields seconds from measured times. No
+model runs here, so the controller is tested against synthetic machines.
+
+There are two kinds of rounds:
+
+- Rounds driven by the host: `choose` picks the best common depth, cut to each row's bound. A row whose nodes
+  cost more time than its tokens are worth drafts nothing.
+- Rounds on the device: `choose_common` picks one shape for the batch (`batch_choice`).
+
+Estimates become stale unless they are refreshed, so the controller also explores:
+
+- Probe: while drafting does not pay, one row drafts again after gaps that double.
+- Plain step: while rows draft, a rare plain step measures the plain cost again.
+- Form: trees and chains are compared regularly, and the worse form is tried after gaps that double
+  (`FormChoice`).
+- Growth: when a batch would exceed twice the rows of its largest measured step, rows lose their drafts, so
+  that an unexpectedly slow step stays short.
 """
 
 from __future__ import annotations
@@ -36,15 +56,28 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 __all__ = ["ExecutedRow", "ExecutedStep", "RowBound", "RowState", "SpeculationController"]
 
 WAIT_SHARE = 0.75
+"""Maximum wait for proposals, as a share of the time that they can save."""
 P99_MULTIPLE = 2.0
+"""Maximum wait for proposals, as a multiple of the 99th percentile of their measured times."""
 UNMEASURED_WAIT_S = 0.1
+"""Maximum wait until `ANSWERS_TO_JUDGE` proposals were measured."""
 ANSWERS_TO_JUDGE = 8
-"""The first proposals, cold on both sides, are waited for whatever they seem to be worth."""
+"""Proposals that are measured before the wait is limited.
+
+The first ones are slow because caches and buffers of both sides are cold.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Depths of the auto rows within `bounds`, of one form, and the tokens per second that they promise."""
+    """Best depths of the `auto` rows for one form.
+
+    Attributes:
+        bounds: The largest shape of each row in this form.
+        depths: The chosen depth of each row; 0 for no drafts.
+        useful: The deepest depth that each row can use.
+        rate: Expected tokens per second of the batch.
+    """
 
     bounds: list[DraftShape]
     depths: list[int]
@@ -53,7 +86,7 @@ class _Plan:
 
 
 class SpeculationController:
-    """Chooses shapes, learns from executed steps. One per engine; engine thread only."""
+    """Chooses draft shapes and learns from executed steps. One per engine; engine thread only."""
 
     def __init__(self) -> None:
         self.costs = StepCosts()
@@ -67,7 +100,7 @@ class SpeculationController:
         self._form_left = 0
 
     def forget_acceptance(self) -> None:
-        """Keep what was learnt of costs only: the text of a warm-up is like nobody's."""
+        """Discard learned acceptance but keep learned costs: warm-up text does not resemble real requests."""
         self.acceptance = Acceptances()
         self._draft_rate = None
         self._probe_gap, self._since_probe = FIRST_PROBE_GAP, 0
@@ -75,19 +108,20 @@ class SpeculationController:
         self._commons.clear()
 
     def new_row(self) -> RowState:
-        """Return the memory of a new request."""
+        """Return the state of a new request. Its acceptance starts from that of all requests."""
         return RowState(self.acceptance)
 
     def choose(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
-        """Pick a shape within each row's bound.
+        """Choose a shape within each row's bound.
 
         Args:
-            rows: The auto rows of the step.
-            batch_size: All decoding sequences of the step.
-            other_nodes: Nodes of the rows that are not the controller's (fixed shapes, plain rows).
+            rows: The `auto` rows of the step.
+            batch_size: Number of all decoding sequences of the step.
+            other_nodes: Nodes of the other rows (fixed shapes and plain rows).
         """
         if not rows:
             return []
+        # A plain step measures the plain cost, which is only possible if the other rows are plain too.
         all_plain_possible = other_nodes == batch_size - len(rows)
         if self.costs.plain_step(batch_size) is None or (
             all_plain_possible and self._shadow(batch_size).due()
@@ -101,21 +135,25 @@ class SpeculationController:
         ]
 
     def choose_common(self, rows: Sequence[RowBound]) -> DraftShape:
-        """Pick one shape for a batch whose rounds stay on the device; all rows have the same forms and the controller.
+        """Choose one shape for a batch whose rounds stay on the device.
 
-        The choice stands for some rounds. Plain rounds now and then keep the plain cost honest, and drafting is probed after growing gaps.
+        The choice is kept for several rounds. See `batch_choice`.
+
+        Args:
+            rows: All rows of the batch; each is `auto`, and all have the same forms.
         """
         return self._common(len(rows)).choose(rows, self.costs, self.acceptance)
 
     def observe(self, step: ExecutedStep) -> None:
-        """Learn from a finished step."""
+        """Learn from an executed step: its costs, the speedup over plain steps, and each row's acceptance."""
         batch_size = len(step.rows)
         nodes = sum(row.num_nodes for row in step.rows)
         if step.round_s is not None:
             self.costs.observe_round(batch_size, nodes, step.depth, step.round_s)
             plain = self.costs.plain_round(batch_size)
             seconds = step.round_s
-            if nodes == batch_size:  # what drafting by way of the host must beat
+            if nodes == batch_size:
+                # Drafting through the host has to beat this plain round too.
                 self.costs.observe_plain_round(batch_size, step.round_s)
         else:
             self.costs.observe_verify(batch_size, nodes, step.verify_s)
@@ -140,10 +178,13 @@ class SpeculationController:
                     row.state.acceptance.of(row.chain).observe(row.accepted, row.offered_depth)
 
     def wait_cap_s(self, rows: Sequence[RowBound], batch_size: int) -> float:
-        """Return how long a step may wait for the auto rows' proposals.
+        """Return the maximum time that a step waits for the proposals of its `auto` rows, in seconds.
 
-        Twice the proposals' 99th percentile, but no more than three quarters of what waiting can win back: a plain step, or, where the
-        posterior expects more tokens than one, the plain steps that those tokens would take less the pass that verifies them.
+        The limit is the smaller of two values:
+
+        - `P99_MULTIPLE` times the 99th percentile of the measured proposal times;
+        - `WAIT_SHARE` of the time that the proposal can save. A proposal of n expected tokens saves n plain
+          steps less the pass that verifies it. At least one plain step is assumed to be saved.
         """
         plain_s = self.costs.plain_step(batch_size)
         if plain_s is None or self.costs.num_answers < ANSWERS_TO_JUDGE:
@@ -152,7 +193,8 @@ class SpeculationController:
         for row in rows:
             for bound in row.forms:
                 depth = min(bound.depth, row.useful_depth)
-                # Until acceptance is known, hope for the best: what is never waited for is never learnt.
+                # While acceptance is unknown, assume that all nodes are accepted: without a wait, acceptance
+                # would never be measured.
                 known = row.state.acceptance.of(bound.topk == 1).known
                 tokens = row.expected_tokens(bound, depth)[-1] if known else 1.0 + depth
                 gain = max(
@@ -162,18 +204,21 @@ class SpeculationController:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Tokens per second of recent drafting steps over those of plain steps of the same batch size; None before both were seen."""
+        """Tokens per second of recent drafting steps, relative to plain steps of the same batch size.
+
+        None until both kinds of steps were measured.
+        """
         return self._draft_rate
 
     def _shadow(self, batch_size: int) -> PlainProbe:
         return self._shadows.setdefault(batch_size, PlainProbe())
 
     def _common(self, batch_size: int) -> BatchChoice:
-        """Return the choice of all batches that run padded to one size."""
+        """Return the choice shared by all batches that are padded to one size."""
         return self._commons.setdefault(power_of_2(batch_size), BatchChoice())
 
     def _plan(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> _Plan:
-        """Return the plan of the form whose turn it is; forms are compared every few rounds."""
+        """Return the best plan of the form that `FormChoice` selects; a selection lasts several rounds."""
         if all(len(row.forms) == 1 for row in rows):
             return self._best_plan(rows, False, batch_size, other_nodes)
         if self._form_left:
@@ -188,7 +233,8 @@ class SpeculationController:
         return plans[self._form.decide(*promised)]
 
     def _best_plan(self, rows: Sequence[RowBound], chain: bool, batch_size: int, other_nodes: int) -> _Plan:
-        """Return the best depths of one form: the best common level, then without the rows that are not worth their nodes, then again."""
+        """Return the best depths of the rows for one form."""
+        # 1. Find the best common depth. A row uses less if its own bound is lower.
         bounds = [row.form(chain) for row in rows]
         depths = [
             min(bound.depth, row.useful_depth) if bound.drafts else 0
@@ -201,6 +247,7 @@ class SpeculationController:
         chosen = [min(level, depth) for depth in depths]
         if not level or len(rows) == 1:
             return _Plan(bounds, chosen, depths, rate)
+        # 2. Drop rows that cost more time than their tokens are worth, and rows beyond the size limit.
         total = other_nodes + sum(nodes_of(bound, at) for bound, at in zip(bounds, chosen, strict=True))
         allowed = max(SMALL_STEP_ROWS, 2 * self.costs.most_rows(batch_size))
         kept = list(chosen)
@@ -212,6 +259,7 @@ class SpeculationController:
             if total > allowed or tokens_at[chosen[index]] - 1.0 < rate * saved_s:
                 kept[index] = 0
                 total -= extra_nodes
+        # 3. Without those rows, another common depth may be best.
         if kept == chosen:
             return _Plan(bounds, chosen, depths, rate)
         remaining = [depth if keep else 0 for depth, keep in zip(depths, kept, strict=True)]
@@ -226,7 +274,7 @@ class SpeculationController:
         batch_size: int,
         other_nodes: int,
     ) -> tuple[int, float]:
-        """Return the common depth with the most expected tokens per second, and those."""
+        """Return the common depth with the most expected tokens per second, and that rate."""
         others = batch_size - len(bounds)
         chain = all(bound.topk == 1 for bound in bounds)
         best_level = 0
@@ -244,12 +292,12 @@ class SpeculationController:
         return best_level, best_rate
 
     def _add_probe(self, rows: Sequence[RowBound], depths: Sequence[int], chosen: list[int]) -> None:
-        """Let the row that has gone longest without drafts try again, if it is time."""
+        """If a probe is due, let the row that has gone longest without drafts draft a little."""
         candidates = []
         for index, (row, depth, wanted) in enumerate(zip(rows, depths, chosen, strict=True)):
             state = row.state
             if wanted:
-                if state.probed:  # drafting pays again: look at the others soon
+                if state.probed:  # the probed row drafts by choice now: probe the other rows soon
                     self._probe_gap = FIRST_PROBE_GAP
                 state.probed = False
                 state.rounds_without = 0

@@ -1,4 +1,23 @@
-"""What a step costs and what drafting yields, learned online: the two halves of the controller's objective."""
+"""Estimates the cost (seconds) and the yield (tokens) of a round, from executed rounds.
+
+The controller divides yield by cost and picks the draft shape with the most tokens per second.
+
+Cost: `StepCosts` predicts the duration of a step from its batch size, its rows (tree nodes in the pass, over
+all sequences, including roots) and its draft depth:
+
+    step = wait for the proposal (depth, form)  +  verify pass (batch size, rows)  +  overhead
+
+Each part is an exponential moving average of measured times; sizes that were never executed are interpolated.
+Rounds that stay on the device have no parts that could be timed, so `StepCosts.round` is learned as a whole.
+
+Yield: `Acceptance` estimates p_d, the probability that the draft token at depth d is accepted if its parent
+was. A round of depth D emits this many tokens on average (the 1 is the token that the target itself adds):
+
+    1 + p_1 + p_1 p_2 + ... + p_1 p_2 ... p_D
+
+Estimates of a request are pooled with those of all requests, which serve as its prior. Trees and chains are
+estimated separately (`Acceptances`).
+"""
 
 from __future__ import annotations
 
@@ -8,26 +27,39 @@ from typing import Protocol
 from outrider.shared.engine.buckets import power_of_2
 
 COST_WEIGHT = 0.15
+"""Weight of a new sample in the moving averages of costs."""
 CHEAPER_WEIGHT = 0.5
+"""Weight of a sample of draft time that is below the average."""
 POSTERIOR_DECAY = 0.95
+"""Factor by which the weight of older acceptance samples decreases with each new one."""
 PRIOR_STRENGTH = 3.0
+"""Number of samples that the prior of an acceptance counts as."""
 PRIOR_ACCEPTANCE = 0.6
+"""Acceptance assumed at the first depth if nothing was measured."""
 ROUNDS_TO_KNOW = 10
 UNSEEN_ROW_COST = 0.03
-"""Share of a plain step that one more row is taken to cost before anything was measured."""
+"""Cost of one more row as a share of a plain step, assumed until larger passes are measured."""
 FIXED_DRAFT_SHARE = 0.3
-"""Share of a proposal's time that does not grow with depth, until two depths were measured."""
+"""Share of a proposal's time that does not grow with depth; used to scale a time to another depth."""
 WAITS_KEPT = 128
 PLAIN_ROUND = (1, 0)
-"""Nodes of a row and depth of a round without drafts."""
+"""Key of a round without drafts: one node per row, depth 0."""
 TRIALS_TO_JUDGE = 4.0
+"""Decayed number of rounds after which a form (tree or chain) counts as tried."""
 
 
 class StepCosts:
-    """Seconds of verifying by (batch size, rows), of waiting for a proposal by depth (of trees and of chains), and of everything else.
+    """Durations in seconds, learned as moving averages of executed steps.
 
-    Moving averages over what was executed; shapes never executed are interpolated from their neighbours. Rounds that stay on the device
-    have no parts that could be timed: they are learnt whole, by (batch bucket, nodes of a row, depth), and where one is known it counts.
+    The averages are stored by the values that determine them:
+
+    - plain steps by batch size;
+    - verify passes by (batch bucket, rows);
+    - waits for a proposal by (depth, tree or chain);
+    - overhead (scheduling, committing, delivering) as one number;
+    - rounds on the device, as a whole, by (batch bucket, nodes per row, depth).
+
+    Batch buckets are powers of 2. Shapes that were never executed are interpolated from their neighbours.
     """
 
     def __init__(self) -> None:
@@ -40,7 +72,7 @@ class StepCosts:
         self._wait_p99: float | None = None
 
     def observe_verify(self, batch_size: int, rows: int, seconds: float) -> None:
-        """Learn from one verify pass over `rows` nodes of `batch_size` sequences."""
+        """Record a verify pass over `rows` nodes of `batch_size` sequences."""
         if rows == batch_size:
             self._plain[batch_size] = _blend(self._plain.get(batch_size), seconds)
             return
@@ -48,62 +80,72 @@ class StepCosts:
         by_rows[rows] = _blend(by_rows.get(rows), seconds)
 
     def observe_round(self, batch_size: int, rows: int, depth: int, seconds: float) -> None:
-        """Learn from one round on the device: how long after the round before it was read."""
+        """Record a round on the device; `seconds` runs from the end of the round before it."""
         known = self._rounds.setdefault(power_of_2(batch_size), {})
         key = (_nodes_per_row(batch_size, rows), depth)
         known[key] = _blend(known.get(key), seconds)
 
     def observe_plain_round(self, batch_size: int, seconds: float) -> None:
-        """Learn that a plain step need take no longer than a plain round on the device, which hides the overhead."""
+        """Record a plain round on the device as an upper bound for a plain step.
+
+        The round on the device hides the overhead of the host, so the overhead is subtracted.
+        """
         self.observe_verify(batch_size, batch_size, max(seconds - self._overhead, 0.0))
 
     def observe_draft(self, depth: int, seconds: float, chain: bool = False) -> None:
-        """Learn how long a proposal of `depth` levels kept the step waiting."""
+        """Record how long a step waited for a proposal of `depth` levels."""
         average = self._draft.get((depth, chain))
-        # Quick to believe that drafting is cheap (the first proposals are cold), slow to believe that it is dear.
+        # Believe lower times quickly, since the first proposals are cold, and higher ones slowly.
         weight = CHEAPER_WEIGHT if average is not None and seconds < average else COST_WEIGHT
         self._draft[depth, chain] = _blend(average, seconds, weight)
+        # A fast proposal also lowers the estimates of other depths that are scaled from it.
         for (other, form), known in self._draft.items():
             implied = seconds * _draft_growth(other, depth)
             if form == chain and other != depth and implied < known:
                 self._draft[other, form] = _blend(known, implied, CHEAPER_WEIGHT)
 
     def observe_answer(self, seconds: float) -> None:
-        """Learn how long a proposal took from its announcement to its arrival."""
+        """Record the time from a proposal's announcement to its arrival."""
         self._waits.append(seconds)
         self._wait_p99 = None
 
     def observe_overhead(self, seconds: float) -> None:
-        """Learn the rest of a step: scheduling, committing, delivering."""
+        """Record the rest of a step: scheduling, committing, delivering."""
         self._overhead = _blend(self._overhead or None, seconds)
 
     @property
     def num_answers(self) -> int:
-        """How many of the latest proposals' times are known."""
+        """Number of recent proposals whose times are known."""
         return len(self._waits)
 
     @property
     def answer_p99(self) -> float | None:
-        """99th percentile of the latest proposals' times."""
+        """99th percentile of the times of recent proposals; None before the first."""
         if self._wait_p99 is None and self._waits:
             ordered = sorted(self._waits)
             self._wait_p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
         return self._wait_p99
 
     def plain_step(self, batch_size: int) -> float | None:
-        """Seconds of a plain step at this batch size, or at the nearest one measured; None before the first plain step."""
+        """Return the duration of a plain step at this batch size, or at the nearest measured one.
+
+        None before the first plain step.
+        """
         exact = self._plain.get(batch_size)
         if exact is not None or not self._plain:
             return exact
         return self._plain[min(self._plain, key=lambda known: abs(known - batch_size))]
 
     def most_rows(self, batch_size: int) -> int:
-        """Return the rows of the largest pass measured at about this batch size; at least those of a plain step."""
+        """Return the rows of the largest pass measured in this batch bucket; at least `batch_size`."""
         on_device = (nodes * batch_size for nodes, _depth in self._rounds.get(power_of_2(batch_size), {}))
         return max(*self._verify.get(power_of_2(batch_size), {}), *on_device, batch_size, 1)
 
     def plain_round(self, batch_size: int) -> float | None:
-        """Seconds of a plain round on the device at this batch size, or at the nearest one measured; None before the first."""
+        """Return the duration of a plain round on the device, measured at the nearest batch size.
+
+        None before the first plain round.
+        """
         known = [size for size, rounds in self._rounds.items() if PLAIN_ROUND in rounds]
         if not known:
             return None
@@ -111,7 +153,13 @@ class StepCosts:
         return self._rounds[nearest][PLAIN_ROUND]
 
     def round(self, batch_size: int, rows: int, depth: int) -> float:
-        """Estimate a round on the device: as measured; else it grows as measured rounds do, and no larger one takes less."""
+        """Estimate the duration of a round on the device.
+
+        A measured shape returns its measured time. Otherwise the time is extrapolated from the plain round
+        and the next smaller measured shape, or built from the parts of a host-driven step. The result is at
+        least the time of every measured round that is no larger in nodes and depth, and at most the time of
+        every one that is no smaller.
+        """
         known, nodes = self._rounds.get(power_of_2(batch_size), {}), _nodes_per_row(batch_size, rows)
         measured = known.get((nodes, depth))
         if measured is not None:
@@ -119,6 +167,7 @@ class StepCosts:
         plain = self.plain_round(batch_size)
         if plain is None:
             return self.step(batch_size, rows, depth)
+        # Extrapolate: each further node costs as much as the nodes of the next smaller shape did.
         smaller = max((key for key in known if 1 < key[0] <= nodes), default=None)
         if smaller is not None:
             estimate = known[smaller] + max(0.0, known[smaller] - plain) * (nodes - smaller[0]) / (
@@ -133,6 +182,7 @@ class StepCosts:
                 + self.verify(batch_size, rows)
                 - self.verify(batch_size, batch_size)
             )
+        # A larger round takes at least as long as a smaller one.
         least = max(
             (seconds for (of, levels), seconds in known.items() if of <= nodes and levels <= depth),
             default=0.0,
@@ -144,11 +194,11 @@ class StepCosts:
         return max(least, min(estimate, most))
 
     def step(self, batch_size: int, rows: int, depth: int, chain: bool = False) -> float:
-        """Estimate a whole step: waiting for a proposal, verifying, and the rest."""
+        """Estimate a host-driven step: the wait for a proposal, the verify pass and the overhead."""
         return self.draft(depth, chain) + self.verify(batch_size, rows) + self._overhead
 
     def verify(self, batch_size: int, rows: int) -> float:
-        """Estimate a verify pass."""
+        """Estimate a verify pass by interpolation between the plain step and measured passes."""
         plain = self.plain_step(batch_size)
         if plain is None:
             return 1.0 + UNSEEN_ROW_COST * rows
@@ -170,9 +220,10 @@ class StepCosts:
         return plain * (1.0 + UNSEEN_ROW_COST * (rows - batch_size) / batch_size)
 
     def draft(self, depth: int, chain: bool = False) -> float:
-        """Estimate the wait for a proposal of `depth` levels; 0 before any was measured, so that drafting is tried.
+        """Estimate the wait for a proposal of `depth` levels.
 
-        A chain is taken to need no longer than a tree where none was measured, and the other way round.
+        0 if nothing was measured, so that drafting is tried. A form (tree or chain) that was not measured is
+        assumed to take as long as the other one.
         """
         if depth == 0 or not self._draft:
             return 0.0
@@ -183,26 +234,29 @@ class StepCosts:
 
 
 class Prior(Protocol):
-    """What is believed of an acceptance before it was seen."""
+    """An estimate of acceptance that applies until a sequence or form has its own measurements."""
+
+    __slots__ = ()
 
     @property
     def known(self) -> bool:
-        """Whether enough rounds were seen to rely on it."""
+        """True if enough rounds were measured to rely on the estimate."""
         ...
 
     def seen(self, depth: int) -> bool:
-        """Whether any round was so deep."""
+        """Return True if any measured round reached this depth."""
         ...
 
     def rate(self, depth: int) -> float:
-        """Probability that depth `depth` (from 1) is accepted given the one above it."""
+        """Return the probability that depth `depth` (from 1) is accepted if the one above it was."""
         ...
 
 
-class Acceptance:
-    """How likely the node at depth d is accepted once depth d - 1 was: one posterior per depth, old evidence fading.
+class Acceptance(Prior):
+    """Probability, per depth d, that the draft token at depth d is accepted if the one at depth d - 1 was.
 
-    A request's own posterior starts from the engine's (`prior`), which has seen all requests.
+    Each depth has a posterior mean over decayed successes and trials, with `prior` worth `PRIOR_STRENGTH`
+    trials. A request's prior is the estimate over all requests.
     """
 
     __slots__ = ("_prior", "_successes", "_trials")
@@ -213,10 +267,11 @@ class Acceptance:
         self._successes: list[float] = []
 
     def observe(self, accepted: int, offered_depth: int) -> None:
-        """Learn from one round that offered nodes down to `offered_depth` and accepted `accepted` of them."""
+        """Record a round that offered nodes down to `offered_depth` and accepted `accepted` of them."""
         while len(self._trials) < offered_depth:
             self._trials.append(0.0)
             self._successes.append(0.0)
+        # Depths below the first rejection are not trials: their parent was not accepted.
         for level in range(min(accepted + 1, offered_depth)):
             self._trials[level] = self._trials[level] * POSTERIOR_DECAY + 1.0
             self._successes[level] = self._successes[level] * POSTERIOR_DECAY + (
@@ -225,17 +280,15 @@ class Acceptance:
 
     @property
     def known(self) -> bool:
-        """Whether enough rounds were seen, by this posterior and those before it, to rely on it."""
         own = self._trials[0] if self._trials else 0.0
         return own >= ROUNDS_TO_KNOW or (self._prior is not None and self._prior.known)
 
     @property
     def tried(self) -> bool:
-        """Whether rounds were seen by this posterior itself."""
+        """True if this estimate has enough rounds of its own, its prior aside."""
         return bool(self._trials) and self._trials[0] >= TRIALS_TO_JUDGE
 
     def rate(self, depth: int) -> float:
-        """Probability that depth `depth` (from 1) is accepted given the one above it."""
         prior = self._believed(depth)
         if depth > len(self._trials):
             return prior
@@ -244,17 +297,19 @@ class Acceptance:
         )
 
     def seen(self, depth: int) -> bool:
-        """See `Prior.seen`."""
         return depth <= len(self._trials) or (self._prior is not None and self._prior.seen(depth))
 
     def _believed(self, depth: int) -> float:
-        """Return the rate before any round so deep: the prior's, or where it knows no more that of the depth above."""
+        """Return the rate assumed for a depth before any round of this estimate reached it.
+
+        It is the prior's rate, or, where the prior never reached that depth, the rate of the depth above.
+        """
         if self._prior is not None and (depth == 1 or self._prior.seen(depth)):
             return self._prior.rate(depth)
         return self.rate(depth - 1) if depth > 1 else PRIOR_ACCEPTANCE
 
     def expected_tokens(self, max_depth: int) -> list[float]:
-        """Return the tokens that a round of depth 0, 1, ..., `max_depth` is expected to emit."""
+        """Return the expected number of tokens of a round of depth 0, 1, ..., `max_depth`."""
         expected = [1.0]
         reach = 1.0
         for depth in range(1, max_depth + 1):
@@ -263,8 +318,11 @@ class Acceptance:
         return expected
 
 
-class _ChainsLikeOthers:
-    """What a request's chains are taken for: as much worse than its trees as all requests' chains are."""
+class _ChainsLikeOthers(Prior):
+    """Prior for the chains of one request.
+
+    It scales the acceptance of the request's own trees by the ratio of chains to trees over all requests.
+    """
 
     __slots__ = ("_others", "_trees")
 
@@ -274,32 +332,29 @@ class _ChainsLikeOthers:
 
     @property
     def known(self) -> bool:
-        """See `Prior.known`."""
         return self._others.chains.known
 
     def seen(self, depth: int) -> bool:
-        """See `Prior.seen`."""
         return self._others.chains.seen(depth)
 
     def rate(self, depth: int) -> float:
-        """See `Prior.rate`."""
         of_trees = self._others.trees.rate(depth)
         share = min(1.0, self._others.chains.rate(depth) / of_trees) if of_trees else 1.0
         return self._trees.rate(depth) * share
 
 
 class Acceptances:
-    """What was accepted of trees, and of chains, which have no siblings to fall back on."""
+    """Acceptance of trees and of chains. A chain has no siblings, so it is usually accepted less often."""
 
     __slots__ = ("chains", "trees")
 
     def __init__(self, prior: Acceptances | None = None) -> None:
         self.trees: Acceptance = Acceptance(prior.trees if prior else None)
-        # Before one was tried, a chain is taken to be as good as a tree.
+        # Until a chain was tried, it is assumed to be as good as a tree.
         self.chains: Acceptance = Acceptance(_ChainsLikeOthers(self.trees, prior) if prior else self.trees)
 
     def of(self, chain: bool) -> Acceptance:
-        """Return that of one form."""
+        """Return the acceptance of chains or of trees."""
         return self.chains if chain else self.trees
 
 
@@ -308,9 +363,10 @@ def _nodes_per_row(batch_size: int, rows: int) -> int:
 
 
 def _draft_growth(depth: int, measured: int) -> float:
-    """Return how much longer a proposal of `depth` levels takes than one of `measured` levels."""
+    """Return the factor between the times of a proposal of `depth` levels and one of `measured` levels."""
     return FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * depth / measured
 
 
 def _blend(average: float | None, sample: float, weight: float = COST_WEIGHT) -> float:
+    """Return the average after one more sample. An outlier counts as at most four times the average."""
     return sample if average is None else average + weight * (min(sample, 4 * average) - average)

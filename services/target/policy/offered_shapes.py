@@ -1,4 +1,7 @@
-"""The shapes that `auto` chooses among for batches on the device: each is a graph of its own for every batch size."""
+"""The draft shapes that `auto` may choose for batches on the device.
+
+The set is small because each shape needs its own CUDA graph for every batch size.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,24 @@ from functools import lru_cache
 from outrider.shared.spec.tree import DraftShape
 
 CHAIN_DEPTHS = (1, 3, 5)
-"""Beside the longest chain that is allowed."""
+"""Depths of the chains that are offered in addition to the longest allowed one."""
 TREE_DEPTHS = (1, 2, 3, 5, 8, 12)
-"""Beside a tree's own depth, where there are no chains for what is shallower."""
+"""Depths of trees offered in addition to a tree's own depth, if there are no chains for shallow drafts."""
 
 MOST_ROWS = 512
-"""A larger pass is bound by arithmetic: what more it verifies it takes longer for."""
+"""Maximum rows (nodes of the whole batch) of an offered shape.
+
+Beyond it, a pass is bound by arithmetic, so further nodes cost their full time.
+"""
 
 
 def cut(bound: DraftShape, depth: int) -> DraftShape:
-    """Return a tree (or chain) of `depth` levels, as dense per level as the bound."""
+    """Return the shape of `bound` cut to `depth` levels, with the same density of nodes per level."""
     return DraftShape(depth, bound.topk, nodes_of(bound, depth)).bounded()
 
 
 def nodes_of(bound: DraftShape, depth: int) -> int:
-    """Return the nodes of a tree cut to `depth` levels, the root included."""
+    """Return the number of nodes of `bound` cut to `depth` levels, including the root."""
     if depth <= 0:
         return 1
     return 1 + -(-(bound.max_nodes - 1) * depth // bound.depth)
@@ -29,11 +35,11 @@ def nodes_of(bound: DraftShape, depth: int) -> int:
 
 @lru_cache(maxsize=256)
 def offered_shapes(forms: tuple[DraftShape, ...], batch_size: int) -> tuple[DraftShape, ...]:
-    """Return every shape that is offered to a batch within these forms, the smallest of each first.
+    """Return every shape that is offered within these forms, the smallest of each form first.
 
     Args:
         forms: See `SpeculationParams.forms`.
-        batch_size: Rows; of what is too large for so many the smallest shape remains.
+        batch_size: Number of rows. Shapes that are too large for it are left out, except the smallest.
     """
     shapes: list[DraftShape] = []
     for form in forms:

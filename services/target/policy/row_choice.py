@@ -1,4 +1,4 @@
-"""What the controller is told of rows and steps, and what it remembers of each."""
+"""The controller's inputs and its memory per request; `FormChoice` decides between trees and chains."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 FIRST_LOOK_GAP = 2
 LAST_LOOK_GAP = 512
 ROUNDS_PER_CHOICE = 8
-"""A form is kept for so many rounds; so is the shape of a batch on the device, as changing it drains the device."""
+"""Number of rounds for which a choice is kept: tree or chain, and the shape of a batch on the device.
+
+A new shape on the device drains it, so changes must be rare.
+"""
 
 
 class RowState:
-    """What the controller remembers of one request."""
+    """The controller's memory of one request."""
 
     __slots__ = ("acceptance", "probed", "rounds_without")
 
@@ -27,9 +30,13 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class RowBound:
-    """One auto row: its memory, the largest shape it allows, how deep a tree could still be used up, and the longest chain it allows.
+    """The draft bounds of one `auto` row.
 
-    `chain` is `NO_DRAFT` where there are none beside `bound`, which may be a chain itself.
+    Attributes:
+        state: The controller's memory of the request.
+        bound: The largest shape that the request allows; it may be a chain itself.
+        useful_depth: The deepest depth that can help, given the tokens that are left to emit.
+        chain: The longest chain that is allowed in addition to `bound`; `NO_DRAFT` for none.
     """
 
     state: RowState
@@ -39,15 +46,18 @@ class RowBound:
 
     @property
     def forms(self) -> tuple[DraftShape, ...]:
-        """The largest tree and the longest chain, or the one there is."""
+        """The largest tree and the longest chain, or the only one."""
         return (self.bound, self.chain) if self.chain.drafts else (self.bound,)
 
     def form(self, chain: bool) -> DraftShape:
-        """Return the bound of one form, or the only one."""
+        """Return the bound of one form (tree or chain), or the only bound."""
         return self.chain if chain and self.chain.drafts else self.bound
 
     def expected_tokens(self, bound: DraftShape, depth: int) -> list[float]:
-        """Return the tokens that a round of depth 0, 1, ..., `depth` of a form is expected to emit; a tree holds a chain."""
+        """Return the expected tokens of rounds of depth 0, 1, ..., `depth` in the form of `bound`.
+
+        A tree contains a chain, so it is expected to yield at least as much as one.
+        """
         trees, chains = self.state.acceptance.trees, self.state.acceptance.chains
         if bound.topk == 1:
             return chains.expected_tokens(depth)
@@ -59,9 +69,14 @@ class RowBound:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedRow:
-    """One row of a finished step: nodes verified, depth offered, drafts accepted, and whether a chain was asked for.
+    """One row of an executed step.
 
-    `state` is None for rows without a controller.
+    Attributes:
+        state: The request's memory; None for rows that the controller does not choose for.
+        num_nodes: Nodes verified, including the root.
+        offered_depth: Depth of the proposal.
+        accepted: Number of accepted draft tokens.
+        chain: Whether a chain was requested.
     """
 
     state: RowState | None
@@ -73,9 +88,16 @@ class ExecutedRow:
 
 @dataclass(frozen=True, slots=True)
 class ExecutedStep:
-    """Timings of a finished decode step. `wait_s` is how long the step stood still for the proposal; None without a proposal.
+    """Measurements of an executed decode step, in seconds.
 
-    A round that stayed on the device has `round_s` alone: from the round before to this one, drafting and all.
+    Attributes:
+        rows: All rows of the batch.
+        depth: Depth of the deepest proposal; 0 without one.
+        wait_s: Time that the step waited for the proposal; None without a proposal.
+        verify_s: Duration of the verify pass.
+        overhead_s: Duration of scheduling, committing and delivering.
+        round_s: For a round on the device, the time since the previous round, including drafting; the other
+            times are not measured then. None for a host-driven step.
     """
 
     rows: Sequence[ExecutedRow]
@@ -87,7 +109,11 @@ class ExecutedStep:
 
 
 class FormChoice:
-    """Which form is drafted, trees or chains: the one that promises more tokens per second, and after growing gaps the other."""
+    """Chooses between drafting trees and drafting chains.
+
+    The form with more expected tokens per second is used; the other is tried after gaps that double, because
+    its estimate would become stale otherwise.
+    """
 
     __slots__ = ("_best", "_gap", "_since", "chain")
 
@@ -98,10 +124,11 @@ class FormChoice:
         self._since = 0
 
     def decide(self, trees: float | None, chains: float | None) -> bool:
-        """Return whether chains are drafted until the next decision.
+        """Return True if chains are drafted until the next decision.
 
         Args:
-            trees, chains: Tokens per second that each promises; None for a form that was not tried yet: it waits for its turn.
+            trees, chains: Expected tokens per second of each form; None for a form that was not tried yet,
+                which is used only when its turn to be tried comes.
         """
         best = chains is not None and (trees is None or chains > trees)
         if best is not self._best:

@@ -1,4 +1,4 @@
-"""What speculation did for one request: counters, their identities, and the report."""
+"""Counters of one request's speculation (rounds, accepted tokens, fallbacks), and their report."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from outrider.shared.base.generation import SpeculationReport
 class SpeculationStats:
     """Counters of one request.
 
-    Identities (tests hold the engine to them):
-        ``sum((k + 1) * histogram[k]) == completion tokens - tokens emitted by prefills + tokens cut``;
-        ``sum(histogram) == rounds``; ``accepted_tokens == sum(k * histogram[k])``; ``accept_length`` is tokens per round over the
-        rounds that verified at least one draft node (before any cut), 1.0 if there was none.
+    These identities hold; tests check them against the engine:
+
+    - ``sum((k + 1) * histogram[k]) == completion tokens - tokens emitted by prefills + tokens cut``
+    - ``sum(histogram) == rounds``
+    - ``accepted_tokens == sum(k * histogram[k])``
+    - ``accept_length`` is the mean number of tokens per round before any cut, over the rounds that verified
+      at least one draft node; 1.0 if there was none.
     """
 
     __slots__ = (
@@ -34,7 +37,7 @@ class SpeculationStats:
         self.fallbacks: dict[str, int] = {}
 
     def record(self, num_nodes: int, num_accepted: int, num_cut: int) -> None:
-        """Count one round that verified `num_nodes` nodes (the root included)."""
+        """Count a round that verified `num_nodes` nodes, including the root."""
         self.rounds += 1
         self.tokens_cut += num_cut
         if num_nodes > 1:
@@ -46,7 +49,7 @@ class SpeculationStats:
         self.histogram[num_accepted] += 1
 
     def fell_back(self, reason: str) -> None:
-        """Count a round that wanted draft nodes and got none."""
+        """Count a round that requested draft nodes and got none."""
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def merge(self, other: SpeculationStats) -> None:
@@ -64,15 +67,16 @@ class SpeculationStats:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per round over the rounds with at least one draft node."""
+        """Mean tokens per round, over the rounds that verified at least one draft node."""
         return 1.0 + self.accepted_tokens / self.draft_rounds if self.draft_rounds else 1.0
 
     def report(self, speedup_estimate: float | None = None, plain_by: str = "") -> SpeculationReport:
-        """Freeze the counters; the commonest fallback reason speaks for all.
+        """Return a snapshot of the counters. The most frequent fallback reason is reported.
 
         Args:
-            speedup_estimate: The controller's, if there is one.
-            plain_by: Who chose plain decoding; the reason where rounds ran, none drafted and none fell back.
+            speedup_estimate: The controller's estimate, if there is one.
+            plain_by: The party that chose plain decoding. It is reported as the reason if rounds ran, but
+                none drafted and none fell back.
         """
         reason = plain_by if self.rounds and not self.draft_rounds else ""
         if self.fallbacks:

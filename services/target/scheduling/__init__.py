@@ -1,1 +1,1 @@
-"""Which sequences run, and which of them hold KV pages."""
+"""Continuous batching: admission, the request queue, and which sequences own KV pages."""

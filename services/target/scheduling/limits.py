@@ -1,4 +1,4 @@
-"""What a request must fit into, and the check that it does."""
+"""Checks that a request fits the model's vocabulary and context and the KV pool; limits of the scheduler."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from outrider.shared.nn.config.model_config import ModelConfig
 
 
 def longest_text(config: ModelConfig, max_model_len: int | None) -> int:
-    """Return how many tokens a prompt and its answer may have: `max_model_len`, or what the model was trained for.
+    """Return the maximum number of tokens of a prompt and its answer.
+
+    Args:
+        config: The model's configuration.
+        max_model_len: The configured maximum; None for the length that the model was trained for.
 
     Raises:
-        ConfigurationError: The model looks its positions up in a table, which ends before `max_model_len`.
+        ConfigurationError: The model has a table of learned positions that is shorter than `max_model_len`.
     """
     table = config.max_positions
     if max_model_len is None:
         return config.max_position_embeddings if table is None else min(config.max_position_embeddings, table)
     if table is not None and max_model_len > table:
         raise ConfigurationError(
-            f"--max-model-len {max_model_len}: {config.architecture} has learned positions for {table} tokens, and none behind; serve it "
-            f"with --max-model-len {table} or less, or leave the option out.",
+            f"--max-model-len {max_model_len}: {config.architecture} has learned positions for only {table} "
+            f"tokens. Use --max-model-len {table} or less, or omit it.",
             field="max_model_len",
         )
     return max_model_len
@@ -29,7 +33,14 @@ def longest_text(config: ModelConfig, max_model_len: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a request must fit into."""
+    """Limits that every request must fit.
+
+    Attributes:
+        vocab_size: Token ids must be below this.
+        max_model_len: Maximum number of prompt and new tokens.
+        eos_token_ids: The model's end-of-sequence tokens.
+        pause_timeout_s: A request that stays paused for longer fails.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -40,11 +51,11 @@ class EngineLimits:
         """Refuse a sequence that this model, or a pool of `capacity` tokens, could never finish.
 
         Raises:
-            InvalidRequestError: Names the field.
+            InvalidRequestError: The error names the field.
         """
         request = sequence.request
         if not request.prompt_ids:
-            raise InvalidRequestError("prompt_ids is empty; give at least one token.", field="prompt_ids")
+            raise InvalidRequestError("prompt_ids is empty; pass at least one token.", field="prompt_ids")
         if request.max_new_tokens < 1:
             raise InvalidRequestError(
                 f"max_new_tokens must be at least 1, not {request.max_new_tokens}.", field="max_new_tokens"
@@ -52,14 +63,14 @@ class EngineLimits:
         highest = max(sequence.tokens)
         if highest >= self.vocab_size or min(sequence.tokens) < 0:
             message = (
-                f"prompt_ids holds token {highest}; this model's vocabulary ends at {self.vocab_size - 1}."
+                f"prompt_ids contains token {highest}; the model's highest token id is {self.vocab_size - 1}."
             )
             raise InvalidRequestError(message, field="prompt_ids")
         context = min(self.max_model_len, capacity - sequence.node_bound)
         if sequence.prompt_len + request.max_new_tokens > context:
             message = (
-                f"{sequence.prompt_len} prompt tokens and {request.max_new_tokens} new tokens exceed the context of {context} tokens. "
-                "Shorten the prompt or ask for fewer tokens."
+                f"{sequence.prompt_len} prompt tokens and {request.max_new_tokens} new tokens exceed the "
+                f"context of {context} tokens. Shorten the prompt or request fewer tokens."
             )
             field = "prompt_ids" if sequence.prompt_len >= context else "max_new_tokens"
             raise InvalidRequestError(message, field=field, reason="context_length_exceeded")
@@ -67,7 +78,14 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of the work in hand. The queue's bounds cover requests that are not admitted yet."""
+    """Limits of the scheduler.
+
+    Attributes:
+        max_running: Maximum number of admitted sequences.
+        max_queued: Maximum number of requests that wait for admission.
+        max_queued_tokens: Maximum number of prompt tokens of these requests.
+        prefill_chunk: Maximum number of prompt tokens per step.
+    """
 
     max_running: int = 16
     max_queued: int = 512

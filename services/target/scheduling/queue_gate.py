@@ -1,4 +1,4 @@
-"""Bounds the queue of waiting requests: beyond it, a new request is refused with a time to retry."""
+"""Bounds the queue of waiting requests. A request beyond it is refused, with a time after which to retry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRAIN_RATE_WEIGHT = 0.2
 
 
 class QueueGate:
-    """Counts requests that wait, before any work is done for them; the only part that other threads touch."""
+    """Counts waiting requests and their prompt tokens, and refuses more than the limits. Thread-safe."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -24,32 +24,33 @@ class QueueGate:
 
     @property
     def requests(self) -> int:
-        """Requests that wait now."""
+        """Number of waiting requests."""
         return self._requests
 
     def enter(self, prompt_tokens: int) -> None:
         """Count a request in.
 
         Raises:
-            OverloadedError: The queue is full; says when to retry, from the measured drain rate.
+            OverloadedError: The queue is full. The retry time follows from the measured drain rate.
         """
         with self._lock:
             if self._requests >= self._limits.max_queued:
                 raise OverloadedError(
-                    f"{self._requests} requests are waiting already, the limit of this server.",
+                    f"{self._requests} requests are already waiting, the limit of this server.",
                     retry_after_s=self._retry_after(),
                 )
+            # An empty queue accepts a prompt of any length; otherwise a very long one could never be served.
             if self._requests and self._tokens + prompt_tokens > self._limits.max_queued_tokens:
                 raise OverloadedError(
-                    f"{self._tokens} prompt tokens are waiting already; {prompt_tokens} more exceed the limit of "
-                    f"{self._limits.max_queued_tokens}.",
+                    f"{self._tokens} prompt tokens are already waiting; {prompt_tokens} more exceed the "
+                    f"limit of {self._limits.max_queued_tokens}.",
                     retry_after_s=self._retry_after(),
                 )
             self._requests += 1
             self._tokens += prompt_tokens
 
     def leave(self, prompt_tokens: int, now: float) -> None:
-        """Count a request out: admitted, cancelled or failed."""
+        """Count a request out when it is admitted, cancelled or failed."""
         with self._lock:
             self._requests -= 1
             self._tokens -= prompt_tokens

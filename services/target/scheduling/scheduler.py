@@ -1,9 +1,15 @@
-"""Which sequences prefill and decode in a step, and who holds pages: continuous batching with retraction.
+"""Continuous batching: decides which sequences prefill and decode in a step and which own KV pages.
 
-A sequence waits, is admitted when pages for all of its tokens are free, prefills in chunks, then decodes in every step. When a decoding
-sequence needs a page and none is free, a paused one, or else the one that arrived last, is *retracted*: it gives back its pages, keeps
-its tokens, and waits to be prefilled again from prompt + emitted tokens, which is exact. The oldest is never retracted for a younger
-one and fits into the pool alone (checked on submission), so something always advances.
+The life of a sequence:
+
+1. It waits in the queue until pages for all of its tokens are free, and is then admitted.
+2. It prefills in chunks, then decodes in every step.
+3. If a decoding sequence needs a page and none is free, one sequence is *retracted*: a paused one, or else
+   the latest arrival. It returns its pages, keeps its tokens and waits again. Prompt and emitted tokens are
+   later prefilled again, which is exact.
+
+The oldest sequence is never retracted for a younger one, and every sequence fits into the pool alone (checked
+on submission). Hence some sequence always advances.
 """
 
 from __future__ import annotations
@@ -18,14 +24,14 @@ from outrider.services.target.scheduling.sequence import Sequence, SequenceStatu
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
 SPARE_TOKENS = 64
-"""What the leases of a batch on the device grow by beyond their need."""
+"""Slots by which the leases of a batch on the device grow beyond their need."""
 PLENTY = 4
-"""Spare pages are taken while there are so many times as many."""
+"""Take spare pages only while at least this many times their number are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Rows ``[start, stop)`` of one sequence to compute; the last chunk of a prefill yields a token."""
+    """Rows ``[start, stop)`` of one sequence to compute. The last chunk of a prefill yields a token."""
 
     sequence: Sequence
     start: int
@@ -33,13 +39,19 @@ class PrefillChunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether this chunk reaches the last committed token."""
+        """True if this chunk reaches the last committed token."""
         return self.stop == self.sequence.committed_len
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step. `retracted` and `admitted` are told so that the drafter can close and open them."""
+    """The work of one step.
+
+    Attributes:
+        admitted, retracted: Sequences that the drafter must open and close.
+        prefills: Prompt chunks to compute.
+        decodes: Sequences to decode.
+    """
 
     admitted: list[Sequence]
     retracted: list[Sequence]
@@ -65,34 +77,39 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Slots of the whole pool: the longest sequence that can ever be served."""
+        """Number of slots of the whole pool, the length of the longest sequence that can be served."""
         return self.allocator.num_pages * self.page_size
 
     def has_work(self) -> bool:
-        """Whether `schedule` may return something to do: an unpaused sequence exists."""
+        """Return True if `schedule` may return work, i.e. a sequence exists that is not paused."""
         return any(sequence.paused_at is None for sequence in self)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence: higher priority first, then by arrival. The caller has passed `gate.enter`."""
+        """Queue a sequence by priority, then by arrival. The caller has passed `gate.enter`."""
         bisect.insort(self.waiting, sequence, key=_queue_key)
 
     def schedule(self, now: float) -> StepPlan:
-        """Decide the next step and reserve its pages: every decoding sequence can store `node_bound` rows afterwards."""
+        """Plan the next step and reserve pages for `node_bound` rows of each decoding sequence."""
         retracted: list[Sequence] = []
         decodes = self._reserve_decodes(retracted)
         admitted = [] if retracted else self._admit(now, retracted)
         return StepPlan(admitted, retracted, self._chunks(), decodes)
 
     def reserve_ahead(self, sequence: Sequence, committed_upper: int) -> bool:
-        """Grow a running sequence's lease for a round that starts at most at this committed_len; False when no page is free."""
+        """Grow a running sequence's lease for a round that starts at `committed_upper` tokens or fewer.
+
+        Returns:
+            False if no page is free.
+        """
         assert sequence.lease is not None
         missing = self._missing(sequence, committed_upper)
         return missing <= 0 or sequence.lease.extend(missing)
 
     def reserve_all_ahead(self, uppers: list[tuple[Sequence, int]]) -> bool:
-        """Grow the leases of a batch for a round, see `reserve_ahead`; if one must, all do, by more than is needed where there is plenty.
+        """Grow the leases of a batch for a round; see `reserve_ahead`.
 
-        The device's page tables are written anew whenever a lease has grown: so they seldom are.
+        If one lease must grow, all grow, and by `SPARE_TOKENS` more than needed where pages are plentiful.
+        The device's page tables must be rewritten whenever a lease grows, so leases grow rarely and together.
         """
         if any(self._missing(sequence, upper) > 0 for sequence, upper in uppers):
             spare = [
@@ -105,14 +122,14 @@ class Scheduler:
         return all(self.reserve_ahead(sequence, upper) for sequence, upper in uppers)
 
     def decoding(self) -> list[Sequence]:
-        """Return the sequences that would decode if a step were scheduled now, in its order."""
+        """Return the sequences that would decode if a step were scheduled now, in the order of the step."""
         running = [
             one for one in self.active if one.status is SequenceStatus.RUNNING and one.paused_at is None
         ]
         return sorted(running, key=_queue_key)
 
     def has_other_work(self) -> bool:
-        """Whether `schedule` would prefill or admit anything: what rounds that stay on the device must make way for."""
+        """Return True if `schedule` would prefill or admit a sequence. Rounds on the device must then end."""
         if any(
             sequence.status is SequenceStatus.PREFILLING and sequence.paused_at is None
             for sequence in self.active
@@ -122,9 +139,11 @@ class Scheduler:
         return first is not None and self._admissible(first)
 
     def worth_waiting_for(self, prefilled: list[PrefillChunk]) -> bool:
-        """Whether those whose prompts this step computed had better wait for the next, which computes the rest of the prompts.
+        """Return True if the sequences that were just prefilled should wait for the rest of the prompts.
 
-        That is so if nobody else decodes: a round of some takes about as long as one of all, and nobody waits for more than one step.
+        The next step must be able to compute that rest, and no other sequence may be decoding. A round of a
+        few sequences takes about as long as a round of all, so one wait makes the rounds more useful. No
+        sequence waits for more than one step.
         """
         prefilling = [
             one for one in self.active if one.status is SequenceStatus.PREFILLING and one.paused_at is None
@@ -135,7 +154,7 @@ class Scheduler:
         return all(one.session_id in fresh for one in self.decoding())
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """Drop a sequence that finished, failed or was cancelled, and give back its pages. Safe to call twice."""
+        """Drop a sequence that finished, failed or was cancelled, and free its pages. Idempotent."""
         if sequence.status is SequenceStatus.ENDED:
             return
         if sequence.status is SequenceStatus.WAITING:
@@ -148,7 +167,7 @@ class Scheduler:
         self._give_back(sequence)
 
     def recompute(self, sequence: Sequence) -> None:
-        """Prefill an active sequence again in its own pages, e.g. to capture features that its first pass did not."""
+        """Prefill an active sequence again in its own pages, e.g. to capture missing features."""
         sequence.feature_len = 0
         if sequence.cached_len:
             sequence.cached_len = 0
@@ -156,7 +175,7 @@ class Scheduler:
             sequence.resumptions += 1
 
     def check(self) -> None:
-        """Assert that no page is lost and no length out of order."""
+        """Assert that no page is lost and that the lengths of all sequences are in order."""
         self.allocator.check()
         held = sum(len(sequence.lease.pages) for sequence in self if sequence.lease is not None)
         assert held + self.allocator.free_pages == self.allocator.num_pages, (
@@ -197,11 +216,13 @@ class Scheduler:
 
     def _admit(self, now: float, retracted: list[Sequence]) -> list[Sequence]:
         admitted: list[Sequence] = []
+        # A copy: an admitted or retracted sequence changes `waiting`.
         for sequence in (
             [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ()
         ):
             while (lease := self._lease_for_admission(sequence)) is None:
-                # Slow readers must not keep others out: with nobody else at work, one of them gives up its pages.
+                # Slow readers must not block others: if every active sequence is paused, one gives up its
+                # pages.
                 if not self.active or any(other.paused_at is None for other in self.active):
                     return admitted
                 victim = self._victim()
@@ -225,7 +246,7 @@ class Scheduler:
     def _admissible(self, sequence: Sequence) -> bool:
         if len(self.active) >= self.limits.max_running:
             return False
-        # One spare page for each active sequence, or else it is retracted again a few steps later.
+        # Keep one spare page per active sequence; otherwise this one would be retracted after a few steps.
         pages = self._pages(sequence.committed_len + sequence.node_bound)
         return pages + len(self.active) <= self.allocator.free_pages
 
@@ -245,7 +266,10 @@ class Scheduler:
             sequence.lease = None
 
     def _missing(self, sequence: Sequence, committed_upper: int) -> int:
-        """Return the pages that a lease lacks (below 0: has to spare) for a round that starts at most at this committed_len."""
+        """Return the number of pages that a lease lacks for a round that starts at `committed_upper` tokens.
+
+        A negative number means spare pages.
+        """
         assert sequence.lease is not None
         return self._pages(committed_upper + sequence.node_bound) - len(sequence.lease.pages)
 

@@ -1,4 +1,6 @@
-"""The engine's state of one request: named lengths in an asserted order, and who owns which slots.
+"""The engine's state of one request: its tokens, lengths, status and page lease.
+
+The named lengths are always in this order, which `Sequence.check` asserts:
 
     tokens   |-- prompt --|-- emitted ------------- root |
     index    0            prompt_len        committed_len - 1
@@ -6,9 +8,11 @@
     slots    |------------------------------|-- tree nodes of a round --|--- spare --|
              0                      cached_len         cached_len + N          reserved_len <= max_len
 
-Ledger: pages belong to the sequence's lease from admission until it finishes, fails, is cancelled or is retracted; `Scheduler.release`
-is the only place that gives them back. Slots past `cached_len` hold nothing of value between rounds. Between rounds of a running
-sequence `cached_len == committed_len - 1`; while it is prefilling, `cached_len` grows up to `committed_len`.
+- Pages belong to the sequence's lease from admission until it finishes, fails, is cancelled or is retracted.
+  Only `Scheduler` frees them.
+- Slots past `cached_len` contain nothing of value between rounds.
+- Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
+  up to `committed_len`.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is: queued, having its prompt computed, decoding, or gone."""
+    """Status of a sequence: queued, computing its prompt, decoding, or ended."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -34,16 +38,17 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """One request while the engine works on it. Touched by the engine thread only.
+    """One request while the engine processes it. Engine thread only.
 
     Attributes:
-        session_id: Unique within this process; what the drafter calls the sequence.
-        tokens: Every committed token, the prompt first; ``len(tokens)`` is committed_len.
-        cached_len: Tokens whose K/V (and feature row, if wanted) is in the pool.
-        max_len: Slots that it can ever need; the pool holds at least this many.
-        node_bound: Most tree nodes of one round, the root included; KV is reserved by it.
-        wants_drafts: Whether the drafter shall follow it; its feature rows are captured if the drafter wants any.
-        feature_len: The feature plane holds rows ``[0, feature_len)`` under the present projector.
+        session_id: Unique within this process. The drafter identifies the sequence by it.
+        tokens: Every committed token, prompt first; ``len(tokens)`` is committed_len.
+        cached_len: Number of tokens whose K/V (and feature row, if wanted) is in the pool.
+        max_len: Maximum number of slots that it can need; the pool has at least this many.
+        node_bound: Maximum tree nodes of one round, including the root. KV slots are reserved for them.
+        wants_drafts: Whether the drafter follows it when possible. Feature rows are captured if the drafter
+            wants any.
+        feature_len: Rows ``[0, feature_len)`` of the feature plane are valid for the current projector.
         drafted: Whether the drafter follows it now.
     """
 
@@ -125,47 +130,47 @@ class Sequence:
 
     @property
     def committed_len(self) -> int:
-        """Chosen tokens, the root included."""
+        """Number of committed tokens, including the root."""
         return len(self.tokens)
 
     @property
     def reserved_len(self) -> int:
-        """Slots that the lease holds; may be asked by other threads, for statistics."""
+        """Number of slots of the lease. Other threads may read it for statistics."""
         lease = self.lease
         return 0 if lease is None else len(lease.pages) * self.page_size
 
     @property
     def end_len(self) -> int:
-        """The committed_len that it cannot go beyond."""
+        """Upper bound of committed_len."""
         return self.prompt_len + self.request.max_new_tokens
 
     @property
     def remaining(self) -> int:
-        """Tokens that it may still emit."""
+        """Number of tokens that it may still emit."""
         return self.end_len - len(self.tokens)
 
     @property
     def has_features(self) -> bool:
-        """Whether every cached token has its feature row."""
+        """True if every cached token has its feature row."""
         return self.wants_drafts and self.feature_len == self.cached_len
 
     @property
     def speculates(self) -> bool:
-        """Whether the request wants draft nodes at all."""
+        """True if the request allows draft nodes at all."""
         return (
             self.request.speculation.mode is not SpeculationMode.OFF and self.request.speculation.shape.drafts
         )
 
     @property
     def plain_by(self) -> str:
-        """Who chose plain decoding where every round had none but its root and nothing stood in the way of drafts."""
+        """The party that chose plain decoding, if no round had draft nodes and drafting was possible."""
         if not self.speculates:
             return "user"
-        # The prefill emits the first token and each round one beyond the accepted: two tokens leave nothing to draft.
+        # Prefill emits the first token, and a round emits at least one: two tokens leave nothing to draft.
         return "length" if self.request.max_new_tokens <= 2 else "controller"
 
     def fence(self) -> Fence:
-        """Return what identifies the sequence as it is now; hashes only what is new since the last call."""
+        """Return a fence that identifies the current state. Only tokens since the last call are hashed."""
         if self._hashed_len < len(self.tokens):
             self.prefix_hash = extend_prefix_hash(self.prefix_hash, self.tokens[self._hashed_len :])
             self._hashed_len = len(self.tokens)

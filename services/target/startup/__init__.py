@@ -1,1 +1,1 @@
-"""Everything that happens before the first request: memory plan, numerics, graph plan, warm-up and the parity check."""
+"""Everything before the first request: memory plan, numerics, graph plan, warm-up and the parity check."""

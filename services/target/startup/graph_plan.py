@@ -1,4 +1,7 @@
-"""Which sizes CUDA graphs are recorded for, which rounds stay on the device, and the recording before anybody is served."""
+"""Decides which CUDA graphs are recorded and which rounds stay on the device, and records the graphs.
+
+Also compiles kernels ahead of the first launch.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outrider.kernels.ahead import compile_ahead
+from outrider.services.target.choices import OverlapSchedule, Quantization
 from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
-from outrider.services.target.settings import OverlapSchedule, Quantization, TargetSettings
+from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.buckets import Buckets, batch_buckets
 from outrider.shared.engine.graphs import GraphCache
@@ -22,9 +26,12 @@ from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 PREFILL_SIZES = (32, 64, 128, 256)
-"""Larger passes take the device longer than the host takes to launch them."""
+"""Rows of the recorded passes over prompts.
+
+Larger passes need no graph: the device takes longer for them than the host takes to launch their kernels.
+"""
 FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
-"""With products in FP8 the device needs half the time and the host, which launches the rounding of their rows too, more."""
+"""The same with FP8: the device needs half the time, and the host launches rounding kernels as well."""
 
 POLL_S = 0.02
 
@@ -34,15 +41,15 @@ _log = get_logger("outrider.target")
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """What a target does with graphs.
+    """The target's use of CUDA graphs and device-resident rounds.
 
     Attributes:
-        graphs: Whether anything is recorded.
-        overlap: Which rounds stay on the device; None for none.
-        buckets: What passes of host-driven rounds are padded to; None runs them as they come.
+        graphs: Whether graphs are recorded.
+        overlap: Rounds that stay on the device; None for none.
+        buckets: Sizes that passes of host-driven rounds are padded to; None to run them unpadded.
         shapes: The usual shapes of rounds.
-        forms: What `auto` chooses its shapes within; empty where nobody asks for `auto`.
-        prefills: Rows of the passes over short prompts.
+        forms: Forms within which `auto` chooses its shapes; empty if no request uses `auto`.
+        prefills: Rows of the recorded passes over short prompts.
         waits: Whether the attention backend waits for the device.
     """
 
@@ -56,28 +63,31 @@ class GraphPlan:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """What batches are padded to: of rounds that are recorded, or else of those that stay on the device."""
+        """Sizes that batches are padded to: those of recorded rounds, else of rounds on the device."""
         if self.buckets is not None:
             return self.buckets.batch_sizes
         return () if self.overlap is None else self.overlap.batch_sizes
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
-        """Return the shapes of rounds that are recorded for one bucket: the usual ones if not too large, and all that `auto` may choose.
+        """Return the shapes of rounds that are recorded for one batch size.
 
-        A stream that met one of them unrecorded would wait for it, and under load many are met one after the other.
+        These are the usual shapes, unless they are too large, and all shapes that `auto` may choose. A stream
+        that met an unrecorded shape would wait for its recording, and under load many shapes follow one
+        another.
         """
         usual = (shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS)
         return tuple(dict.fromkeys((*usual, *offered_shapes(self.forms, batch_size))))
 
 
 def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bool = True) -> GraphPlan:
-    """Decide; pure, so that it is tested without a GPU.
+    """Decide what is recorded and what stays on the device. Pure, so it is tested without a GPU.
 
     Args:
-        settings: The target's.
+        settings: The target's settings.
         cuda: Whether the model runs on a GPU.
-        waits: Whether the attention backend waits for the device, so that its passes can be neither recorded nor run ahead.
-        offers: Whether requests come that leave the choice of a shape to `auto`.
+        waits: Whether the attention backend waits for the device. Its passes can then be neither recorded nor
+            run ahead.
+        offers: Whether requests leave the choice of a shape to `auto`.
     """
     graphs = cuda and not waits and not settings.disable_cuda_graph
     overlaps = {
@@ -93,7 +103,8 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     beyond = (size for size in batch_buckets(settings.max_running_requests) if size > max_bs)
     overlap = OverlapPlan((*buckets.batch_sizes, *beyond), settings.num_steps + 1, max_bs)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
-    # Padding moves a row within its tile, which batch-invariant kernels do not allow for; ranks would have to gather one row's logits.
+    # Padding moves a row within its tile, which batch-invariant kernels cannot handle. With several ranks,
+    # the logits of a single row would have to be gathered.
     sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
     prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
     shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
@@ -103,12 +114,16 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
 
 
 def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]) -> float:
-    """Wait until a draft elsewhere has said what it wants captured, as what is recorded holds that; returns for how many seconds.
+    """Wait until a remote draft has announced the features that it needs, since graphs capture them.
 
     Args:
-        drafter: Of the engine; its thread does not run yet.
-        timeout_s: No longer than that: a target serves without its draft too.
-        given_up: Whether there is no use in waiting: the draft has refused, or is not there, or the process is to end.
+        drafter: The engine's drafter. The engine's thread does not run yet.
+        timeout_s: Maximum wait; a target also serves without its draft.
+        given_up: Returns True once waiting is pointless: the draft refused or is absent, or the process must
+            end.
+
+    Returns:
+        The seconds waited.
     """
     started = time.monotonic()
     while (
@@ -128,13 +143,20 @@ def record_graphs(
     to_console: bool,
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Record prompts, then at every batch size what `shapes_at` names: the usual shapes of at most `MOST_ROWS` rows, and those of `auto`.
+    """Record the graphs of prompts and, at every batch size, of the shapes of `GraphPlan.shapes_at`.
 
-    The largest of each come first: smaller ones then fit into the memory of larger ones.
+    Within each kind, the largest sizes are recorded first, so that smaller graphs fit into their memory. All
+    of these graphs stay; of graphs recorded later, `graphs` keeps a bounded number. If a draft that needs
+    other features connects later, the engine records them again.
 
-    Says how far it is, on the console or in the log, and what it took. Call before the engine's thread runs. All of it stays; of what is
-    recorded later, `graphs` keeps a bounded part. If a draft comes later that wants other features, the engine records again for it.
-    Once it is `stopped` nothing more is recorded.
+    Call before the engine's thread runs. Progress is shown on the console or in the log.
+
+    Args:
+        engine: Provides the recordings.
+        graphs: Stores the graphs.
+        plan: Sizes and shapes.
+        to_console: Whether to show a progress bar if standard error is a terminal.
+        stopped: Returns True once the process must end; nothing more is recorded then.
     """
     if not graphs.enabled:
         return
@@ -164,18 +186,32 @@ def compile_kernels(
     *,
     to_console: bool,
 ) -> None:
-    """Have the kernels of `more`, and of all that `record_graphs` records, compiled by several processes at once, if they are not yet.
+    """Compile the kernels of `more` and of everything that `record_graphs` records, in several processes.
 
-    Without graphs, those of rounds that stay on the device. Not where other ranks would have to go along, nor where attention waits for
-    what a rehearsal does not compute: there kernels are compiled when they are launched first, which the log says. Without `more`, what a
-    draft adds comes first: the rehearsal looks at the first pieces alone if those miss nothing.
+    Kernels that were compiled already are skipped. Without graphs, the kernels of rounds on the device are
+    compiled.
+
+    If other ranks would have to take part, or attention needs values that a rehearsal does not compute,
+    nothing is compiled here: kernels are then compiled at their first launch, which is logged.
+
+    Args:
+        engine: Provides the recordings.
+        graphs: The cache that the recordings use.
+        plan: Sizes and shapes.
+        more: Further work to rehearse. Without it, the recordings that a draft adds come first, because a
+            rehearsal stops after the first pieces if they miss no kernel.
+        to_console: Whether to show a progress bar if standard error is a terminal.
     """
     if graphs.device.type != "cuda":
         return
     if graphs.observed or plan.waits:
-        why = "other ranks launch them too" if graphs.observed else "attention waits for the device"
+        why = (
+            "other ranks would have to launch them too"
+            if graphs.observed
+            else "the attention backend waits for the device"
+        )
         _log.info(
-            "kernels are compiled when they are launched first, unless an earlier start has left them",
+            "kernels are compiled at their first launch, unless an earlier start has cached them",
             why=why,
         )
         return
@@ -197,8 +233,8 @@ def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Ca
                 yield f"batch {bs}, {shape.max_nodes} nodes", record
 
 
-class _Teller:
-    """Says on a bar, or in the log at every quarter, how much of something is done."""
+class _Meter:
+    """Shows the progress of some work on a bar, or logs every quarter of it."""
 
     def __init__(self, title: str, progress: Progress | None) -> None:
         self._title = title
@@ -206,7 +242,7 @@ class _Teller:
         self._task = None if progress is None else progress.add_task(title, total=None)
         self._quarters = 0
 
-    def __enter__(self) -> _Teller:
+    def __enter__(self) -> _Meter:
         if self._progress is not None:
             self._progress.start()
         return self
@@ -216,7 +252,7 @@ class _Teller:
             self._progress.stop()
 
     def tell(self, done: int, total: int, description: str = "") -> None:
-        """Note how many of how many are done."""
+        """Show that `done` of `total` are finished."""
         if self._progress is not None and self._task is not None:
             text = f"{self._title}: {description}" if description else self._title
             self._progress.update(self._task, completed=done, total=total, description=text)
@@ -225,9 +261,9 @@ class _Teller:
             _log.info(self._title, percent=25 * self._quarters)
 
 
-def _progress(title: str, to_console: bool) -> _Teller:
+def _progress(title: str, to_console: bool) -> _Meter:
     console = Console(stderr=True)
     if not (to_console and console.is_terminal):
-        return _Teller(title, None)
+        return _Meter(title, None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return _Teller(title, Progress(*columns, console=console, transient=True))
+    return _Meter(title, Progress(*columns, console=console, transient=True))

@@ -1,8 +1,11 @@
-"""How a GPU's memory is shared out: weights, draft, what a step works with, and the K/V cache gets the rest. All of it but
-`gpu_memory` is pure, so that it is tested without a GPU.
+"""Divides a GPU's memory: weights, draft and a reserve for steps come first; the K/V cache receives the rest.
 
-    |-- elsewhere --|-- weights --|-- draft --|---------- K/V cache ----------|-- reserve: graphs, activations, logits --|-- unused --|
-    |----------------------- at most mem_fraction_static of the total --------|
+    |-- elsewhere --|-- weights --|-- draft --|---- K/V cache ----|-- reserve --|-- unused --|
+    |----------- at most mem_fraction_static of the total --------|
+
+The reserve is for CUDA graphs, activations and logits. "Elsewhere" is other processes and the CUDA context.
+
+Everything but `gpu_memory` is pure, so it is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -25,30 +28,36 @@ CPU_KV_BYTES = 1 << 30
 GIB = 1 << 30
 
 WORKSPACES_BYTES = GIB // 4
-"""cuBLAS keeps 32 MiB for every stream that it computes on; activations of recorded prompts; compiled kernels. On an H200: 240 MiB."""
+"""Bytes of cuBLAS workspaces (32 MiB per stream), activations of recorded prompts and compiled kernels.
+
+Measured on an H200: 240 MiB.
+"""
 GRAPH_BYTES_PER_LAYER = 24 << 10
-"""Of one recorded round: 94 of 32 layers took 70 MiB."""
+"""Bytes of one recorded round per layer. Measured: 94 graphs of 32 layers took 70 MiB."""
 GRAPHS_PER_BATCH_SIZE = 32
-"""Plain rounds, the tree, its chain and what `auto` may choose, for greedy, sampled and filtered rows. Others are bounded in all."""
+"""Plain rounds, the tree, its chain and `auto`'s shapes, for greedy, sampled and filtered rows.
+
+Graphs recorded later are bounded by `MOST_LATE`.
+"""
 ALLOCATOR_SLACK = 1.25
-"""On activations and logits: what the caching allocator rounds up and keeps in pieces."""
+"""Factor on activations and logits for memory that the caching allocator rounds up and fragments."""
 SMALLEST_CONTEXT = 2048
-"""A cache that holds no text of so many tokens (of the model's longest, if that is shorter) serves nobody."""
+"""Minimum number of tokens of one text that the cache must hold, unless the model's maximum is shorter."""
 MAKE_ROOM = (
-    "Free memory of the GPU, serve on a larger one or on several (--tp), a smaller model or one with --quantization or a smaller --dtype, "
-    "or lower --max-running-requests"
+    "Free memory of the GPU; use a larger one or several (--tp); use a smaller model, --quantization or a "
+    "smaller --dtype; or lower --max-running-requests"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A GPU's memory in bytes, with everything loaded that the K/V cache shares it with.
+    """A GPU's memory in bytes, after weights and draft are loaded and before the K/V cache is allocated.
 
     Attributes:
-        total: Of the device.
-        free: Now, as the driver says.
-        weights: That the target's weights took.
-        draft: That the draft in this process took, its own cache included.
+        total: Total memory of the device.
+        free: Free memory, as the driver reports it.
+        weights: Memory of the target's weights.
+        draft: Memory of the draft in this process, including its cache.
     """
 
     total: int
@@ -58,22 +67,22 @@ class Memory:
 
     @property
     def elsewhere(self) -> int:
-        """Used by neither: other processes, and the CUDA context."""
+        """Memory used by other processes and the CUDA context."""
         return self.total - self.free - self.weights - self.draft
 
     @property
     def used(self) -> int:
-        """By anybody."""
+        """Memory used by any process."""
         return self.total - self.free
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCache:
-    """The cache of a draft in this process, which follows every sequence of the target's.
+    """The KV cache of a draft in this process. The draft follows every sequence of the target.
 
     Attributes:
-        bytes_per_token: Of its own K/V.
-        more_tokens: That it holds beyond the target's; see `more_tokens`.
+        bytes_per_token: Bytes of the draft's K/V per token.
+        more_tokens: Tokens that it holds in addition to the target's; see `more_tokens`.
     """
 
     bytes_per_token: int
@@ -81,7 +90,7 @@ class DraftCache:
 
     @property
     def more(self) -> int:
-        """Bytes that it takes however many tokens the target holds."""
+        """Bytes that it needs regardless of the size of the target's cache."""
         return self.bytes_per_token * self.more_tokens
 
 
@@ -90,13 +99,13 @@ NO_DRAFT_CACHE = DraftCache(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Who gets how many bytes, in the order of the module's picture.
+    """The sizes of all parts in bytes, in the order of the diagram in the module docstring.
 
     Attributes:
-        memory: The parts that are there already; None on a CPU, where nothing else is counted.
-        reserve: Kept free for what a step works with.
-        bytes_per_token: Of the K/V cache, feature rows included.
-        page_size, pages: Of the K/V cache.
+        memory: The parts that exist already; None on a CPU, where only the K/V cache is sized.
+        reserve: Kept free for the work of a step.
+        bytes_per_token: Bytes of the K/V cache per token, including feature rows.
+        page_size, pages: Size of the K/V cache.
     """
 
     memory: Memory | None
@@ -107,11 +116,11 @@ class MemoryPlan:
 
     @property
     def kv(self) -> int:
-        """Bytes of the K/V cache."""
+        """Size of the K/V cache in bytes."""
         return self.pages * self.page_size * self.bytes_per_token
 
     def numbers(self) -> Mapping[str, float | int]:
-        """Return every part in GiB, for the log and for doctor."""
+        """Return the size of every part in GiB, for the log and for `outrider doctor`."""
         tokens = {"kv_tokens": self.pages * self.page_size, "kv_bytes_per_token": self.bytes_per_token}
         memory = self.memory
         if memory is None:
@@ -141,18 +150,19 @@ def plan_memory(
     reserve: int = 0,
     draft: DraftCache = NO_DRAFT_CACHE,
 ) -> MemoryPlan:
-    """Size the K/V cache, and with it that of a draft in this process: both get as many tokens as fit together.
+    """Size the K/V caches of the target and of a draft in this process, for the most tokens that fit.
 
     Args:
         settings: `kv_tokens`, `mem_fraction_static`, `page_size`, `max_nodes`.
-        bytes_per_token: Of all planes, feature rows included.
-        max_model_len: The pool of a CPU holds at least two such sequences if its bound allows.
-        memory: Of the GPU; None on a CPU, where both caches have a bound of their own.
-        reserve: `working_bytes`.
-        draft: Its cache, if it is still to be made.
+        bytes_per_token: Of all planes, including feature rows.
+        max_model_len: On a CPU, the pool holds at least two sequences of this length if its bound allows.
+        memory: The GPU's memory; None on a CPU, where the caches have a fixed bound.
+        reserve: Result of `working_bytes`.
+        draft: The draft's cache if it is not allocated yet.
 
     Raises:
-        ConfigurationError: The cache would hold fewer than `least_tokens`, or `kv_tokens` does not fit; says what would do.
+        ConfigurationError: The cache would hold fewer than `least_tokens`, or `kv_tokens` does not fit. The
+            error names a value that works.
     """
     page = (bytes_per_token + draft.bytes_per_token) * settings.page_size
     least = least_tokens(settings, max_model_len)
@@ -160,8 +170,9 @@ def plan_memory(
         pages = -(-settings.kv_tokens // settings.page_size)
         if pages * settings.page_size < least:
             raise ConfigurationError(
-                f"kv_tokens: {settings.kv_tokens} tokens hold no text of {min(max_model_len, SMALLEST_CONTEXT)} tokens with a tree of "
-                f"{settings.max_nodes} nodes; at least {least} are needed.",
+                f"kv_tokens: {settings.kv_tokens} tokens cannot hold a text of "
+                f"{min(max_model_len, SMALLEST_CONTEXT)} tokens with a tree of {settings.max_nodes} nodes; "
+                f"at least {least} are needed.",
                 field="kv_tokens",
             )
         if memory is not None and pages * page + draft.more > memory.free - reserve:
@@ -181,23 +192,27 @@ def plan_memory(
 
 
 def least_tokens(settings: TargetSettings, max_model_len: int) -> int:
-    """Return how many tokens a cache must hold, in whole pages: a text of `SMALLEST_CONTEXT` with its largest tree.
+    """Return the minimum number of tokens of a cache, in whole pages.
+
+    The cache must hold a text of `SMALLEST_CONTEXT` tokens with its largest tree.
 
     Args:
         settings: `max_nodes`, `page_size`.
-        max_model_len: Where texts are shorter, one of them is enough.
+        max_model_len: Used instead of `SMALLEST_CONTEXT` if it is shorter.
     """
     tokens = min(max_model_len, SMALLEST_CONTEXT) + settings.max_nodes + 2
     return -(-tokens // settings.page_size) * settings.page_size
 
 
 def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return what a step needs beside weights and caches: CUDA graphs, activations of the widest step, logits of verified rows.
+    """Return the bytes that a step needs in addition to weights and caches.
+
+    They are CUDA graphs, activations of the widest step and logits of verified rows.
 
     Args:
         settings: `prefill_tokens`, `max_running_requests`, `limits`.
-        config: Of the target.
-        dtype: Of activations.
+        config: The target's configuration.
+        dtype: Type of the activations.
     """
     speculation = settings.limits()
     verified = settings.max_running_requests * max(
@@ -205,9 +220,8 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     )
     rows = max(settings.prefill_tokens(), verified)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    widest = (
-        max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
-    )  # residual, norms, captured layers; one layer's own
+    # The widest of MLP and attention activations of a layer, plus residual, norms and captured layers.
+    widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
     logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
     return graphs_bytes(settings, config.num_layers) + int(
         ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits)
@@ -215,11 +229,11 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
 
 
 def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
-    """Return what CUDA graphs take, with the workspaces that they are recorded with.
+    """Return the bytes of the CUDA graphs and their workspaces.
 
     Args:
         settings: `cuda_graph_max_bs`, `max_running_requests`.
-        num_layers: Of the target.
+        num_layers: Number of the target's layers.
     """
     batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.max_running_requests)))
     return (
@@ -229,7 +243,9 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
 
 
 def more_tokens(settings: TargetSettings) -> int:
-    """Return how many tokens a draft's cache holds beyond the target's: every sequence's tree while it grows.
+    """Return the number of tokens that a draft's cache needs beyond the target's.
+
+    Each sequence needs room for its tree while it grows.
 
     Args:
         settings: `max_running_requests`, `max_steps`, `max_topk`, `page_size`.
@@ -238,26 +254,27 @@ def more_tokens(settings: TargetSettings) -> int:
 
 
 class CachePlanner:
-    """Divides what a device has left between the target's cache and that of a draft in this process, once the weights of both are there.
+    """Divides the free memory of a device between the KV caches of the target and of a draft in this process.
 
     Args:
         settings: Resolved.
-        decoder: The target's, as it serves; the draft is not loaded yet.
-        drafts: Whether anything drafts: every token then keeps a feature row.
+        decoder: The target as it serves. The draft is not loaded yet.
+        drafts: Whether speculation is possible. Every token then needs a feature row.
     """
 
     def __init__(self, settings: TargetSettings, decoder: Decoder, *, drafts: bool) -> None:
         self._settings = settings
         self._decoder = decoder
         config = decoder.config
-        self._bytes_per_token = decoder.token_bytes(
-            config.hidden_size if drafts else 0
-        )  # as wide as a row is for every head there is
+        # A feature row is at most as wide as the hidden state, for every kind of head.
+        self._bytes_per_token = decoder.token_bytes(config.hidden_size if drafts else 0)
         self._longest = longest_text(config, settings.max_model_len)
         self._before = gpu_memory(decoder.device)
 
     def draft_tokens(self, bytes_per_token: int) -> int:
-        """Return how many tokens the draft's cache shall hold (a `CacheSizing`); to be asked when its weights are there.
+        """Return the number of tokens of the draft's cache. Call once the draft's weights are loaded.
+
+        This method is a `CacheSizing`.
 
         Raises:
             ConfigurationError: See `plan_memory`.
@@ -267,7 +284,7 @@ class CachePlanner:
         return plan.pages * plan.page_size + more
 
     def plan(self) -> MemoryPlan:
-        """Return the plan of the target's cache; to be asked when the draft is complete.
+        """Return the plan of the target's cache. Call once the draft and its cache are allocated.
 
         Raises:
             ConfigurationError: See `plan_memory`.
@@ -286,7 +303,10 @@ class CachePlanner:
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int] | None:
-    """Return (free, total) bytes of a GPU, what torch merely keeps (such as the wide weights of narrow ones) given back; None of a CPU."""
+    """Return the free and total bytes of a GPU; None on a CPU.
+
+    Memory that torch only caches, e.g. of weights before quantization, is released first.
+    """
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()
@@ -299,42 +319,47 @@ def _too_many_tokens(
     most = max(0, memory.free - reserve - draft.more) // page * settings.page_size
     needed = -(-(settings.kv_tokens or 0) // settings.page_size) * page + draft.more
     advice = (
-        f"at most {most} tokens fit. Give --kv-tokens {most} or less"
+        f"at most {most} tokens fit. Use --kv-tokens {most} or less"
         if most >= least
         else f"not even {least} tokens fit. {MAKE_ROOM}"
     )
     return ConfigurationError(
-        f"kv_tokens: {settings.kv_tokens} tokens need {_gib(needed)} GiB{_of_both(draft)}; of {_gib(memory.free)} GiB that are free "
-        f"{_gib(reserve)} are kept for graphs and activations, so that {advice}.",
+        f"kv_tokens: {settings.kv_tokens} tokens need {_gib(needed)} GiB{_of_both(draft)}. "
+        f"{_gib(memory.free)} GiB are free, and {_gib(reserve)} GiB of them are reserved for graphs and "
+        f"activations: {advice}.",
         field="kv_tokens",
     )
 
 
 def _of_both(draft: DraftCache) -> str:
-    return ", in the draft's cache too" if draft.bytes_per_token else ""
+    return " in the caches of target and draft" if draft.bytes_per_token else ""
 
 
 def _too_little_memory(
     settings: TargetSettings, memory: Memory, reserve: int, minimum: int, least: int
 ) -> ConfigurationError:
     parts = (
-        f"the GPU has {_gib(memory.total)} GiB, of which the weights take {_gib(memory.weights)}, the draft {_gib(memory.draft)} and "
-        f"others {_gib(memory.elsewhere)}; {_gib(reserve)} are kept for graphs and activations"
+        f"the GPU has {_gib(memory.total)} GiB: the weights take {_gib(memory.weights)}, the draft "
+        f"{_gib(memory.draft)} and other processes {_gib(memory.elsewhere)}; {_gib(reserve)} are reserved "
+        "for graphs and activations"
     )
     fraction = _least_fraction(memory.used + minimum, memory.total)
     if fraction is not None and memory.used + minimum + reserve <= memory.total:
         advice = f"Raise --mem-fraction-static from {settings.mem_fraction_static:g} to at least {fraction:g}"
     else:
-        advice = f"No --mem-fraction-static makes that room. {MAKE_ROOM}"
+        advice = f"No --mem-fraction-static leaves enough room. {MAKE_ROOM}"
     return ConfigurationError(
-        f"mem_fraction_static: no room is left for the K/V cache: {parts}, and the least that serves, {least} tokens, needs "
-        f"{minimum / (1 << 20):.1f} MiB. {advice}.",
+        f"mem_fraction_static: no room is left for the K/V cache: {parts}. The minimum of {least} tokens "
+        f"needs {minimum / (1 << 20):.1f} MiB. {advice}.",
         field="mem_fraction_static",
     )
 
 
 def _least_fraction(size: int, total: int) -> float | None:
-    """Return the least `mem_fraction_static` with two digits, or with as few more as keep it below 1, of which `size` bytes fit."""
+    """Return the smallest `mem_fraction_static` that covers `size` bytes; None if it would not be below 1.
+
+    It has two decimals, or more if only those keep it below 1.
+    """
     for parts in (100, 1000, 10_000):
         if (needed := -(-parts * size // total)) < parts:
             return needed / parts

@@ -1,4 +1,4 @@
-"""The settings that change how the model computes: deterministic sums, FP8, compiled modules, the attention backend."""
+"""Applies the settings that change how the model computes: determinism, FP8, torch.compile, attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from outrider.kernels.skinny_gemm.kept import Tried
-from outrider.services.target.settings import KvCacheDtype, Quantization, TargetSettings
+from outrider.services.target.choices import KvCacheDtype, Quantization
+from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import AttentionKind, create_backend
@@ -28,10 +29,10 @@ _log = get_logger("outrider.target")
 
 
 def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
-    """Return the decoder that serves: the loaded one, changed as the settings ask.
+    """Return the decoder that serves: the loaded one, changed as the settings require.
 
     Raises:
-        ConfigurationError: The model cannot be computed so; names the setting.
+        ConfigurationError: The model does not support a setting; the error names it.
     """
     if settings.enable_torch_compile:
         _compile(decoder, settings.torch_compile_max_bs)
@@ -54,11 +55,13 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
 
 
 def load_target_model(settings: TargetSettings, progress: Progress | None = None) -> Decoder:
-    """Load the model of one process, to be prepared by `prepare_decoder`; with FP8 every layer is rounded as it is loaded.
+    """Load the model of one process; `prepare_decoder` completes it.
+
+    With FP8, each layer is rounded as it is loaded.
 
     Raises:
         CheckpointError: See `load_decoder`.
-        ConfigurationError: It does not fit into the memory that is free, or has no FP8 products.
+        ConfigurationError: The model does not fit into the free memory, or does not support FP8.
     """
     check_weights_fit(settings)
     device, dtype = settings.torch_device(), settings.torch_dtype()
@@ -73,7 +76,7 @@ def load_target_model(settings: TargetSettings, progress: Progress | None = None
 def layer_rounding(
     settings: TargetSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> OnLayer | None:
-    """Return what changes layers while they are loaded.
+    """Return a function that rounds each layer to FP8 as it is loaded; None without FP8.
 
     Raises:
         ConfigurationError: See `fp8_rounding`.
@@ -82,33 +85,31 @@ def layer_rounding(
 
 
 def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBackend:
-    """Return the attention that fits the settings.
+    """Return the attention backend for the settings.
 
     Raises:
-        ConfigurationError: The backend cannot run here.
+        ConfigurationError: The backend cannot run on this device.
     """
     if settings.deterministic:
         return DeterministicAttention()
     if settings.kv_cache_dtype is not KvCacheDtype.AUTO:
-        return create_backend(
-            AttentionKind.TRITON, decoder.device
-        )  # the one that widens K and V; its reference on a CPU
+        # Only this backend widens K and V. On a CPU it runs its reference implementation.
+        return create_backend(AttentionKind.TRITON, decoder.device)
     return create_backend(settings.attention_backend, decoder.device)
 
 
 def _compile(decoder: Decoder, max_rows: int) -> None:
-    # Only here: `transformers` comes with it, which nobody else needs.
+    # Imported here because it imports `transformers`, which no other option needs.
     from outrider.shared.nn.generic.compiled import compile_generic
 
     compile_generic(decoder, max_rows)
 
 
 def _choose_tiles(settings: TargetSettings, decoder: Decoder, fused: FusedForward) -> None:
-    """Try what nobody measured; of several ranks the first does, and all choose as it does."""
+    """Time kernel tiles for products that were never timed. Rank 0 times them and chooses for all ranks."""
     ranks = decoder.collectives if isinstance(decoder, ShardedDecoder) else None
-    budget_s = (
-        BUDGET_S if ranks is None else min(BUDGET_S, settings.tp_timeout_s / 4)
-    )  # the others wait meanwhile
+    # The other ranks wait meanwhile, so stay well below their timeout.
+    budget_s = BUDGET_S if ranks is None else min(BUDGET_S, settings.tp_timeout_s / 4)
     tried: list[Tried] = []
     if ranks is None or ranks.rank == 0:
         tried = try_products(fused.uses(), decoder.device, budget_s)
@@ -119,7 +120,8 @@ def _choose_tiles(settings: TargetSettings, decoder: Decoder, fused: FusedForwar
 def _narrow_cache(decoder: Decoder) -> None:
     if decoder.device.type == "cuda" and torch.cuda.get_device_capability(decoder.device) < (8, 9):
         raise ConfigurationError(
-            "kv_cache_dtype: the GPU has no FP8 (compute capability 8.9 or higher has); leave --kv-cache-dtype out.",
+            "kv_cache_dtype: the GPU does not support FP8, which needs compute capability 8.9 or higher. "
+            "Omit --kv-cache-dtype.",
             field="kv_cache_dtype",
         )
     decoder.kv_dtype = torch.float8_e4m3fn

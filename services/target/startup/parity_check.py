@@ -1,4 +1,4 @@
-"""The parity check before a target serves: a tree must yield exactly the tokens of plain decoding, on this device, with these kernels."""
+"""The parity check at startup: verifying a tree must yield exactly the tokens of plain decoding."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ from outrider.shared.spec.trees import root_trees
 PLAIN_STEPS = 8
 TREE_DEPTH = 4
 LOW_PRECISION_RETRIES = 3
-"""bf16 and fp16 may flip a near-tie between row counts; another prompt then decides."""
+"""With bf16 or fp16, the result of a near-tie depends on the row count; another prompt is tried then."""
 
 _log = logging.getLogger("outrider.target")
 
 
 def check_parity(runner: ModelRunner, controller: SpeculationController) -> None:
-    """Generate a few tokens plainly, then verify a tree that holds them among wrong siblings; tell the controller how long a step takes.
+    """Check that verifying a tree yields the tokens of plain decoding.
+
+    A few tokens are generated plainly. Then a tree that contains them among wrong siblings is verified. The
+    controller learns the time of the plain steps.
 
     Raises:
-        UnavailableError: The tree yields other tokens, or the model yields no numbers: this process must not serve.
+        UnavailableError: The tree yields other tokens, or the logits are NaN or infinite. The process must
+            not serve.
     """
     attempts = 1 if runner.decoder.dtype == torch.float32 else LOW_PRECISION_RETRIES
     for attempt in range(attempts):
@@ -40,8 +44,8 @@ def check_parity(runner: ModelRunner, controller: SpeculationController) -> None
             return
         _log.warning("parity check %d: plain %s, tree %s", attempt, plain, tree)
     raise UnavailableError(
-        "The warm-up parity check failed: verifying a tree yields other tokens than plain decoding on this device. "
-        "Try --attention-backend reference, and report it.",
+        "The warm-up parity check failed: verifying a tree yields other tokens than plain decoding on this "
+        "device. Try --attention-backend reference, and report the problem.",
         reason="parity_check_failed",
     )
 
@@ -61,7 +65,7 @@ def _plain(runner: ModelRunner, attempt: int, controller: SpeculationController)
             sequence.cached_len += 1
         if FAILED_TOKEN in emitted:
             raise UnavailableError(
-                "The model's output is not a number (NaN or infinity): the checkpoint is damaged.",
+                "The model's logits are NaN or infinite: the checkpoint is damaged.",
                 reason="nan_logits",
             )
         return emitted
@@ -70,7 +74,7 @@ def _plain(runner: ModelRunner, attempt: int, controller: SpeculationController)
 
 
 def _tree(runner: ModelRunner, attempt: int, plain: list[int]) -> list[int]:
-    """Return what a tree emits whose second child at every level is the plain token."""
+    """Verify a tree whose second child at every level is the plain token. Return the emitted tokens."""
     sequence = trial_sequence(runner, attempt)
     try:
         _prefill(runner, sequence)

@@ -1,11 +1,11 @@
-"""Sequences of made-up tokens, for passes over the model before anybody is served."""
+"""Sequences of synthetic tokens for warm-up passes over the model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.request import Event, GenerationRequest, SpeculationParams
+from outrider.services.target.request import Event, EventSink, GenerationRequest, SpeculationParams
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
@@ -13,15 +13,20 @@ from outrider.shared.spec.tree import NO_DRAFT
 
 PROMPT_LEN = 9
 WARM_UP_ROOM = 18
-"""Tokens that a trial sequence may have behind its prompt."""
+"""Slots of a trial sequence in addition to its prompt."""
 
 
-class _NoSink:
+class _NoSink(EventSink):
     def deliver(self, events: Seq[Event]) -> None:
-        """Nobody listens to the parity check."""
+        """Discard the events."""
 
 
 def trial_sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) -> Sequence:
+    """Make a sequence with a page lease; each `attempt` has another prompt of `length` tokens.
+
+    Raises:
+        OutriderError: The KV cache is too small.
+    """
     vocab_size = runner.decoder.config.vocab_size
     request = GenerationRequest(
         request_id="warm-up",
@@ -41,6 +46,7 @@ def trial_sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) 
 
 
 def release(sequence: Sequence) -> None:
+    """Free the pages of a trial sequence."""
     if sequence.lease is not None:
         sequence.lease.release()
         sequence.lease = None

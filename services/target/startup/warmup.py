@@ -1,4 +1,4 @@
-"""Warms an engine up before it serves: short requests through the whole engine, and passes over longer prompts."""
+"""Warms an engine up before it serves: short requests through the engine, and passes over longer prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from functools import partial
 
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.request import Event, GenerationRequest, SpeculationLimits, TokensEvent
+from outrider.services.target.request import (
+    Event,
+    EventSink,
+    GenerationRequest,
+    SpeculationLimits,
+    TokensEvent,
+)
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.services.target.startup.trial_sequences import WARM_UP_ROOM, release, trial_sequence
@@ -19,6 +25,7 @@ from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 
 REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400))
+"""Lengths of the prompts of each rehearsed pass."""
 RUN_THROUGH_PROMPT = 48
 RUN_THROUGH_TOKENS = 32
 RUN_THROUGH_TIMEOUT_S = 5.0
@@ -26,22 +33,22 @@ RUN_THROUGH_TIMEOUT_S = 5.0
 _log = logging.getLogger("outrider.target")
 
 
-class _EndSink:
-    """Says when a request is over."""
+class _EndSink(EventSink):
+    """Sets `ended` when a request is over."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
 
     def deliver(self, events: Seq[Event]) -> None:
-        """See `EventSink.deliver`."""
         if any(not isinstance(event, TokensEvent) for event in events):
             self.ended.set()
 
 
 def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
-    """Generate a little through the running engine and its drafter, greedily and sampled, so that first requests meet no cold start.
+    """Generate some tokens through the running engine and its drafter, to spare real requests a cold start.
 
-    What the controller learns of costs is kept, the counters start over.
+    Greedy and sampled requests run with and without drafts. Costs that the controller learns are kept;
+    counters start over.
     """
     rounds = (
         (SpeculationMode.ON, 0.0),
@@ -64,15 +71,15 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
         try:
             engine.submit(request, sink)
         except InvalidRequestError:
-            return  # a pool too small for this is too small for a cold start to matter
+            return  # in a pool this small, a cold start does not matter
         sink.ended.wait(2 * RUN_THROUGH_TIMEOUT_S)
     engine.forget_warm_up()
 
 
 def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
-    """Return passes over prompts longer than those that are recorded, alone and two at a time, that the pool has room for.
+    """Return passes over prompts that are longer than the recorded ones, alone and in pairs.
 
-    See `kernels.ahead`.
+    Passes that do not fit into the pool are left out. `compile_kernels` rehearses the others.
     """
     pool = runner.pool
     pages = {

@@ -1,4 +1,4 @@
-"""Whether a model's weights fit into the memory that is free, known from the headers of its files before anything is loaded."""
+"""Checks that a model's weights fit into free GPU memory, from file headers, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from outrider.services.target.settings import Quantization, TargetSettings
+from outrider.services.target.choices import Quantization
+from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.memory_plan import gpu_memory
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
@@ -33,13 +34,13 @@ MORE_RANKS = (2, 4, 8, 16)
 
 
 def check_weights_fit(settings: TargetSettings) -> None:
-    """Compare what a rank's weights take with what its GPU has free.
+    """Compare the size of a rank's weights with the free memory of its GPU. Does nothing on a CPU.
 
     Args:
         settings: `model`, `device`, `dtype`, `tp`, `quantization`.
 
     Raises:
-        ConfigurationError: They do not fit; names what they need, what is free, and what would fit.
+        ConfigurationError: They do not fit. The message states the need, the free memory and what would fit.
         CheckpointError: The folder cannot be read.
     """
     device = settings.torch_device()
@@ -56,24 +57,25 @@ def check_weights_fit(settings: TargetSettings) -> None:
     shared = f" on each of {settings.tp} GPUs" if settings.tp > 1 else ""
     fitting = [
         *_what_fits(sizes, settings, free, rounded=rounded),
-        "another device, or an end of what else uses this one",
+        "use another device, or stop other processes on this one",
     ]
     raise ConfigurationError(
-        f"{settings.model} does not fit: its weights need {gib(needed)}{shared} as {_as(dtype, rounded=rounded)}, and {device} has "
-        f"{gib(free)} free of {gib(total)}. What helps: {'; '.join(fitting)}.",
+        f"{settings.model} does not fit: its weights need {gib(needed)}{shared} as "
+        f"{_as(dtype, rounded=rounded)}, and {device} has {gib(free)} free of {gib(total)}. "
+        f"Possible fixes: {'; '.join(fitting)}.",
         field="device",
     )
 
 
 class WeightSizes:
-    """What the weights of a folder take.
+    """Sizes of the weights in a model folder.
 
     Args:
-        folder: Of a model.
-        dtype: What they are loaded as.
+        folder: The model folder.
+        dtype: Type that the weights are loaded as.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The folder cannot be read.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -81,7 +83,8 @@ class WeightSizes:
         self.dtype = dtype
         with CheckpointReader(folder) as reader:
             names, stored = expected_tensors(self.config), reader.tensors
-            # `transformers` finds weights by other names too (without a prefix, experts apart): then all that is stored counts.
+            # `transformers` also accepts other tensor names (no prefix, separate experts). In that case every
+            # stored tensor counts.
             renamed = isinstance(self.config, GenericConfig) and not (names and names.keys() <= stored.keys())
             self.tensors: Mapping[str, TensorInfo] = {
                 name: info for name, info in stored.items() if renamed or name in names
@@ -89,7 +92,7 @@ class WeightSizes:
 
     @property
     def can_round(self) -> bool:
-        """Whether its products can be computed in FP8."""
+        """True if the model's products can be computed in FP8."""
         plain = (
             not isinstance(self.config, GenericConfig)
             and self.config.experts is None
@@ -98,7 +101,7 @@ class WeightSizes:
         return plain and self.dtype is torch.bfloat16
 
     def can_split(self, ranks: int) -> bool:
-        """Whether it can be shared by so many GPUs."""
+        """Return True if the model can be split among this many ranks."""
         try:
             Shard.of(self.config, 0, ranks)
         except ConfigurationError:
@@ -106,12 +109,13 @@ class WeightSizes:
         return True
 
     def of_rank(self, ranks: int = 1, *, rounded: bool = False, dtype: torch.dtype | None = None) -> int:
-        """Return the bytes that each of `ranks` GPUs holds.
+        """Return the bytes of each rank's weights.
 
         Args:
-            ranks: Among which they are split.
-            rounded: With products in FP8: layers' matrices take a byte per number, and the output head has such a copy.
-            dtype: Instead of that of this object.
+            ranks: Number of ranks that the weights are split among.
+            rounded: With FP8 products, where supported. Each layer's matrices take a byte per number, and the
+                output head has an FP8 copy in addition.
+            dtype: Replaces the dtype of this object.
         """
         dtype = dtype or self.dtype
         shard = Shard.of(self.config, 0, ranks) if ranks > 1 else None
@@ -127,10 +131,12 @@ class WeightSizes:
     def while_loading(
         self, ranks: int = 1, *, rounded: bool = False, dtype: torch.dtype | None = None
     ) -> int:
-        """Return the bytes that each of `ranks` GPUs must have for it: with products in FP8 one layer besides, which is wide until then.
+        """Return the peak bytes per rank while loading.
+
+        With FP8, one layer at a time exists unrounded as well.
 
         Args:
-            ranks, rounded, dtype: As of `of_rank`.
+            ranks, rounded, dtype: See `of_rank`.
         """
         held = self.of_rank(ranks, rounded=rounded, dtype=dtype)
         if not (rounded and self.can_round):
@@ -146,30 +152,32 @@ class WeightSizes:
 
 
 def _part_of(shard: Shard | None, name: str, size: int) -> int:
-    """Return how much of a tensor's bytes a rank holds."""
+    """Return the part of a tensor's bytes that one rank stores."""
     part = shard.part(name) if shard is not None else None
     return size if part is None else size * part[1].local // part[1].whole
 
 
 def _what_fits(sizes: WeightSizes, settings: TargetSettings, free: int, *, rounded: bool) -> Iterator[str]:
-    """Yield flags with which the weights would fit; both together where neither does alone."""
+    """Yield flags with which the weights would fit, combined if neither `--tp` nor FP8 is enough alone."""
     one = dict(_fitting_ranks(sizes, settings.tp, free, rounded=rounded))
-    yield from (f"--tp {ranks} ({gib(size)} on each GPU)" for ranks, size in one.items())
+    yield from (f"use --tp {ranks} ({gib(size)} on each GPU)" for ranks, size in one.items())
     narrow = sizes.while_loading(settings.tp, rounded=True) if sizes.can_round and not rounded else free + 1
     if narrow <= free:
-        yield f"--quantization fp8 ({gib(narrow)})"
+        yield f"use --quantization fp8 ({gib(narrow)})"
     elif not one and sizes.can_round and not rounded:
         both = _fitting_ranks(sizes, settings.tp, free, rounded=True)
-        yield from (f"--tp {ranks} with --quantization fp8 ({gib(size)} on each GPU)" for ranks, size in both)
+        yield from (
+            f"use --tp {ranks} with --quantization fp8 ({gib(size)} on each GPU)" for ranks, size in both
+        )
     if (
         sizes.dtype is torch.float32
         and (half := sizes.while_loading(settings.tp, dtype=torch.bfloat16)) <= free
     ):
-        yield f"--dtype bfloat16 ({gib(half)})"
+        yield f"use --dtype bfloat16 ({gib(half)})"
 
 
 def _fitting_ranks(sizes: WeightSizes, ranks: int, free: int, *, rounded: bool) -> Iterator[tuple[int, int]]:
-    """Yield the least number of ranks above this one that the weights fit on, with the bytes of each; nothing if there is none."""
+    """Yield the next larger number of ranks on which the weights fit, and the bytes per rank, if any."""
     for more in MORE_RANKS:
         if (
             more > ranks

@@ -1,4 +1,4 @@
-"""Bounds of a request: refused by name, never clamped."""
+"""Tests the bounds of a request: violations are refused by field name, never clamped."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_bad_messages_are_refused_by_name(fields: dict[str, object], field: str)
     assert refused.value.field == field
 
 
-def test_settings_check_what_concerns_several_fields() -> None:
+def test_settings_check_conditions_across_fields() -> None:
     settings = TargetSettings.load({"model": "m", "num_draft_tokens": 200})
     with pytest.raises(ConfigurationError) as refused:
         settings.check()

@@ -150,9 +150,9 @@ def test_the_targets_flags_are_its_settings() -> None:
         (
             {"target_flags": {"deterministic": True, "attention_backend": "triton"}},
             "attention_backend",
-            "leave --attention-backend out",
+            "omit --attention-backend",
         ),
-        ({"target_flags": {"deterministic": True}, "tp": 2}, "deterministic", "not there for --tp 2"),
+        ({"target_flags": {"deterministic": True}, "tp": 2}, "deterministic", "not supported with --tp 2"),
     ],
 )
 def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: str, message: str) -> None:

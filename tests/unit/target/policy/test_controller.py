@@ -1,4 +1,4 @@
-"""The controller against synthetic machines: it must find the shape that is fastest there, and give up what does not pay."""
+"""Tests on synthetic machines that the controller finds the fastest shape and drops useless drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUND = DraftShape(5, 4, 16)
 
 @dataclass
 class Machine:
-    """A synthetic world: costs in seconds, and the chance that a node at each depth is accepted."""
+    """A synthetic machine: costs in seconds, and the probability that a node at each depth is accepted."""
 
     verify_base_s: float
     verify_row_s: float
@@ -34,7 +34,7 @@ class Machine:
     def run(
         self, controller: SpeculationController, rows: list[RowState], rounds: int
     ) -> tuple[float, list[int]]:
-        """Run rounds; returns tokens per second per row, and the depth of the first row in each round."""
+        """Run rounds; return tokens per second per row, and the depth of the first row in each round."""
         rng = random.Random(self.seed)
         tokens, seconds = 0, 0.0
         depths = []
@@ -77,10 +77,10 @@ def test_a_useless_draft_costs_little() -> None:
     assert rate > 0.95 * machine.plain_rate()
     probes = [index for index, depth in enumerate(depths) if depth]
     gaps = [later - earlier for earlier, later in pairwise(probes[5:])]
-    assert gaps == sorted(gaps), "probes back off"
+    assert gaps == sorted(gaps), "gaps between probes must grow"
 
 
-def test_a_new_request_starts_from_what_others_have_shown() -> None:
+def test_a_new_request_starts_from_the_acceptance_of_others() -> None:
     machine = Machine(verify_base_s=0.005, verify_row_s=0.0003, draft_level_s=0.001, acceptance=0.02)
     controller = SpeculationController()
     machine.run(controller, [controller.new_row()], 300)
@@ -104,7 +104,7 @@ def test_a_draft_that_becomes_good_is_found_again() -> None:
     assert sum(depth == 5 for depth in depths[-100:]) > 90
 
 
-def test_large_batches_that_are_bound_by_arithmetic_do_without() -> None:
+def test_large_arithmetic_bound_batches_do_not_draft() -> None:
     machine = Machine(verify_base_s=0.001, verify_row_s=0.0005, draft_level_s=0.001, acceptance=0.5)
     controller = SpeculationController()
     rate, depths = machine.run(controller, [controller.new_row() for _ in range(16)], 300)
@@ -124,12 +124,12 @@ def test_a_row_that_never_accepts_is_dropped_from_a_batch_that_does() -> None:
     controller.costs.observe_draft(5, 0.002)
     bounds = [RowBound(good, BOUND, 100), RowBound(bad, BOUND, 100)]
     assert [shape.depth for shape in controller.choose(bounds, 2, 0)] == [0, 0], (
-        "the first step of a batch size is a plain one"
+        "the first step of a batch size must be plain"
     )
     assert [shape.depth for shape in controller.choose(bounds, 2, 0)] == [5, 0]
 
 
-def test_no_deeper_than_what_is_left_to_emit() -> None:
+def test_depth_is_bounded_by_the_tokens_left_to_emit() -> None:
     controller = SpeculationController()
     row = controller.new_row()
     Machine(0.005, 0.0001, 0.0004, acceptance=0.9).run(controller, [row], 40)
@@ -151,7 +151,7 @@ def test_plain_steps_are_measured_ever_more_rarely() -> None:
 def test_the_wait_cap_follows_the_measurements() -> None:
     controller = SpeculationController()
     bounds = [RowBound(controller.new_row(), BOUND, 100)]
-    assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.1), "nothing is known yet"
+    assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.1), "nothing was measured yet"
     controller.costs.observe_verify(1, 1, 0.004)
     controller.costs.observe_verify(1, 16, 0.006)
     for _ in range(8):
@@ -167,7 +167,7 @@ def test_the_wait_cap_follows_the_measurements() -> None:
     tokens = bounds[0].state.acceptance.trees.expected_tokens(5)[-1]
     assert tokens > 5
     assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.75 * (tokens * 0.004 - 0.006)), (
-        "what the expected tokens win back"
+        "the time that the expected tokens save"
     )
 
 
@@ -178,7 +178,7 @@ def test_verify_costs_are_interpolated() -> None:
     costs.observe_verify(1, 17, 0.008)
     assert costs.verify(1, 9) == pytest.approx(0.006)
     assert costs.verify(1, 33) == pytest.approx(0.012)
-    assert costs.plain_step(3) == pytest.approx(0.004), "the nearest batch size stands in"
+    assert costs.plain_step(3) == pytest.approx(0.004), "the nearest measured batch size is used"
 
 
 def test_acceptance_forgets_and_starts_from_its_prior() -> None:

@@ -1,4 +1,4 @@
-"""The controller's choice for batches whose rounds stay on the device: one shape for all rows, kept for some rounds."""
+"""Tests the controller's choice for batches on the device: one shape for all rows, for several rounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAIN = DraftShape(10, 1, 11)
 
 @dataclass
 class Machine:
-    """Rounds as one piece of work: a base, a cost per row, a cost per level of drafting; and how often a node is accepted."""
+    """A synthetic machine. A round costs seconds per round, per row and per draft level."""
 
     base_s: float
     row_s: float
@@ -41,7 +41,7 @@ class Machine:
     def run(
         self, controller: SpeculationController, rows: list[RowState], rounds: int, bound: DraftShape = BOUND
     ) -> tuple[float, list[int]]:
-        """Return tokens per second per row, and the depth of every round."""
+        """Run rounds; return tokens per second per row, and the depth of every round."""
         rate, shapes = self.run_forms(controller, rows, rounds, bound, NO_DRAFT)
         return rate, [shape.depth for shape in shapes]
 
@@ -53,7 +53,7 @@ class Machine:
         bound: DraftShape,
         chain: DraftShape,
     ) -> tuple[float, list[DraftShape]]:
-        """Return tokens per second per row, and the shape of every round."""
+        """Run rounds; return tokens per second per row, and the shape of every round."""
         rng = random.Random(self.seed)
         tokens, seconds, shapes = 0, 0.0, []
         for _ in range(rounds):
@@ -74,7 +74,7 @@ class Machine:
         return tokens / seconds / len(rows), shapes
 
     def best(self, batch_size: int, shapes: tuple[DraftShape, ...]) -> float:
-        """Return the most tokens per second per row that one of the shapes could bring."""
+        """Return the highest expected tokens per second per row over the shapes and plain decoding."""
         rates = [1 / self.round_s(batch_size, 0)]
         for shape in shapes:
             acceptance = self.chain_acceptance if shape.topk == 1 else self.acceptance
@@ -103,10 +103,10 @@ def test_a_useless_draft_costs_little() -> None:
     assert rate > 0.95 / machine.round_s(1, 0)
     probes = [index for index, (depth, later) in enumerate(pairwise(depths)) if depth == 0 and later]
     gaps = [later - earlier for earlier, later in pairwise(probes)]
-    assert gaps == sorted(gaps), "probes back off"
+    assert gaps == sorted(gaps), "gaps between probes must grow"
 
 
-def test_depths_are_of_a_small_set_and_are_kept() -> None:
+def test_depths_come_from_a_small_set_and_are_kept() -> None:
     machine = Machine(base_s=0.004, row_s=0.00002, level_s=0.0006, acceptance=0.6)
     controller = SpeculationController()
     bound = DraftShape(7, 4, 16)
@@ -123,18 +123,18 @@ def test_a_step_grows_no_more_than_twofold_at_a_time() -> None:
     seen = 32
     for depth in depths:
         rows = 32 * (1 + -(-15 * depth // 5) if depth else 1)
-        assert rows <= 2 * seen or depth == 1, "only the smallest may be larger, or nothing could be tried"
+        assert rows <= 2 * seen or depth == 1, "only the smallest shape may exceed twice the largest step"
         seen = max(seen, rows)
     assert depths[-1] == 5
 
 
-def test_rounds_on_the_device_are_learnt_whole() -> None:
+def test_rounds_on_the_device_are_learned_as_a_whole() -> None:
     costs = StepCosts()
     assert costs.plain_round(1) is None
     costs.observe_round(1, 1, 0, 0.004)
     assert costs.plain_round(3) == 0.004
     assert costs.round(1, 1, 0) == 0.004
-    assert costs.round(1, 16, 5) > 0.004, "nothing is known of the parts: rows cost something"
+    assert costs.round(1, 16, 5) > 0.004, "rows must cost something before any part is measured"
     costs.observe_verify(1, 1, 0.006)
     costs.observe_verify(1, 16, 0.007)
     costs.observe_draft(5, 0.002)
@@ -145,7 +145,7 @@ def test_rounds_on_the_device_are_learnt_whole() -> None:
 
 
 H200 = {"base_s": 0.0039, "row_s": 0.0000125, "level_s": 0.0002}
-"""About what an 8B model takes: 64 rows cost a fifth more than one, 512 rows thrice as much."""
+"""Similar to an 8B model on an H200: 64 rows cost a fifth more than one, and 512 rows three times as much."""
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
@@ -174,7 +174,7 @@ def test_a_tree_much_larger_than_the_longest_chain_is_reached(batch_size: int) -
     assert sum(shape == tree for shape in shapes[300:]) > 200
 
 
-def test_a_large_batch_that_trees_are_too_dear_for_gets_chains() -> None:
+def test_a_large_batch_gets_chains_where_trees_are_too_expensive() -> None:
     machine = Machine(**H200, acceptance=0.75, chain_acceptance=0.65)
     controller = SpeculationController()
     _rate, shapes = machine.run_forms(
@@ -201,7 +201,7 @@ def test_trees_come_back_when_chains_begin_to_fail() -> None:
     assert sum(shape.topk > 1 for shape in shapes[-500:]) > 400
 
 
-def test_forms_are_looked_at_ever_more_rarely() -> None:
+def test_the_other_form_is_tried_ever_more_rarely() -> None:
     machine = Machine(**H200, acceptance=0.8, chain_acceptance=0.4)
     controller = SpeculationController()
     _rate, shapes = machine.run_forms(controller, [controller.new_row()], 3000, BOUND, CHAIN)

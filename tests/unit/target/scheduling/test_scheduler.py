@@ -1,4 +1,4 @@
-"""The scheduler as a state machine: whatever arrives, leaves or pauses, no page is lost and somebody always advances."""
+"""Tests the scheduler as a state machine: no page is ever lost, and some sequence always advances."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = SchedulerLimits(max_running=4, max_queued=6, max_queued_tokens=60, pref
 
 class NoSink:
     def deliver(self, events: Seq[Event]) -> None:
-        """Nobody listens."""
+        """Discard the events."""
 
 
 def make_sequence(
@@ -44,7 +44,7 @@ def make_sequence(
 
 
 def execute(scheduler: Scheduler, plan: StepPlan, emit: int = 1) -> list[Sequence]:
-    """Do what an engine does with a plan; every decoding sequence emits up to `emit` tokens. Returns those that finished."""
+    """Execute a plan as an engine would, with up to `emit` tokens per sequence. Return finished sequences."""
     finished = []
     for chunk in plan.prefills:
         sequence = chunk.sequence
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, prompt_len: int, max_new_tokens: int, max_nodes: int, priority: int) -> object:
         sequence = make_sequence(self.next_id, prompt_len, max_new_tokens, max_nodes, priority)
         assert sequence.max_len <= self.scheduler.capacity, (
-            "the strategy stays within what a server would admit"
+            "the strategy must stay within what a server would admit"
         )
         try:
             self.scheduler.gate.enter(prompt_len)
@@ -103,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         finished = execute(self.scheduler, plan, emit)
         if could_advance:
             advanced = any(s.committed_len > tokens or s.cached_len > cached for s, tokens, cached in before)
-            assert advanced or finished, "a step with work does some"
+            assert advanced or finished, "a step with work must make progress"
 
     @rule(sequence=live)
     def pause(self, sequence: Sequence) -> None:
@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.has_work():
                 break
             execute(self.scheduler, self.scheduler.schedule(0.0), 3)
-        assert not list(self.scheduler), "everything finishes once nobody pauses"
+        assert not list(self.scheduler), "everything must finish once nothing is paused"
         self.scheduler.check()
         assert self.scheduler.allocator.free_pages == NUM_PAGES
 
@@ -153,7 +153,9 @@ def test_prompts_share_the_chunk_budget() -> None:
     execute(scheduler, plan)
     plan = scheduler.schedule(0.0)
     assert [(chunk.start, chunk.stop) for chunk in plan.prefills] == [(4, 9)]
-    assert [sequence.session_id for sequence in plan.decodes] == [1], "decoding goes on beside a prefill"
+    assert [sequence.session_id for sequence in plan.decodes] == [1], (
+        "decoding must continue during a prefill"
+    )
 
 
 def test_higher_priority_is_admitted_first() -> None:
@@ -194,7 +196,7 @@ def running(num_pages: int, prompts: Seq[int], max_new_tokens: int) -> tuple[Sch
     return scheduler, sequences
 
 
-def test_where_pages_are_plenty_all_leases_of_a_batch_grow_at_once_and_seldom() -> None:
+def test_with_plenty_of_pages_all_leases_of_a_batch_grow_together_and_rarely() -> None:
     scheduler, sequences = running(1000, [4, 5, 6], 300)
     grown = []
     for ahead in range(200):
@@ -204,21 +206,21 @@ def test_where_pages_are_plenty_all_leases_of_a_batch_grow_at_once_and_seldom() 
         )
         after = [len(sequence.lease.pages) for sequence in sequences if sequence.lease]
         if before != after:
-            assert all(now > then for now, then in zip(after, before, strict=True)), "none grows alone"
+            assert all(now > then for now, then in zip(after, before, strict=True)), "all must grow together"
             grown.append(ahead)
         assert all(one.reserved_len >= one.committed_len + ahead + one.node_bound for one in sequences)
         scheduler.check()
     assert 200 // SPARE_TOKENS <= len(grown) <= 200 // SPARE_TOKENS + 1
 
 
-def test_no_lease_grows_beyond_what_its_sequence_can_need() -> None:
+def test_no_lease_grows_beyond_the_maximum_of_its_sequence() -> None:
     scheduler, sequences = running(1000, [4], 9)
     assert scheduler.reserve_all_ahead([(sequences[0], sequences[0].committed_len + 4)])
     assert sequences[0].reserved_len < sequences[0].max_len + PAGE_SIZE
     scheduler.check()
 
 
-def test_where_pages_are_few_leases_grow_by_what_is_needed() -> None:
+def test_with_few_pages_leases_grow_only_as_needed() -> None:
     scheduler, sequences = running(8, [4, 5], 300)
     assert scheduler.reserve_all_ahead([(sequence, sequence.committed_len + 4) for sequence in sequences])
     assert [len(sequence.lease.pages) for sequence in sequences if sequence.lease] == [3, 3]
@@ -243,4 +245,4 @@ def test_the_gate_bounds_requests_and_prompt_tokens() -> None:
     assert gate.requests == 1, "a single prompt may be longer than the queue's bound"
     with pytest.raises(OverloadedError) as rate:
         gate.enter(1)
-    assert rate.value.retry_after_s == 2.0, "half of the queue at the measured four seconds each"
+    assert rate.value.retry_after_s == 2.0, "half of the queue, at the measured four seconds per request"

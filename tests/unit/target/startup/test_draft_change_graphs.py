@@ -1,4 +1,7 @@
-"""What is recorded holds what the draft wants captured: it is waited for before, and another draft's is recorded while nobody is served."""
+"""Tests that CUDA graphs capture the features of the current draft.
+
+At startup, recording waits for the draft. When another draft connects, graphs are recorded again while idle.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def pieces(harness: Harness) -> list[Any]:
 
 
 def recorded(decoder: Decoder, drafter: AnswerDrafter) -> tuple[Harness, BoundedGraphs]:
-    """Return an engine that has recorded what it does at its start."""
+    """Return an engine that has recorded its startup graphs."""
     graphs = BoundedGraphs(8)
     harness = make_harness(
         decoder, drafter, overlap=OverlapPlan((1, 2), 6), graphs=graphs, buckets=Buckets.make(2, 8)
@@ -68,7 +71,7 @@ def recorded(decoder: Decoder, drafter: AnswerDrafter) -> tuple[Harness, Bounded
     return harness, graphs
 
 
-def test_another_drafts_graphs_are_recorded_when_nobody_is_served(decoder: Decoder) -> None:
+def test_graphs_of_another_draft_are_recorded_while_idle(decoder: Decoder) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 30)
     drafter = AnswerDrafter([PROMPT + plain], VOCAB, spec=spec_of(decoder, "one"), checked=False)
     harness, graphs = recorded(decoder, drafter)
@@ -76,13 +79,13 @@ def test_another_drafts_graphs_are_recorded_when_nobody_is_served(decoder: Decod
     assert not engine.has_work()
     due = engine.next_wakeup()
     assert drafter.state() is DrafterState.ON
-    assert due is not None, "nobody wakes it when this draft goes and another one comes"
+    assert due is not None, "an idle engine must poll for a newly connected draft"
     assert due - time.monotonic() <= LOOK_S
     drafter.spec = spec_of(decoder, "one")
-    assert engine.has_work(), "looks whether that is another"
+    assert engine.has_work(), "the engine must check whether the draft changed"
     engine.step()
     assert not engine.has_work()
-    assert graphs.observer.gone == [], "the same draft is back"
+    assert graphs.observer.gone == [], "graphs must stay when the same draft returns"
 
     drafter.spec = spec_of(decoder, "two")
     asked = engine.ask_recorded()
@@ -96,7 +99,7 @@ def test_another_drafts_graphs_are_recorded_when_nobody_is_served(decoder: Decod
     assert not engine.has_work()
     assert set(graphs.keys) == set(start)
     assert graphs.captured[len(start) :] == [key for key in start if key[-1] is True], (
-        "plain decoding's hold nothing of a draft"
+        "graphs of plain decoding must stay, since they contain nothing of a draft"
     )  # type: ignore[index]
 
     drafter.spec = spec_of(decoder, "three")
@@ -105,9 +108,7 @@ def test_another_drafts_graphs_are_recorded_when_nobody_is_served(decoder: Decod
     while harness.engine.num_live:
         engine.step()
     assert harness.sink.tokens["first"] == plain
-    assert len(graphs.captured) - before <= 1, (
-        "while somebody is served nothing is recorded but what comes up often"
-    )
+    assert len(graphs.captured) - before <= 1, "while a request is live, only frequent keys may be recorded"
     harness.run()
     assert set(start) <= set(graphs.keys)
 
@@ -123,7 +124,7 @@ def test_the_wait_for_a_draft_is_bounded() -> None:
 
 
 class LateDrafter(FakeDrafter):
-    """Connects when it has been asked for its state so many times."""
+    """Connects after its state was read `asked` times."""
 
     def __init__(self, spec: FeatureSpec, asked: int) -> None:
         super().__init__(random_plan(VOCAB), spec)
@@ -139,7 +140,7 @@ class LateDrafter(FakeDrafter):
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> BoundedGraphs:
-    """Let a target on a CPU record."""
+    """Let a target on a CPU record graphs."""
     graphs = BoundedGraphs(8)
 
     def planned(settings: TargetSettings, **_given: bool) -> GraphPlan:
@@ -161,7 +162,7 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("draft_wait_s", [20.0, 0.0], ids=["waits", "goes on"])
-def test_all_is_recorded_for_the_draft_before_a_target_is_ready(
+def test_graphs_for_the_draft_are_recorded_before_the_target_is_ready(
     decoder: Decoder, folder: Path, graphs: BoundedGraphs, draft_wait_s: float
 ) -> None:
     drafter = LateDrafter(spec_of(decoder, "late"), 12)
@@ -171,8 +172,8 @@ def test_all_is_recorded_for_the_draft_before_a_target_is_ready(
     target = app.Target(settings, lambda *_given: drafter)
     try:
         asyncio.run(target.wait_for_draft(20.0))
-        assert drafter.left < 0, "it has come"
-        assert not graphs.observer.gone, "nothing was recorded in vain"
+        assert drafter.left < 0, "the draft must have connected"
+        assert not graphs.observer.gone, "no recorded graph may be dropped"
         held = [key for key in graphs.keys if key[-1] is True]  # type: ignore[index]
         assert {key[0] for key in held} == {"verify", "round", "prefill"}
     finally:
@@ -198,13 +199,11 @@ def test_a_stop_ends_the_wait_for_a_draft_and_the_recording(
     assert time.monotonic() - started < app.RECORD_LIMIT_S
     kinds = [key[0] for key in graphs.captured]  # type: ignore[index]
     assert len(kinds) <= {"at once": 0, "while it waits": 1, "while it records": 3}[when], (
-        "one of the check of parity, which comes before"
+        "only the graph of the parity check, which comes first, may be recorded"
     )
 
 
-def test_a_signal_is_what_stops_a_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_signal_stops_startup(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[bool] = []
 
     def made(*_given: object, stopped: Callable[[], bool], **_more: object) -> None:

@@ -1,4 +1,4 @@
-"""What a target records and which rounds it keeps on the device, decided from its settings alone."""
+"""Tests which graphs a target records and which rounds it keeps on the device, given its settings."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def settings(**values: Any) -> TargetSettings:
     return TargetSettings.load({"model": Path("model"), "device": "cpu", **values})
 
 
-def test_a_cpu_records_nothing_and_goes_the_hosts_way() -> None:
+def test_a_cpu_records_nothing_and_uses_host_rounds() -> None:
     plan = plan_graphs(settings(), cuda=False, waits=True)
     assert (plan.graphs, plan.overlap, plan.buckets) == (False, None, None)
 
 
-def test_the_device_loop_can_be_asked_for_on_a_cpu() -> None:
+def test_the_device_loop_can_be_enabled_on_a_cpu() -> None:
     plan = plan_graphs(settings(overlap_schedule="on"), cuda=False, waits=True)
     assert plan.overlap is not None
     assert (plan.graphs, plan.buckets) == (False, None)
@@ -54,9 +54,7 @@ def test_a_gpu_records_the_usual_shapes() -> None:
     assert plan.buckets.nodes == (1, 2, 4, 6, 8, 16, 32, 64, 128)
     assert plan.shapes == (NO_DRAFT, DraftShape(5, 8, 32), DraftShape(5, 1, 6))
     assert plan.shapes_at(16) == plan.shapes
-    assert plan.shapes_at(48) == (NO_DRAFT, DraftShape(5, 1, 6)), (
-        "1536 rows are recorded when they are first met"
-    )
+    assert plan.shapes_at(48) == (NO_DRAFT, DraftShape(5, 1, 6)), "1536 rows are recorded on demand only"
 
 
 def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
@@ -65,11 +63,11 @@ def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
     assert forms == (tree, chains[-1])
     assert set(offered_shapes(forms, 1)) == {tree, *chains}
     assert set(offered_shapes(forms, 32)) == {tree, *chains}
-    assert set(offered_shapes(forms, 64)) == set(chains[:-1]), "704 rows cost more than they yield"
-    assert offered_shapes(forms[1:], 400) == (chains[0],), "the smallest is always there"
+    assert set(offered_shapes(forms, 64)) == set(chains[:-1]), "704 rows must not be offered"
+    assert offered_shapes(forms[1:], 400) == (chains[0],), "the smallest shape must always be offered"
 
 
-def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
+def test_the_shapes_of_auto_are_recorded_at_startup() -> None:
     asked: list[tuple[int, DraftShape]] = []
 
     class Engine:
@@ -88,8 +86,8 @@ def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
     chains = {depth: DraftShape(depth, 1, depth + 1) for depth in (1, 3, 5, 10)}
     assert {shape for bs, shape in asked if bs == 32} == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
     assert {shape for bs, shape in asked if bs == 64} == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
-    assert len(asked) == len(set(asked)), "each once"
-    assert Engine.again.planned, "a draft that comes later has its own recorded"
+    assert len(asked) == len(set(asked)), "each shape must be recorded once"
+    assert Engine.again.planned, "graphs of a draft that connects later must be planned"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_what_auto_may_choose_is_recorded_before_anybody_is_served() -> None:
         ({"max_steps": 6}, 6),
     ],
 )
-def test_chains_stay_within_the_bounds_that_somebody_gave(given: dict[str, Any], longest: int) -> None:
+def test_chains_stay_within_explicit_bounds(given: dict[str, Any], longest: int) -> None:
     limits = settings(**given).limits()
     assert limits.resolve(SpeculationMode.AUTO).forms[-1] == DraftShape(longest, 1, longest + 1)
     assert limits.resolve(SpeculationMode.AUTO, depth=4, max_nodes=4).most_nodes == 4
@@ -183,7 +181,7 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
         assert not said
 
 
-def test_what_a_draft_that_has_come_adds_is_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_that_a_late_draft_adds_are_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
         def recordings(self, bs: int, shape: DraftShape) -> list[Any]:
             return [(bs, shape)]
@@ -199,7 +197,7 @@ def test_what_a_draft_that_has_come_adds_is_rehearsed_first(monkeypatch: pytest.
     graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=False, enabled=True)
     compile_kernels(cast(TargetEngine, Engine()), graphs, plan, to_console=False)
     assert rehearsed[0][0] == 1
-    assert rehearsed[0][1].drafts, "if the first few miss nothing, the rest is left out"
+    assert rehearsed[0][1].drafts, "if the first pieces miss no kernel, the rest is skipped"
     assert rehearsed[-1] == PREFILL_SIZES[-1]
 
 
@@ -209,7 +207,7 @@ def test_a_default_tree_that_is_a_chain_is_listed_once() -> None:
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_what_is_recorded_does_not_bound_which_rounds_stay_on_the_device(disabled: bool) -> None:
+def test_recording_limits_do_not_limit_device_rounds(disabled: bool) -> None:
     given = settings(max_running_requests=48, cuda_graph_max_bs=4, disable_cuda_graph=disabled)
     plan = plan_graphs(given, cuda=True, waits=False)
     assert plan.overlap is not None
@@ -229,8 +227,8 @@ def test_sizes_are_rounded_up_to_buckets() -> None:
         batch_buckets(100)[:9],
     ]
     large = Buckets.make(64, 128, [32])
-    assert large.batch_size(17) == 24, "768 rows of 17 trees of 32, not 1024"
-    assert large.batch_size(33) == 48, "1536, not 2048"
+    assert large.batch_size(17) == 24, "17 trees of 32 nodes must need 768 rows, not 1024"
+    assert large.batch_size(33) == 48, "33 trees of 32 nodes must need 1536 rows, not 2048"
     assert [buckets.batch_size(count) for count in (1, 3, 17, 20, 21)] == [1, 4, 20, 20, None]
     assert [buckets.num_nodes(count) for count in (1, 5, 6, 7, 33, 129)] == [1, 6, 6, 8, 64, None]
     assert Buckets.make(1, 1).batch_sizes == (1,)

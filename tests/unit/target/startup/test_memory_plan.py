@@ -1,4 +1,4 @@
-"""Who gets how much of a GPU's memory: every part is counted, and what does not fit is refused with what would."""
+"""Tests the division of a GPU's memory: all parts are counted, and refusals name settings that would work."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_cache_gets_what_the_fraction_leaves() -> None:
     numbers = plan.numbers()
     assert numbers["elsewhere_gib"] == 1.0
     parts = [numbers[f"{name}_gib"] for name in ("elsewhere", "weights", "draft", "kv", "reserve", "unused")]
-    assert sum(parts) == pytest.approx(140, abs=0.05), "every byte has an owner"
+    assert sum(parts) == pytest.approx(140, abs=0.05), "the parts must add up to the total"
     assert numbers["kv_tokens"] == plan.pages * 16
 
 
@@ -65,14 +65,14 @@ def test_a_draft_and_other_processes_shrink_the_cache() -> None:
     assert alone.elsewhere == with_draft.elsewhere == GIB
 
 
-def test_too_small_a_fraction_is_refused_with_the_least_that_works() -> None:
+def test_too_small_a_fraction_is_refused_with_the_minimum() -> None:
     with pytest.raises(ConfigurationError) as refused:
         plan_memory(settings(mem_fraction_static=0.12), PER_TOKEN, 4096, H200, reserve=GIB)
     assert refused.value.field == "mem_fraction_static"
-    told = refused.value.message
-    assert "140.0 GiB" in told
-    assert "weights take 15.0" in told
-    least = float(re.search(r"to at least ([0-9.]+)\.", told)[1])  # type: ignore[index]
+    message = refused.value.message
+    assert "140.0 GiB" in message
+    assert "weights take 15.0" in message
+    least = float(re.search(r"to at least ([0-9.]+)\.", message)[1])  # type: ignore[index]
     assert (
         plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, H200, reserve=GIB).pages * 16
         >= 2048 + 130
@@ -81,17 +81,19 @@ def test_too_small_a_fraction_is_refused_with_the_least_that_works() -> None:
 
 def test_a_full_gpu_is_refused_whatever_the_fraction() -> None:
     full = Memory(total=24 * GIB, free=GIB, weights=16 * GIB)
-    with pytest.raises(ConfigurationError, match=r"No --mem-fraction-static makes that room\. Free memory"):
+    with pytest.raises(
+        ConfigurationError, match=r"No --mem-fraction-static leaves enough room\. Free memory"
+    ):
         plan_memory(settings(), PER_TOKEN, 4096, full, reserve=2 * GIB)
 
 
-def test_a_fraction_that_is_not_allowed_is_not_advised() -> None:
+def test_an_invalid_fraction_is_not_suggested() -> None:
     tight = Memory(total=140 * GIB, free=int(1.1 * GIB), weights=140 * GIB - int(1.1 * GIB))
     reserve = int(0.6 * GIB)
     with pytest.raises(ConfigurationError) as refused:
         plan_memory(settings(), PER_TOKEN, 4096, tight, reserve)
     least = float(re.search(r"to at least ([0-9.]+)\.", refused.value.message)[1])  # type: ignore[index]
-    assert least < 1, "the setting takes nothing else"
+    assert least < 1, "the setting accepts only values below 1"
     assert (
         plan_memory(settings(mem_fraction_static=least), PER_TOKEN, 4096, tight, reserve).pages * 16
         >= 2048 + 130
@@ -99,12 +101,12 @@ def test_a_fraction_that_is_not_allowed_is_not_advised() -> None:
     last = Memory(total=140 * GIB, free=20 << 20, weights=140 * GIB - (20 << 20))
     with pytest.raises(ConfigurationError) as refused:
         plan_memory(settings(), PER_TOKEN, 4096, last, reserve=0)
-    told = refused.value.message
-    assert "Raise" not in told
-    assert all(way in told for way in ("smaller model", "--quantization", "larger one", "--tp"))
+    message = refused.value.message
+    assert "Raise" not in message
+    assert all(way in message for way in ("smaller model", "--quantization", "larger one", "--tp"))
 
 
-def test_a_given_size_is_taken_or_refused_with_the_most_that_fits() -> None:
+def test_an_explicit_size_is_used_or_refused_with_the_maximum() -> None:
     assert plan_memory(settings(kv_tokens=3000), PER_TOKEN, 4096, H200).pages == 188
     with pytest.raises(ConfigurationError) as refused:
         plan_memory(settings(kv_tokens=10_000_000), PER_TOKEN, 4096, H200, reserve=2 * GIB)
@@ -128,7 +130,7 @@ def test_there_is_one_minimum_however_the_cache_is_sized(longest: int, least: in
     room = Memory(total=100 * GIB, free=15 * GIB + least * PER_TOKEN, weights=85 * GIB - least * PER_TOKEN)
     assert plan_memory(settings(), PER_TOKEN, longest, room).pages * 16 == least
     less = Memory(total=100 * GIB, free=room.free - PER_TOKEN, weights=room.weights + PER_TOKEN)
-    with pytest.raises(ConfigurationError, match=rf"the least that serves, {least} tokens"):
+    with pytest.raises(ConfigurationError, match=rf"The minimum of {least} tokens"):
         plan_memory(settings(), PER_TOKEN, longest, less)
 
 
@@ -136,7 +138,7 @@ def test_on_a_cpu_the_cache_has_a_bound_of_its_own() -> None:
     assert plan_memory(settings(), 100, 2048, None).pages == 64 * 1024 // 16
     assert plan_memory(settings(), 1 << 20, 2048, None).pages == 1024 // 16, "at most 1 GiB on a CPU"
     assert plan_memory(settings(), 100, 1 << 20, None).pages == 2 * (1 << 20) // 16, (
-        "two sequences of full length"
+        "the cache must hold two sequences of full length"
     )
 
 
@@ -148,7 +150,7 @@ def test_the_reserve_covers_logits_and_activations() -> None:
     )
     graphs = graphs_bytes(settings(max_running_requests=1), config.num_layers)
     assert graphs < small < graphs + 64 * (1 << 20)
-    assert large - small > 2000 * config.vocab_size * 6, "bf16 logits of all verified rows, and an fp32 copy"
+    assert large - small > 2000 * config.vocab_size * 6, "bf16 logits of all verified rows and an fp32 copy"
     assert large < 5 * GIB
 
 
@@ -168,19 +170,19 @@ def test_a_gpu_prefills_more_tokens_a_step_and_they_are_counted() -> None:
 def test_graphs_are_counted_by_batch_sizes_and_layers() -> None:
     default, wide = (graphs_bytes(settings(max_running_requests=requests), 32) for requests in (16, 64))
     assert 420 << 20 < default < 500 << 20, (
-        "94 graphs took 350 MiB on an H200; filtered rows have theirs, and so has what is met later"
+        "94 graphs took 350 MiB on an H200; graphs of filtered rows and later ones come in addition"
     )
     late = MOST_LATE * 32 * GRAPH_BYTES_PER_LAYER
     nothing = graphs_bytes(settings(max_running_requests=16), 0)
-    assert wide - default == 4 * (default - late - nothing) // 5, "24, 32, 48 and 64 beside 1, 2, 4, 8, 16"
+    assert wide - default == 4 * (default - late - nothing) // 5, (
+        "sizes 24, 32, 48 and 64 in addition to 1, 2, 4, 8, 16"
+    )
     assert graphs_bytes(settings(max_running_requests=64, cuda_graph_max_bs=16), 32) == default
 
 
 @pytest.mark.parametrize("draft_per_token", [4096, 112 * 1024])
-def test_target_and_a_draft_beside_hold_the_same_texts(
-    monkeypatch: pytest.MonkeyPatch, draft_per_token: int
-) -> None:
-    """Of a large draft as of a small one: nothing is left over, and neither cache holds what the other has no room for."""
+def test_both_caches_hold_the_same_texts(monkeypatch: pytest.MonkeyPatch, draft_per_token: int) -> None:
+    """For any draft size, no memory is left over, and neither cache is larger than the other allows."""
     target = settings(max_running_requests=64)
     config = named_shape("llama3.1-8b").model_config()
     decoder = SimpleNamespace(
@@ -199,7 +201,7 @@ def test_target_and_a_draft_beside_hold_the_same_texts(
     plan = planner.plan()
     held = plan.pages * plan.page_size
     assert held == pytest.approx(tokens - 64 * (16 * 16 + 16), abs=16), (
-        "every sequence has room for a growing tree besides"
+        "every sequence must also have room for a growing tree"
     )
     assert plan.kv + tokens * draft_per_token == pytest.approx(
         (0.85 * 140 - 1 - 15 - 6) * GIB, abs=32 * PER_TOKEN
@@ -208,9 +210,9 @@ def test_target_and_a_draft_beside_hold_the_same_texts(
     assert plan.memory.elsewhere == GIB
 
 
-def test_what_does_not_fit_with_a_draft_is_refused_by_what_both_need() -> None:
+def test_a_refusal_with_a_draft_counts_both_caches() -> None:
     large = DraftCache(112 * 1024, 1000)
-    with pytest.raises(ConfigurationError, match=r"in the draft's cache too") as refused:
+    with pytest.raises(ConfigurationError, match=r"in the caches of target and draft") as refused:
         plan_memory(settings(kv_tokens=600_000), PER_TOKEN, 4096, H200, GIB, large)
     most = int(re.search(r"at most ([0-9]+) tokens", refused.value.message)[1])  # type: ignore[index]
     assert most == pytest.approx(((122 - 1) * GIB - 1000 * 112 * 1024) / (PER_TOKEN + 112 * 1024), abs=16)
@@ -237,7 +239,7 @@ def test_a_draft_asks_for_its_size_when_its_weights_are_there() -> None:
     assert DraftSettings.load({}).sized(10).kv_tokens == 16 * 16 + 16
 
 
-def test_what_attention_works_with_is_there_before_memory_is_shared_out(
+def test_attention_allocates_its_workspace_before_memory_is_divided(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """FlashInfer's workspace is 128 MiB, which the cache must not get."""

@@ -1,4 +1,4 @@
-"""The target's settings that change how it computes: each one runs, and what cannot be together is refused by name."""
+"""Tests the settings that change how the target computes, and the refusal of unsupported combinations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def settings_of(path: Path, **values: Any) -> TargetSettings:
 
 
 def serving(path: Path, drafter: NoDrafter | FakeDrafter | None = None, **values: Any) -> Harness:
-    """An engine as the target puts it together."""
+    """Return an engine assembled as the target does it."""
     settings = settings_of(path, **values)
     decoder = prepare_decoder(settings, load_decoder(path, "cpu"))
     harness = make_harness(decoder, drafter or NoDrafter())
@@ -76,7 +76,7 @@ def generate(harness: Harness, tokens: int = 20, **options: Any) -> list[int]:
 def test_every_option_serves_with_speculation_and_without(target_dir: Path, values: dict[str, Any]) -> None:
     plain = generate(serving(target_dir, **values), mode=SpeculationMode.OFF)
     assert plain[:3] == generate(serving(target_dir), mode=SpeculationMode.OFF)[:3], (
-        "a planted rule survives the rounding"
+        "a planted rule must survive the rounding"
     )
     drafter = FakeDrafter(oracle_plan([PROMPT + plain], 64, 0.8))
     assert generate(serving(target_dir, drafter, **values), shape=(4, 2, 9)) == plain
@@ -114,7 +114,7 @@ def test_the_cache_takes_half_of_bf16_and_features_keep_their_type(target_dir: P
         ({"mem_fraction_static": 0.5}, "mem_fraction_static"),
     ],
 )
-def test_what_cannot_be_together_is_refused(target_dir: Path, values: dict[str, Any], field: str) -> None:
+def test_unsupported_combinations_are_refused(target_dir: Path, values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         TargetSettings.load({"model": target_dir, "device": "cpu", **values}).check()
     assert caught.value.field == field
@@ -130,7 +130,7 @@ def test_what_cannot_be_together_is_refused(target_dir: Path, values: dict[str, 
         {"mem_fraction_static": 0.5, "device": "cuda"},
     ],
 )
-def test_what_does_something_is_taken(
+def test_effective_options_are_accepted(
     target_dir: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -154,7 +154,7 @@ def test_tiles_are_tried_for_a_quarter_of_the_ranks_timeout_only_where_ranks_wai
     assert budgets == [numerics.BUDGET_S, 2.0]
 
 
-def test_an_unknown_attention_backend_is_refused_with_those_there_are() -> None:
+def test_an_unknown_attention_backend_is_refused_with_the_valid_names() -> None:
     with pytest.raises(ConfigurationError, match=r"'auto', 'reference', 'triton' or 'flashinfer'") as caught:
         TargetSettings.load({"model": "m", "attention_backend": "fast"})
     assert caught.value.field == "attention_backend"
@@ -171,7 +171,7 @@ def test_flashinfer_needs_a_gpu(target_dir: Path) -> None:
         serving(target_dir, attention_backend="flashinfer")
 
 
-def test_the_backends_that_wait_for_the_device_are_known(target_dir: Path) -> None:
+def test_backends_report_whether_they_wait_for_the_device(target_dir: Path) -> None:
     decoder = load_decoder(target_dir, "cpu")
     assert waits_for_device(prepare_attention(settings_of(target_dir), decoder))
     assert not waits_for_device(
@@ -184,7 +184,7 @@ def test_the_backends_that_wait_for_the_device_are_known(target_dir: Path) -> No
 def test_rounded_products_are_those_of_rounded_operands(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(24, 40, generator=generator), torch.randn(5, 40, generator=generator)
-    x[3] *= 1e4  # rows have scales of their own
+    x[3] *= 1e4  # each row has its own scale
     x[4] = 0
     bias, residual = (
         torch.randn(24, generator=generator).to(dtype),
@@ -236,10 +236,10 @@ def test_compiled_modules_compute_the_same(tmp_path: Path) -> None:
     with mock.patch.object(torch, "compile", counting):
         decoder = prepare_decoder(settings, decoder)
     assert perplexity(decoder, [PROMPT, PROMPT[:3]]) == pytest.approx(plain, rel=1e-4)
-    assert set(compiled) == {3}, "six rows are above the limit"
+    assert set(compiled) == {3}, "six rows exceed the limit"
 
 
-def test_compilation_is_refused_where_it_does_nothing(target_dir: Path, tmp_path: Path) -> None:
+def test_compilation_is_refused_where_it_has_no_effect(target_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="decoder of its own") as caught:
         serving(target_dir, enable_torch_compile=True)
     assert caught.value.field == "enable_torch_compile"
@@ -251,7 +251,7 @@ def test_compilation_is_refused_where_it_does_nothing(target_dir: Path, tmp_path
         serving(path, enable_torch_compile=True)
 
 
-def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
+def test_perplexity_matches_transformers(tmp_path: Path) -> None:
     path = family_models.save("llama", tmp_path)
     tokens = [*PROMPT, 1, 2, 3, 40, 50, 60]
     logits = family_models.reference_logits("llama", tokens)[:-1]
@@ -260,13 +260,13 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path) -> None:
 
 
 def test_fp8_costs_little_perplexity(target_dir: Path) -> None:
-    """On text that the model itself finds likely; random text would measure noise."""
+    """Uses text that the model itself finds likely; random text would measure noise."""
     answers = [generate(serving(target_dir), 60, mode=SpeculationMode.OFF)]
     plain = perplexity(load_decoder(target_dir, "cpu"), answers)
     for values in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}):
         decoder = prepare_decoder(settings_of(target_dir, **values), load_decoder(target_dir, "cpu"))
         found = perplexity(decoder, answers)
-        assert found != plain, "something was rounded"
+        assert found != plain, "rounding must change the result"
         assert found == pytest.approx(plain, rel=0.05)
 
 

@@ -1,4 +1,4 @@
-"""What a target does before it serves: the parity check, and prompts that are rehearsed."""
+"""Tests the steps of a target before it serves: the parity check and rehearsed prompts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_parity_check_passes_and_can_fail(harness: Harness, monkeypatch: pyt
     assert harness.scheduler.allocator.held_pages == 0
 
 
-def test_rehearsed_prompts_go_through_the_model_and_leave_nothing(
+def test_rehearsed_prompts_run_and_free_their_pages(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(decoder, NoDrafter())
@@ -75,10 +75,10 @@ def test_rehearsed_prompts_go_through_the_model_and_leave_nothing(
     assert harness.scheduler.allocator.held_pages == 0
 
 
-def test_a_small_pool_rehearses_what_it_has_room_for(decoder: Decoder) -> None:
+def test_a_small_pool_rehearses_only_prompts_that_fit(decoder: Decoder) -> None:
     rehearsals = prompt_rehearsals(make_harness(decoder, NoDrafter(), num_pages=36).runner)
     assert [one.args[1] for one in rehearsals] == [(300,), (40, 50)], (
-        "576 tokens hold neither 2000 nor 300 and 400"
+        "the pool of 576 tokens has room for neither 2000 tokens nor 300 and 400"
     )  # type: ignore[attr-defined]
     for rehearse in rehearsals:
         rehearse()

@@ -1,4 +1,4 @@
-"""A model that does not fit is refused before anything is loaded: what it needs, what is free, and what would fit."""
+"""Tests that a model that does not fit is refused before loading, with its need and possible fixes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, folder: Path, free: int, **values: object) -> str:
-    """What a start on a GPU says that has so many bytes free."""
+    """Return the refusal of a start on a GPU with `free` free bytes."""
     monkeypatch.setattr(weight_fit, "gpu_memory", lambda device: (free, 2 * free))
     with pytest.raises(ConfigurationError) as refused:
         check_weights_fit(TargetSettings.load({"model": folder, "device": "cuda:0", **values}))
@@ -38,8 +38,8 @@ def refusal(monkeypatch: pytest.MonkeyPatch, folder: Path, free: int, **values: 
     return refused.value.message
 
 
-def mib(told: str, pattern: str) -> float:
-    return float(re.search(pattern + r" ?\(?([0-9.]+) MiB", told)[1])  # type: ignore[index]
+def mib(message: str, pattern: str) -> float:
+    return float(re.search(pattern + r" ?\(?([0-9.]+) MiB", message)[1])  # type: ignore[index]
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -47,8 +47,8 @@ def test_sizes_from_headers_are_those_of_the_loaded_model(model: Path, rounded: 
     decoder = load_decoder(model, CPU, BF16)
     if rounded:
         decoder.quantize_fp8()
-    told = WeightSizes(model, BF16).of_rank(rounded=rounded)
-    assert told == pytest.approx(decoder.weight_bytes, rel=0.01), "norms, and scales of the head, are little"
+    size = WeightSizes(model, BF16).of_rank(rounded=rounded)
+    assert size == pytest.approx(decoder.weight_bytes, rel=0.01), "norms and the scales of the head are small"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -61,12 +61,12 @@ def test_a_layer_that_is_wide_until_it_is_rounded_is_counted(
     held, needed = sizes.of_rank(ranks, rounded=True), sizes.while_loading(ranks, rounded=True)
     assert needed - held == pytest.approx(wide / ranks, rel=0.01)
     assert sizes.while_loading(ranks) == sizes.of_rank(ranks)
-    told = refusal(monkeypatch, model, needed - 1, quantization="fp8", **({"tp": 2} if ranks == 2 else {}))
-    assert "as FP8" in told
-    assert mib(told, "its weights need") == pytest.approx(needed / 2**20, abs=0.06)
+    message = refusal(monkeypatch, model, needed - 1, quantization="fp8", **({"tp": 2} if ranks == 2 else {}))
+    assert "as FP8" in message
+    assert mib(message, "its weights need") == pytest.approx(needed / 2**20, abs=0.06)
 
 
-def test_a_rank_is_told_to_hold_its_share(model: Path) -> None:
+def test_a_rank_needs_memory_for_its_share_only(model: Path) -> None:
     sizes = WeightSizes(model, BF16)
     whole, half = sizes.of_rank(), sizes.of_rank(2)
     table = 2 * 128 * sizes.config.hidden_size
@@ -74,7 +74,7 @@ def test_a_rank_is_told_to_hold_its_share(model: Path) -> None:
     assert not sizes.can_split(3)
 
 
-def test_numbers_and_ways_out_are_told_before_anything_is_loaded(
+def test_needs_and_fixes_are_reported_before_anything_is_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numerics, "load_decoder", lambda *_: pytest.fail("was loaded"))
@@ -83,38 +83,38 @@ def test_numbers_and_ways_out_are_told_before_anything_is_loaded(
     monkeypatch.setattr(weight_fit, "gpu_memory", lambda device: (needed - 1, needed))
     with pytest.raises(ConfigurationError):
         numerics.load_target_model(TargetSettings.load({"model": model, "device": "cuda:0"}))
-    told = refusal(monkeypatch, model, needed - 1)
-    assert mib(told, "its weights need") == pytest.approx(needed / 2**20, abs=0.06)
-    assert "as bfloat16, and cuda:0 has" in told
-    assert mib(told, "cuda:0 has") == pytest.approx((needed - 1) / 2**20, abs=0.06)
-    assert mib(told, "--tp 2") == pytest.approx(sizes.of_rank(2) / 2**20, abs=0.06)
-    assert mib(told, "--quantization fp8") == pytest.approx(
+    message = refusal(monkeypatch, model, needed - 1)
+    assert mib(message, "its weights need") == pytest.approx(needed / 2**20, abs=0.06)
+    assert "as bfloat16, and cuda:0 has" in message
+    assert mib(message, "cuda:0 has") == pytest.approx((needed - 1) / 2**20, abs=0.06)
+    assert mib(message, "--tp 2") == pytest.approx(sizes.of_rank(2) / 2**20, abs=0.06)
+    assert mib(message, "--quantization fp8") == pytest.approx(
         sizes.while_loading(rounded=True) / 2**20, abs=0.06
     )
-    assert "--dtype" not in told
+    assert "--dtype" not in message
     assert "--dtype bfloat16" in refusal(monkeypatch, model, needed, dtype="float32")
 
 
-def test_only_what_would_fit_is_advised(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_fixes_that_fit_are_suggested(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = WeightSizes(model, BF16)
     least = min(sizes.of_rank(ranks) for ranks in (2, 4, 8) if sizes.can_split(ranks))
     free = min(least, sizes.while_loading(rounded=True)) - 1
     both = next(ranks for ranks in (2, 4, 8) if sizes.while_loading(ranks, rounded=True) <= free)
     assert f"--tp {both} with --quantization fp8" in refusal(monkeypatch, model, free)
-    told = refusal(monkeypatch, model, 1000)
-    assert "What helps: another device, or an end of what else uses this one." in told
+    message = refusal(monkeypatch, model, 1000)
+    assert "Possible fixes: use another device, or stop other processes on this one." in message
 
 
-def test_models_without_fp8_products_are_not_told_of_them(
+def test_fp8_is_not_suggested_for_models_without_fp8_products(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = family_models.save("mixtral", tmp_path)
-    told = refusal(monkeypatch, folder, WeightSizes(folder, BF16).of_rank() - 1)
-    assert "--tp 2" in told
-    assert "--quantization" not in told
+    message = refusal(monkeypatch, folder, WeightSizes(folder, BF16).of_rank() - 1)
+    assert "--tp 2" in message
+    assert "--quantization" not in message
 
 
-def test_a_model_that_runs_out_of_memory_while_it_loads_says_what_it_needs(
+def test_running_out_of_memory_while_loading_reports_the_need(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -164,7 +164,7 @@ def test_no_layer_is_loaded_while_another_is_wide(model: Path, monkeypatch: pyte
     def noted(source: object, *rest: object) -> object:
         assert all(layer.attention.qkv.rounded and layer.mlp.down.rounded for layer in loaded)
         layer = load_layer(source, *rest)
-        if layer.attention.qkv._weight.device.type != "meta":  # headers are checked on it before
+        if layer.attention.qkv._weight.device.type != "meta":  # headers are first checked on the meta device
             loaded.append(layer)
         return layer
 
@@ -173,7 +173,7 @@ def test_no_layer_is_loaded_while_another_is_wide(model: Path, monkeypatch: pyte
     assert len(loaded) == decoder.config.num_layers > 1
 
 
-def test_what_stays_in_the_file_of_a_model_of_transformers_is_not_counted(tmp_path: Path) -> None:
+def test_unused_tensors_of_a_transformers_model_are_not_counted(tmp_path: Path) -> None:
     folder = generic_models.save("starcoder2", tmp_path)
     plain = WeightSizes(folder, BF16).of_rank()
     (file,) = folder.glob("*.safetensors")
@@ -187,5 +187,5 @@ def test_what_stays_in_the_file_of_a_model_of_transformers_is_not_counted(tmp_pa
         {"format": "pt"},
     )
     assert WeightSizes(folder, BF16).of_rank() >= plain + 2 * left["mask"].numel(), (
-        "names that nobody knows count"
+        "tensors with unknown names must count"
     )

@@ -1,0 +1,55 @@
+"""The ranks of a tensor-parallel model as `torchrun`, or rank 0, describes them in environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from outrider.shared.base.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the ranks of a model.
+
+    Attributes:
+        rank, size: This rank, and the number of ranks.
+        local_rank, local_size: The same among the ranks of this host.
+        host, port: Address of the store where the ranks meet; rank 0 runs on that host.
+        agent_store: Whether `torchrun` serves the store; otherwise rank 0 does.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    port: int
+    agent_store: bool = False
+
+    @classmethod
+    def from_environment(cls) -> Ranks:
+        """Read the variables that `torchrun` sets.
+
+        Raises:
+            ConfigurationError: A variable is not a number; the error names it.
+        """
+        return cls(
+            rank=_environment_number("RANK"),
+            size=_environment_number("WORLD_SIZE"),
+            local_rank=_environment_number("LOCAL_RANK"),
+            local_size=_environment_number("LOCAL_WORLD_SIZE"),
+            host=os.environ.get("MASTER_ADDR", ""),
+            port=_environment_number("MASTER_PORT"),
+            agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+
+def _environment_number(variable: str) -> int:
+    value = os.environ.get(variable, "")
+    if not value.isdecimal():
+        raise ConfigurationError(
+            f"The environment variable {variable} must be a number, not {value!r}; torchrun sets it.",
+            field=variable,
+        )
+    return int(value)
