@@ -17,7 +17,7 @@ from outrider.services.target.choices import (
     Quantization,
     RoundPlacement,
 )
-from outrider.services.target.parallel.ranks import Ranks
+from outrider.services.target.ranks import Ranks
 from outrider.services.target.request import SpeculationLimits
 from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError

@@ -30,8 +30,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from outrider.services.target.parallel.ranks import Ranks
 from outrider.services.target.parallel.weights import Folder, RandomWeights, Weights, head_reader
+from outrider.services.target.ranks import Ranks
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import layer_rounding, prepare_attention, prepare_decoder
 from outrider.services.target.startup.weight_fit import check_weights_fit
