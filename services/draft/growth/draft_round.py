@@ -1,9 +1,9 @@
 """One drafting round entirely on the device: extends the draft's KV, grows the levels and builds the trees.
 
-It needs nothing from the host, so it can be one CUDA graph. It computes the same as `DraftStrategy.extend`
-followed by `HostGrower.grow`, but with lengths that only the device knows. Every sequence extends by R rows,
-of which the last `counts` are real (`kernels.round_plan`). An idle sequence is computed too, but touches no
-memory.
+The round needs nothing from the host, so it can be one CUDA graph. It computes the same as
+`DraftStrategy.extend` followed by `HostGrower.grow`, but reads the sequence lengths from device memory. Every
+sequence extends by R rows, of which the last `counts` are real (`kernels.round_plan`). An idle sequence is
+computed too, but reads and writes no KV.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 @dataclass(frozen=True, slots=True)
 class GrowthSize:
-    """The sizes of a round that the host fixes. Rounds with equal sizes and equal addresses share one graph.
+    """The sizes of a round, fixed by the host. Rounds with equal sizes and equal addresses share one graph.
 
     Attributes:
         bs: Number of sequences, idle ones included.
@@ -133,7 +133,7 @@ class RoundDrafter:
             for rows in (shape.rows, 1)
         )
         self._attention.plan(every)
-        # The tree grows from the state of the last row. The other rows only need K and V.
+        # The tree grows from the state of the last row. For the other rows, only K and V are computed.
         roots = extend(plan.tokens, inputs.features.flatten(0, 1), plan.features, Ends(last))  # [bs, hidden]
         # 3. Grow the levels, and build the trees from all candidates.
         candidates = self._grow(inputs, plan, levels, roots, shape.depth, topk)

@@ -194,4 +194,4 @@ def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
         shapes["norm.weight"] = (hidden,)
     if HOT_IDS in stored:
         shapes[HOT_IDS] = reader.tensors[stored[HOT_IDS]].shape[:1] or (1,)
-    return HeadKeys.settle(reader, stored, shapes, ignored, (HOT_IDS,), layer.head_dim)
+    return HeadKeys.match(reader, stored, shapes, ignored, (HOT_IDS,), layer.head_dim)

@@ -155,8 +155,8 @@ class IpcServer:
                 self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), INLINE)
         finally:
             if mapped.rounds is not None:
-                # Closed on this thread: the engine thread may be waiting for a CUDA stream that waits for
-                # this target.
+                # Close here and not on the engine thread, which may be waiting for a CUDA stream that waits
+                # for this target.
                 mapped.rounds.close()
             self._protocol.loop.submit(session.end)
 

@@ -275,8 +275,8 @@ class SessionTable:
         Sessions with a request, sessions whose rounds stay on the device, and those in `keep` (ids of
         `Session` objects) are spared.
         """
-        spared = [s for s in self if id(s) not in keep and s.ask is None and not s.engaged]
-        idle = [s for s in spared if now - s.last_used_s >= self.limits.evict_idle_s]
+        candidates = [s for s in self if id(s) not in keep and s.ask is None and not s.engaged]
+        idle = [s for s in candidates if now - s.last_used_s >= self.limits.evict_idle_s]
         if not idle:
             return False
         self._forget(min(idle, key=lambda session: session.last_used_s))
@@ -313,7 +313,7 @@ class SessionTable:
         return all(0 <= token < vocab_size for token in tokens)
 
     def _problem(self, session: Session, commit: Commit) -> Reason:
-        """Return the fault of a commit at or ahead of the session's state, before the hash is compared."""
+        """Return the fault of a commit that is not older than the session, or NONE. Ignores the hash."""
         fence = commit.fence
         if commit.base_len > session.committed_len:
             return Reason.GAP
@@ -339,7 +339,7 @@ class SessionTable:
         return len(self) < self.limits.max_sessions or self.evict_idle(now)
 
     def _reject(self, known: Session | None, reason: Reason) -> Answer:
-        """Refuse an opening, and forget the session it would replace: the target has given that one up."""
+        """Refuse an opening, and forget the session that it would replace, which the target has given up."""
         if known is not None:
             self._forget(known)
         return Answer(
