@@ -39,7 +39,7 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 MAX_BS = 64
 """Largest recorded batch size, unless the settings change it."""
 MAX_TOLD = 16
-"""Number of batch sizes for which the log warns that they are too large."""
+"""Largest number of warnings about batch sizes above the limit; there is one warning per size."""
 
 _log = logging.getLogger("outrider.draft")
 
@@ -50,7 +50,7 @@ class _Buffers:
 
     Attributes:
         packed: ``[n] int32``, the memory of `inputs`, except for features and page table.
-        places: ``[bs * rows] int64``, view of `packed`: for each queued feature, its row among all rows.
+        places: ``[bs * rows] int64``, view of `packed`: for each queued feature, the flat index of its row.
         inputs: Inputs of the round.
         table: The page table in `inputs`.
     """

@@ -4,6 +4,8 @@ The round needs nothing from the host, so it can be one CUDA graph. It computes 
 `DraftStrategy.extend` followed by `HostGrower.grow`, but reads the sequence lengths from device memory. Every
 sequence extends by R rows, of which the last `counts` are real (`kernels.round_plan`). An idle sequence is
 computed too, but reads and writes no KV.
+
+Stable rows are the KV rows of committed tokens. A tree grows from the root, the last committed token.
 """
 
 from __future__ import annotations
@@ -218,7 +220,7 @@ class RoundDrafter:
         )
 
     def _query_start(self, bs: int, rows: int) -> torch.Tensor:
-        """Return ``[bs + 1] int32``. It is cached, because a copy from the host cannot be captured."""
+        """Return the first row of each sequence, ``[bs + 1] int32``. Cached: no copy from the host is capturable."""
         if (bs, rows) not in self._starts:
             self._starts[bs, rows] = (torch.arange(bs + 1, dtype=torch.int32) * rows).to(self._model.device)
         return self._starts[bs, rows]

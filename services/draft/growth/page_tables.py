@@ -43,7 +43,7 @@ class PageTable:
 
         Args:
             leases: One per row.
-            later: Leave the copy to the device to `flush`.
+            later: If True, do not copy the changes to the device yet; `flush` will.
         """
         changed = False
         for row, lease in enumerate(leases):

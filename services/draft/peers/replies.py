@@ -1,4 +1,4 @@
-"""The replies of the draft on a session stream, before they are converted to protobuf, and tree frames.
+"""The draft's replies on a session stream, before their conversion to protobuf, and frames of trees.
 
 `frames_of` copies finished trees to the host and groups them into one frame per target and round.
 """

@@ -1,8 +1,9 @@
 """The table of followed sequences: opens, commits, closes, evicts and expires them, without any model.
 
-Every message carries a fence. Repeated or late messages are dropped and counted. If a message does not fit,
-the draft forgets that one sequence and answers RESYNC; the target then opens it again with a higher epoch. No
-message, in any order, can cause more harm than that.
+Every message carries a `Fence`: session, epoch, committed length, and hash of the committed tokens. Repeated
+or late messages are dropped and counted. If a message does not fit, the draft forgets that one sequence and
+answers RESYNC; the target then opens it again with a higher epoch. No message, in any order, can cause more
+harm than that.
 
 Ledger of one session (what ends each resource):
 

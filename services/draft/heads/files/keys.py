@@ -215,7 +215,7 @@ def read_scale(reader: CheckpointReader, name: str) -> torch.Tensor:
 def canonical_names(
     reader: CheckpointReader, rename: Callable[[str], str] = lambda name: name
 ) -> dict[str, str]:
-    """Return canonical name → name in the file, of all tensors.
+    """Return the name in the file of every tensor, by canonical name.
 
     Args:
         reader: Reader of the checkpoint.
@@ -286,7 +286,7 @@ def layer_shapes(
 def _scales(
     reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Return the canonical name of each matrix stored in FP8 → the name of its scale.
+    """Return the name of the scale of each matrix stored in FP8, by the matrix's canonical name.
 
     Raises:
         CheckpointError: A matrix has more than one scale.

@@ -1,4 +1,4 @@
-"""Aux layers of EAGLE-3 heads: the target's family decides if ids count outputs; a number overrides a list."""
+"""Aux layers of EAGLE-3 heads: the target's family decides how ids count; a number overrides the list."""
 
 from __future__ import annotations
 
