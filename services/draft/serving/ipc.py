@@ -115,7 +115,7 @@ class IpcServer:
                 files = frames.take_files(3 if offer.HasField("rounds") else 2)
                 answer, mapped = acknowledge(offer, files, self._protocol.device)
                 if mapped is not None:
-                    # The engine thread must read the stream before the target receives the answer and continues.
+                    # The engine thread must read the stream before the target receives this answer.
                     self._follow(hello.target_id, session, peer, mapped)
                 frames.send(FrameKind.MAILBOX, answer.SerializeToString())
                 log.info(
