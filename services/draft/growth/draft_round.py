@@ -220,7 +220,7 @@ class RoundDrafter:
         )
 
     def _query_start(self, bs: int, rows: int) -> torch.Tensor:
-        """Return the first row of each sequence, ``[bs + 1] int32``, cached: graphs cannot copy it to the GPU."""
+        """Return the first rows, ``[bs + 1] int32``, from a cache: graphs cannot copy them from the host."""
         if (bs, rows) not in self._starts:
             self._starts[bs, rows] = (torch.arange(bs + 1, dtype=torch.int32) * rows).to(self._model.device)
         return self._starts[bs, rows]
