@@ -1,4 +1,7 @@
-"""Chooses how to draft: by ``speculative_algorithm``; if that is ``auto``, by the checkpoint's tensors."""
+"""Chooses the drafting algorithm (EAGLE, MTP, standalone or n-gram) from the settings and the checkpoints.
+
+With ``speculative_algorithm`` = ``auto``, the names of the checkpoint's tensors decide (`identify`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.spec.algorithm import FIELD, Algorithm, check_given
 
-__all__ = ["Algorithm", "Choice", "check_given", "check_head", "check_restricted", "choose", "identify"]
+__all__ = ["Algorithm", "Choice", "check_given", "check_head", "check_token_map", "choose", "identify"]
 
 HEAD_MARKS = (
     ".fc.weight",
@@ -18,36 +21,36 @@ HEAD_MARKS = (
     ".hidden_norm.weight",
     ".midlayer.self_attn.q_proj.weight",
 )
-"""Ends of tensor names that occur only in draft heads."""
+"""Suffixes of tensor names that occur only in draft heads."""
 MTP_MARKS = (".input_proj.weight", ".eh_proj.weight")
-"""Ends of tensor names that occur only in MTP layers."""
+"""Suffixes of tensor names that occur only in MTP layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen way of drafting, and the folder that it reads.
+    """The chosen algorithm, and the folder that it reads.
 
     Attributes:
         algorithm: EAGLE (any kind of head), MTP, STANDALONE or NGRAM.
         folder: Folder of the head, of the draft model, or of the target with MTP layers; None for NGRAM.
-        asked: The algorithm in the settings.
+        configured: The algorithm in the settings.
     """
 
     algorithm: Algorithm
     folder: Path | None
-    asked: Algorithm
+    configured: Algorithm
 
     def require_folder(self) -> Path:
-        """Return the folder. Only for ways of drafting that read one."""
+        """Return the folder. Call this only for an algorithm that reads one."""
         assert self.folder is not None, f"{self.algorithm} reads a folder"
         return self.folder
 
 
-def choose(asked: Algorithm, draft: Path | None, target_weights: Path | None) -> Choice:
-    """Decide how to draft.
+def choose(configured: Algorithm, draft: Path | None, target_weights: Path | None) -> Choice:
+    """Choose the algorithm, and check that the folders suit it.
 
     Args:
-        asked: The setting `speculative_algorithm`.
+        configured: The setting `speculative_algorithm`.
         draft: Folder of a head or of a draft model, or None.
         target_weights: The target's folder, or None while unknown.
 
@@ -56,60 +59,60 @@ def choose(asked: Algorithm, draft: Path | None, target_weights: Path | None) ->
             and the fix.
         CheckpointError: A folder does not contain what the settings need.
     """
-    check_given(asked, draft, target_weights)
-    if asked is Algorithm.NGRAM:
-        return Choice(Algorithm.NGRAM, None, asked)
+    check_given(configured, draft, target_weights)
+    if configured is Algorithm.NGRAM:
+        return Choice(Algorithm.NGRAM, None, configured)
     if draft is None:
-        return Choice(Algorithm.MTP, _own_layers(target_weights), asked)
+        return Choice(Algorithm.MTP, _own_layers(target_weights), configured)
     found = identify(draft)
-    if asked is Algorithm.AUTO:
-        return Choice(found, draft, asked)
-    if asked in (Algorithm.MTP, Algorithm.NEXTN):
+    if configured is Algorithm.AUTO:
+        return Choice(found, draft, configured)
+    if configured in (Algorithm.MTP, Algorithm.NEXTN):
         if found is not Algorithm.MTP:
             raise CheckpointError(
                 f"{draft} contains no MTP layers. Give the folder of a model that was published with them.",
                 field=FIELD,
             )
-        return Choice(Algorithm.MTP, draft, asked)
-    if asked is Algorithm.STANDALONE:
+        return Choice(Algorithm.MTP, draft, configured)
+    if configured is Algorithm.STANDALONE:
         if found is Algorithm.EAGLE:
             raise CheckpointError(
                 f"{draft} is a draft head, not a standalone model. Set EAGLE or EAGLE3, or give a small "
                 "model.",
                 field=FIELD,
             )
-        return Choice(Algorithm.STANDALONE, draft, asked)
+        return Choice(Algorithm.STANDALONE, draft, configured)
     if found is Algorithm.STANDALONE:
         raise CheckpointError(
-            f"{draft} is a standalone model, not an {asked.value} head. Set STANDALONE, or give a head.",
+            f"{draft} is a standalone model, not an {configured.value} head. Set STANDALONE, or give a head.",
             field=FIELD,
         )
-    if found is Algorithm.MTP and asked is Algorithm.EAGLE3:
+    if found is Algorithm.MTP and configured is Algorithm.EAGLE3:
         raise CheckpointError(
             f"{draft} contains MTP layers, not an EAGLE3 head. Set MTP, or give a head.", field=FIELD
         )
-    return Choice(found, draft, asked)
+    return Choice(found, draft, configured)
 
 
 def check_head(choice: Choice, algorithm: str) -> None:
-    """Check that a loaded head is of the kind in the settings.
+    """Check that a loaded head is of the configured kind.
 
     Raises:
-        CheckpointError: It is not. The message names both kinds.
+        CheckpointError: The kinds differ. The message names both.
     """
-    if choice.asked in (Algorithm.EAGLE, Algorithm.EAGLE3) and choice.asked.value != algorithm:
+    if choice.configured in (Algorithm.EAGLE, Algorithm.EAGLE3) and choice.configured.value != algorithm:
         raise CheckpointError(
-            f"{choice.folder} is an {algorithm} head, not an {choice.asked.value} head. "
+            f"{choice.folder} is an {algorithm} head, not an {choice.configured.value} head. "
             f"Set --speculative-algorithm {algorithm}.",
             field=FIELD,
         )
 
 
-def check_restricted(choice: Choice, token_map: Path | None) -> None:
-    """Check that a token map can restrict this way of drafting.
+def check_token_map(choice: Choice, token_map: Path | None) -> None:
+    """Check that the chosen algorithm can be restricted by a token map, if one is given.
 
     Raises:
-        ConfigurationError: It cannot, because it has no vocabulary.
+        ConfigurationError: The algorithm is NGRAM, which has no vocabulary of its own.
     """
     if token_map is not None and choice.algorithm is Algorithm.NGRAM:
         raise ConfigurationError(
@@ -119,9 +122,9 @@ def check_restricted(choice: Choice, token_map: Path | None) -> None:
 
 
 def identify(folder: Path) -> Algorithm:
-    """Return the algorithm for which a checkpoint can be used, by the names of its tensors.
+    """Return the algorithm that the names of a checkpoint's tensors imply.
 
-    The result is EAGLE (a head), MTP (a model with MTP layers) or STANDALONE (any other model).
+    The result is EAGLE for a head, MTP for a model with MTP layers, and STANDALONE for any other model.
 
     Raises:
         CheckpointError: The folder or its files cannot be read.
@@ -134,7 +137,7 @@ def identify(folder: Path) -> Algorithm:
 
 
 def _own_layers(target_weights: Path | None) -> Path:
-    """Return the target's folder if it contains MTP layers, which draft when no draft is given."""
+    """Return the target's folder. Its own MTP layers draft if no draft is given; raise if it has none."""
     assert target_weights is not None, "check_given"
     if identify(target_weights) is not Algorithm.MTP:
         raise ConfigurationError(

@@ -45,7 +45,7 @@ def run(settings: DraftSettings) -> int:
 
 
 class DraftService:
-    """A draft that serves on one address. Call `start`, then `stop`.
+    """A draft service on one address. Call `start`, then `stop`.
 
     It always serves gRPC. With the address ``ipc:///path`` it also serves a socket for targets on this host.
 
@@ -111,7 +111,7 @@ class DraftService:
 
 
 def _use_device(device: torch.device) -> None:
-    """Make `device` current in this thread: CUDA graphs and numbered streams belong to the current device."""
+    """Make `device` current in this thread: CUDA graphs and streams are created on the current device."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.services.draft.algorithm import Algorithm, Choice, check_head, check_restricted, choose
+from outrider.services.draft.algorithm import Algorithm, Choice, check_head, check_token_map, choose
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.heads.files.token_map import read_token_map
 from outrider.services.draft.heads.registry import load_head
@@ -55,7 +55,7 @@ def build_engine(
         device, dtype: Device and type to compute with.
         target: The target in this process, which lends the missing tensors afterwards; None if the target
             runs elsewhere.
-        sizing: Sizes the KV cache unless `kv_tokens` is set; None for as much as `plan_pages` allows.
+        sizing: Chooses the size of the KV cache if `kv_tokens` is not set. None: `plan_pages` chooses it.
 
     Raises:
         CheckpointError: The checkpoint, or a tensor to borrow from `target_weights`, is unusable. The message
@@ -63,7 +63,7 @@ def build_engine(
         ConfigurationError: The settings contradict each other, or the KV pool is too small.
     """
     choice = choose(settings.speculative_algorithm, settings.draft, settings.target_weights)
-    check_restricted(choice, settings.speculative_token_map)
+    check_token_map(choice, settings.speculative_token_map)
     theirs = settings.target_weights
     same_tokenizer = (
         choice.folder is not None and theirs is not None and check_same_tokenizer(choice.folder, theirs)
@@ -131,7 +131,7 @@ class Build:
         return read_model_config(folder).vocab_size if folder is not None else None
 
     def token_map(self) -> torch.Tensor | None:
-        """Return the only target ids to draft, ``[size] int64``, or None for all."""
+        """Return the target ids to which drafting is restricted, ``[size] int64``; None if it is not."""
         path = self.settings.speculative_token_map
         return read_token_map(path).to(self.device) if path is not None else None
 
@@ -212,7 +212,7 @@ BUILDERS: Mapping[Algorithm, Callable[[Build], DraftStrategy]] = {
 
 
 def borrow(strategy: DraftStrategy, target_weights: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that the draft fits the target in a folder, and read only the tensors that it borrows.
+    """Check that the draft fits the target in a folder, and read the tensors that the draft borrows.
 
     Raises:
         CheckpointError: The draft does not fit, or a tensor is missing. The message names the key or tensor.

@@ -2,8 +2,10 @@
 
 The engine combines the session table with one drafting strategy. It is synchronous and single-threaded, and
 is driven by the draft service's loop or by the in-process drafter. It also evicts idle sessions when KV
-memory is short, drops requests whose deadline has passed, and starts rounds that stay on the device
-(`enter`).
+memory is short, and drops requests whose deadline has passed.
+
+`enter` starts rounds that stay on the device: drafting and verification alternate on the GPU, each feeding
+the other, and the hosts learn the results one round late (see `shared.spec.resident`).
 
     messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
     ready sessions → extend     Feed the target's features of committed tokens, never drafted features.
@@ -31,12 +33,12 @@ from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 OUT_OF_PAGES_RETRY_MS = 1000
-"""Delay before a target may open a refused session again: out of pages, or borrowed tensors still missing."""
+"""Delay before a target may reopen a session refused for lack of pages or of borrowed tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """The state of a session when its tree was grown: its peer, its fence and the target's round."""
+class TreeOrigin:
+    """The session state that a tree was grown from: its peer, its fence and the target's round."""
 
     peer: PeerId
     fence: Fence
@@ -45,9 +47,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class ProposedTrees:
-    """Trees of one batch; row b is the tree of ``asked[b]``."""
+    """Trees of one batch; row b is the tree of ``origins[b]``."""
 
-    asked: tuple[Asked, ...]
+    origins: tuple[TreeOrigin, ...]
     trees: DraftBatch
 
 
@@ -181,7 +183,7 @@ class DraftEngine:
         started = self._clock()
         kept, refusals = self._reserve(ready)
         groups = list(self._groups(kept, started))
-        # Groups drafted in one launch: that launch also extends each session by up to this many last rows.
+        # For groups drafted in one launch: the number of last rows by which that launch extends each session.
         left = {
             id(session): pending_rows(session.ask.shape)
             for group in groups
@@ -213,8 +215,8 @@ class DraftEngine:
 
         Args:
             sessions: Sessions with reserved memory.
-            left: Rows that may stay behind, to be extended together with the tree, by the id of the `Session`
-                object. At least one row stays behind. None: every row is extended.
+            left: By id of the `Session` object, the number of rows that may be left for the launch that grows
+                the tree. At least one row is left. None: extend by every row.
         """
         while behind := [
             session for session in sessions if session.extendable_rows > (left[id(session)] if left else 0)
@@ -222,8 +224,8 @@ class DraftEngine:
             self.strategy.extend(behind, self.strategy.info.extend_rows, keep=1 if left else 0)
 
     def _propose(self, group: Sequence[Session], in_one_go: bool) -> ProposedTrees:
-        asked = tuple(
-            Asked(session.peer, session.fence, session.ask.round)
+        origins = tuple(
+            TreeOrigin(session.peer, session.fence, session.ask.round)
             for session in group
             if session.ask is not None
         )
@@ -234,12 +236,12 @@ class DraftEngine:
         for session in group:
             session.ask = None
         self.metrics.trees.inc(len(group))
-        return ProposedTrees(asked, trees)
+        return ProposedTrees(origins, trees)
 
     def absorb(self, peer: PeerId, session_ids: Sequence[int]) -> None:
-        """Extend these sessions by all their rows but the last, as far as free memory allows.
+        """Extend sessions of an unfinished prompt by all rows received so far, except the last one.
 
-        Idle sessions are not evicted for this. More rows of each session follow.
+        Skips sessions for which no memory is free: no idle session is evicted for this.
         """
         found = [self.sessions.get(peer, session_id) for session_id in session_ids]
         behind = [one for one in found if one is not None and one.extendable_rows > 1 and not one.engaged]
@@ -251,7 +253,7 @@ class DraftEngine:
     ) -> SessionRounds | None:
         """Start rounds that stay on the device; see `DeviceDrafter.enter`.
 
-        Rows beyond the number that a round extends by are extended immediately.
+        If more rows are waiting than one round can add, the excess is extended here.
 
         Returns:
             The rounds; None if these sessions cannot enter now.

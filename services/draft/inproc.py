@@ -127,8 +127,8 @@ class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
         # Drop the requests of sessions whose features are still incomplete.
         self._engine.cancel(HOST_PEER, request.round)
         for proposal in proposals:
-            for asked in proposal.asked:
-                self._reasons[asked.fence.session_id] = ""
+            for origin in proposal.origins:
+                self._reasons[origin.fence.session_id] = ""
         trees = _placed(proposals, request.rows, self._device)
         return replace(trees, draft_ms=(time.monotonic() - started) * 1000)
 
@@ -190,13 +190,13 @@ class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
                 self._reasons[session_id] = FAILED
 
     def _note(self, session_id: int, answer: Answer) -> None:
-        """Record why a sequence has no tree, and whether it must be opened again."""
+        """Record why a sequence has no tree, and whether the target must open it again."""
         if answer.verdict is Verdict.ACCEPTED:
             self._reasons[session_id] = WARMING
         elif answer.verdict is Verdict.REJECTED:
             self._reasons[session_id] = answer.reason.value
         elif answer.verdict is Verdict.RESYNC:
-            # A session refused permanently when it was opened is not reopened in every round.
+            # If the session was refused permanently when it was opened, do not reopen it in every round.
             refused = self._reasons.get(session_id) in (Reason.FULL.value, Reason.TOO_LONG.value)
             if not (refused and answer.reason is Reason.UNKNOWN_SESSION):
                 self._reasons[session_id] = answer.reason.value
@@ -211,5 +211,5 @@ def _placed(
     if not proposals:
         return root_trees(roots, device)
     position = {row.fence: index for index, row in enumerate(rows)}
-    parts = [(one.trees, [position[asked.fence] for asked in one.asked]) for one in proposals]
+    parts = [(one.trees, [position[origin.fence] for origin in one.origins]) for one in proposals]
     return scatter_trees(parts, roots)

@@ -20,8 +20,8 @@ CPU_KV_BYTES = 1 << 30
 FREE_SHARE = 0.1
 """Default limit of the KV cache, as a share of the free GPU memory. The target may need the rest."""
 SESSION_TOKENS = 16 * 1024
-"""Default limit of the KV cache, in tokens per session on average. It is close to a target's cache on a large
-GPU: 848K tokens of an 8B model on an H200, for 64 sessions."""
+"""Default limit of the KV cache: its tokens divided by `max_sessions`. With 64 sessions, this is close to a
+target's cache on a large GPU: 848K tokens for an 8B model on an H200."""
 SMALL_HEAD = 1024
 """Hidden size up to which a head's operations are too short to gain from several threads."""
 

@@ -31,7 +31,7 @@ PERIOD = 7
 MOST_UNRECORDED = 16
 """Largest number of concurrent sessions for a strategy without recorded rounds."""
 MOST_TOKENS = 256
-"""Upper bound of the tokens of a made-up sequence with its tree; limits concurrent sessions to the cache."""
+"""Upper bound of the tokens of a made-up sequence with its tree; decides how many fit into the cache."""
 
 
 def warm_up(

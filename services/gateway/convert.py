@@ -1,4 +1,4 @@
-"""Conversions between protobuf messages and the gateway's data, for the target's protocol.
+"""Converts requests, token deltas, traces and statistics to and from the protobuf messages of the target.
 
 Protobuf messages are used only here, in the target client and in the gRPC servicer.
 """

@@ -189,7 +189,7 @@ def _finished(
 
 
 def _by_round(delta: TargetDelta) -> Iterator[tuple[tuple[int, ...], tuple[RoundTrace, ...]]]:
-    """Split a delta so that each traced round comes with its tokens. Prefill tokens come first, alone."""
+    """Split a delta by traced rounds. Tokens of the prefill come first, in a part without a round."""
     if not delta.rounds:
         yield delta.token_ids, ()
         return

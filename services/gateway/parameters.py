@@ -115,7 +115,8 @@ class RequestBuilder:
             The number of sequences in the request.
 
         Raises:
-            InvalidRequestError: If a value is invalid. Names the field, the value and the valid range.
+            InvalidRequestError: If a value is invalid. The error names the field, the value and the valid
+                range.
         """
         name = surface.prefix
         p = parameters

@@ -1,4 +1,4 @@
-"""JSON objects shared by the replies of several routes: usage, speculation and metadata."""
+"""Builds the JSON objects that replies of several routes share: usage, speculation and metadata."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FINISH_NAMES = {
     FinishReason.LENGTH: "length",
     FinishReason.CANCELLED: "abort",
 }
-"""Finish reasons as REST replies and metrics report them: OpenAI's names, and `abort`, which OpenAI does not define."""
+"""Finish reasons in REST replies and metrics: OpenAI's names, and `abort`, which OpenAI does not define."""
 MASK_64 = (1 << 64) - 1
 MAX_STOPS = 4
 

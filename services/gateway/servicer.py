@@ -1,4 +1,4 @@
-"""The public gRPC API. It uses the same requests, checks and core as the REST API."""
+"""The public gRPC API (Chat, Complete, ListModels). It shares request checks and core with the REST API."""
 
 from __future__ import annotations
 

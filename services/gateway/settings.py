@@ -1,4 +1,4 @@
-"""Settings of the gateway service."""
+"""Settings of the gateway (flags of ``serve gateway``): addresses, keys, request limits, drain times."""
 
 from __future__ import annotations
 

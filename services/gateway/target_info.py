@@ -1,4 +1,4 @@
-"""Information and statistics reported by the target."""
+"""The target's self-description (`TargetInfo`: model, limits, default tree) and its load (`TargetStats`)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class TextCodec:
         """Load a model folder, or a tokenizer.json.
 
         Raises:
-            CheckpointError: If a file is missing or broken. Names the file and the fix.
+            CheckpointError: If a file is missing or broken. The error names the file and the fix.
         """
         folder = path.parent if path.is_file() else path
         file = path if path.is_file() else path / TOKENIZER_FILE

@@ -168,7 +168,7 @@ def test_trees_equal_an_independent_implementation(
     for session, (tokens, features) in cases.items():
         follow(engine, session, tokens, features, DraftShape(steps, topk, nodes))
     (proposal,) = engine.step().proposals
-    assert [asked.fence.session_id for asked in proposal.asked] == list(cases)
+    assert [origin.fence.session_id for origin in proposal.origins] == list(cases)
     compared = 0
     for row, (tokens, features) in enumerate(cases.values()):
         expected = reference_tree(plain, tokens, features.double(), steps, topk, nodes)
@@ -215,9 +215,9 @@ def test_shapes_may_differ_within_a_batch(pair: tuple[Path, Path]) -> None:
     for session, shape in enumerate(shapes):
         follow(engine, session, *sequence(session, 9), shape)
     together = {
-        asked.fence.session_id: paths_of(p.trees, row)
+        origin.fence.session_id: paths_of(p.trees, row)
         for p in engine.step().proposals
-        for row, asked in enumerate(p.asked)
+        for row, origin in enumerate(p.origins)
     }
     for session, shape in enumerate(shapes):
         alone = make_engine(pair)
@@ -317,8 +317,8 @@ def test_a_mixed_batch_couples_the_sampled_rows_only(pair: tuple[Path, Path]) ->
         follow(engine, session, *sequence(8, 10), DraftShape(4, 3, 10), temperature)
     (proposal,) = engine.step().proposals
     trees = {
-        asked.fence.session_id: paths_of(proposal.trees, row).keys()
-        for row, asked in enumerate(proposal.asked)
+        origin.fence.session_id: paths_of(proposal.trees, row).keys()
+        for row, origin in enumerate(proposal.origins)
     }
     assert trees[1] == trees[3] != trees[2]
 

@@ -1,13 +1,15 @@
-"""Rounds that stay on the device, for the sessions of one draft engine (`ResidentBatch`).
+"""Rounds that stay on the device, for the sessions of one draft engine (a `ResidentBatch`).
 
-Enters and leaves such rounds, grows the sessions' page leases ahead of each round, and updates the sessions
-one round late. Between `enter` and `leave`, the sessions' fresh rows exist only in the target engine's
-`RoundState`. The host learns a round's tokens one round late, and takes back the last round's features when
-it leaves.
+In such rounds, the tokens and features of one round feed the next on the GPU (see `shared.spec.resident`).
+This module enters and leaves them, reserves KV pages for the sessions ahead of each round (in the session's
+`PageLease`), and updates the sessions one round late.
 
-                 rounds through the host           rounds on the device
-    tokens       all committed tokens              those of rounds reported by `committed`
-    cached_rows  rows in the KV                    rows before the last reported round's
+Between `enter` and `leave`, the fresh rows (tokens and features chosen by the last round) exist only in the
+target engine's `RoundState`. `leave` copies the last round's features back into the sessions.
+
+    session's    in rounds through the host        in rounds on the device
+    tokens       all committed tokens              tokens of the rounds reported by `committed`
+    cached_rows  rows in the KV                    all rows but those of the last reported round
     features     queue of rows not yet in the KV   empty: the features are in the state
 """
 
@@ -58,7 +60,7 @@ class RoundMemory:
         return self._budgets[bs, nodes]
 
     def tokens_needed(self, committed_len: int, shape: DraftShape) -> int:
-        """Return the number of tokens that a sequence's lease must hold for one round."""
+        """Return the number of tokens for which a sequence's lease needs pages in one round."""
         return committed_len - 1 + self.lead + scratch_rows(shape.depth, shape.topk)
 
     def holds(self, lease: PageLease, num_tokens: int) -> bool:
@@ -66,9 +68,9 @@ class RoundMemory:
         return num_tokens <= len(lease.pages) * self.pool.page_size
 
     def reserve(self, lease: PageLease, num_tokens: int, *, grows: bool = False) -> bool:
-        """Grow a lease until it holds this many tokens, plus `SPARE_TOKENS` if there is room.
+        """Grow a lease to this many tokens, plus `SPARE_TOKENS` if there is room.
 
-        Without `grows`, a lease that already holds them is left alone.
+        Without `grows`, a lease that already has enough pages is not changed.
 
         Returns:
             False if the pool is full.
@@ -81,18 +83,18 @@ class RoundMemory:
 class SessionRounds(ResidentBatch):
     """The sessions of one batch in rounds on the device.
 
-    Without sessions, all rows are idle; such rounds are used to record graphs.
+    With an empty list of sessions, all rows are idle. Graphs are recorded with such rounds.
 
     Args:
         memory: Resources shared by all rounds.
-        sessions: The sessions, in the order of the state's rows. Their leases hold enough for the first
+        sessions: The sessions, in the order of the state's rows. Their leases have enough pages for the first
             round.
         shape: Shape of every tree.
         state: The engine's state.
         now: Returns monotonic seconds.
 
     Attributes:
-        key: Address of the page table. Everything else that a round reads besides the state never moves.
+        key: Address of the page table, the only input other than the state whose address can change.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class SessionRounds(ResidentBatch):
         return True
 
     def write_later(self) -> None:
-        """Leave it to `write`, from now on, to copy the pages of `reserve` to the device."""
+        """From now on, let `reserve` only note new pages, which `write` then copies to the device."""
         self._later = True
 
     def write(self) -> None:
@@ -187,7 +189,7 @@ class SessionRounds(ResidentBatch):
         for row, (session, tokens) in enumerate(zip(self._sessions, tokens_per_row, strict=True)):
             if session is None or not tokens:
                 continue
-            # The round that chose these tokens has extended by all rows before them.
+            # The round that chose these tokens has added all rows before them to the KV.
             session.cached_rows = session.num_rows
             session.tokens.extend(tokens)
             session.prefix_hash = extend_prefix_hash(session.prefix_hash, tokens)
@@ -235,7 +237,7 @@ class SessionRounds(ResidentBatch):
         self._table.lent = False
 
     def _sized(self, state: RoundState) -> tuple[GrowthSize, torch.Tensor]:
-        """Return the sizes of rounds with this state, and the node limit of every row."""
+        """Return the size of rounds with this state, and the node limit of every row."""
         bounded = self._bounded
         rows = min(round_rows(bounded), state.columns)
         shape = GrowthSize(state.bs, rows, bounded.depth, bounded.topk, self._shape.max_nodes)

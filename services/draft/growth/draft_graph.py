@@ -1,8 +1,9 @@
 """Extends sessions and grows their trees in one CUDA graph launch, for rounds that the host starts.
 
-Such rounds serve frames of remote targets and batches whose composition changes. The inputs travel in one
-copy. On a GPU, launching the hundred kernels of a round takes longer than running them, so rounds of a
-recurring size are recorded. The first few of each size run eagerly, with the same code.
+Such rounds serve frames of remote targets and batches whose composition changes. The host's inputs, except
+page tables, are packed into one copy. On a GPU, launching the hundred kernels of a round takes longer than
+running them, so rounds of a recurring size are recorded. The first few of each size run eagerly, with the
+same code.
 
 Also defines the draft's limit on recorded batch sizes (`DraftGraphs`).
 """
@@ -38,7 +39,7 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 MAX_BS = 64
 """Largest recorded batch size, unless the settings change it."""
 MAX_TOLD = 16
-"""Number of batch sizes for which the log warns that they are too large."""
+"""Largest number of warnings about batch sizes above the limit; there is one warning per size."""
 
 _log = logging.getLogger("outrider.draft")
 
@@ -49,7 +50,7 @@ class _Buffers:
 
     Attributes:
         packed: ``[n] int32``, the memory of `inputs`, except for features and page table.
-        places: ``[bs * rows] int64``, view: row indices, among all sequences' rows, of the queued features.
+        places: ``[bs * rows] int64``, view of `packed`: for each queued feature, the flat index of its row.
         inputs: Inputs of the round.
         table: The page table in `inputs`.
     """
@@ -90,7 +91,7 @@ class DraftGraph:
         """Extend the sessions, and grow one tree per session.
 
         Args:
-            sessions: Sessions with reserved memory that ask for trees of equal depth and topk. Each has 1 to
+            sessions: Sessions with reserved memory that request trees of equal depth and topk. Each has 1 to
                 `pending_rows` rows that are not in the KV yet.
         """
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
@@ -136,7 +137,7 @@ class DraftGraph:
         return self._memory.drafter.draft(buffers.inputs, size)
 
     def _record(self, key: tuple[GrowthSize, int], size: GrowthSize, buffers: _Buffers) -> bool:
-        """Return whether rounds of this size are replayed. Record them if they have recurred often enough."""
+        """Return True if a graph of this size exists. Record one once the size has recurred often enough."""
         if not self._graphs.enabled or size.bs > power_of_2(self._max_bs()):
             return False
         if not self._graphs.due(key, counted_as=size):
@@ -154,8 +155,8 @@ class DraftGraph:
 
     def _make_buffers(self, bs: int, rows: int, width: int) -> _Buffers:
         device = self._memory.pool.device
-        # A table of its own. Taking one of `PageTables` would change which tables rounds on the device get,
-        # and so invalidate the graphs recorded for those.
+        # Use a separate table. A table taken from `PageTables` would be missing there, and rounds on the
+        # device would get another table than their graphs were recorded with.
         table = PageTable(bs, width, device)
         with torch.inference_mode(False):
             packed = torch.zeros(_packed_size(bs, rows), dtype=torch.int32, device=device)
@@ -246,13 +247,13 @@ class DraftGraphs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrowth:
-    """Rounds of a strategy that extend and grow in one launch.
+    """A strategy's ways to run work in one launch: rounds on the device, rounds of the host, short prompts.
 
     Attributes:
         memory: Shared by the rounds that stay on the device.
         host: Runs the rounds that the host starts. None where extending and growing separately is faster.
         extension: Extends sessions by short prompts. None where graphs do not help.
-        graphs: Graphs of all of these.
+        graphs: The graphs of all three.
     """
 
     memory: RoundMemory
@@ -269,7 +270,7 @@ class DeviceGrowth:
         feature_size: int,
         dtype: torch.dtype,
     ) -> DeviceGrowth:
-        """Make the rounds of a model. On a CPU, `host` and `extension` are None."""
+        """Create the rounds for a model. On a CPU, `host` and `extension` are None."""
         memory, graphs = (
             RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead),
             DraftGraphs(pool.device),
@@ -295,7 +296,7 @@ def _packed_size(bs: int, rows: int) -> int:
 
 
 def _copied(drafted: GrownTrees, count: int, nodes: int) -> tuple[DraftBatch, torch.Tensor]:
-    """Copy the first `count` trees, `nodes` columns each, as views of one tensor; also copy the states."""
+    """Return copies of the first `count` trees, cut to `nodes` columns, and of their states."""
     trees = drafted.trees
     assert trees.logprobs is not None, "rounds must return log-probs"
     columns = [part[:count, :nodes] for part in (trees.tokens, trees.parents, trees.depths)]

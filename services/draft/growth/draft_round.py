@@ -1,9 +1,11 @@
 """One drafting round entirely on the device: extends the draft's KV, grows the levels and builds the trees.
 
-It needs nothing from the host, so it can be one CUDA graph. It computes the same as `DraftStrategy.extend`
-followed by `HostGrower.grow`, but with lengths that only the device knows. Every sequence extends by R rows,
-of which the last `counts` are real (`kernels.round_plan`). An idle sequence is computed too, but touches no
-memory.
+The round needs nothing from the host, so it can be one CUDA graph. It computes the same as
+`DraftStrategy.extend` followed by `HostGrower.grow`, but reads the sequence lengths from device memory. Every
+sequence extends by R rows, of which the last `counts` are real (`kernels.round_plan`). An idle sequence is
+computed too, but reads and writes no KV.
+
+Stable rows are the KV rows of committed tokens. A tree grows from the root, the last committed token.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 
 @dataclass(frozen=True, slots=True)
 class GrowthSize:
-    """The sizes of a round that the host fixes. Rounds with equal sizes and equal addresses share one graph.
+    """The sizes of a round, fixed by the host. Rounds with equal sizes and equal addresses share one graph.
 
     Attributes:
         bs: Number of sequences, idle ones included.
@@ -133,7 +135,7 @@ class RoundDrafter:
             for rows in (shape.rows, 1)
         )
         self._attention.plan(every)
-        # The tree grows from the state of the last row. The other rows only need K and V.
+        # The tree grows from the state of the last row. For the other rows, only K and V are computed.
         roots = extend(plan.tokens, inputs.features.flatten(0, 1), plan.features, Ends(last))  # [bs, hidden]
         # 3. Grow the levels, and build the trees from all candidates.
         candidates = self._grow(inputs, plan, levels, roots, shape.depth, topk)
@@ -218,7 +220,7 @@ class RoundDrafter:
         )
 
     def _query_start(self, bs: int, rows: int) -> torch.Tensor:
-        """Return ``[bs + 1] int32``. It is cached, because a copy from the host cannot be captured."""
+        """Return the first rows, ``[bs + 1] int32``, from a cache: graphs cannot copy them from the host."""
         if (bs, rows) not in self._starts:
             self._starts[bs, rows] = (torch.arange(bs + 1, dtype=torch.int32) * rows).to(self._model.device)
         return self._starts[bs, rows]

@@ -22,9 +22,8 @@ from outrider.shared.nn.layers.rope import Rotation
 LevelPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Computes the states ``[rows, hidden]`` of a level.
 
-Takes the tokens ``[rows] int32`` and the states of the rows' parents ``[rows, hidden]``.
-
-The caller plans attention before the call.
+The arguments are the tokens ``[rows] int32`` and the states of the rows' parents ``[rows, hidden]``. The
+caller plans attention before the call.
 """
 
 
@@ -32,13 +31,13 @@ The caller plans attention before the call.
 class Stage:
     """The part of a model that runs a level. A model that runs all levels alike has one stage.
 
-    Each stage has K/V of its own. Its rows see the stable rows in that K/V, and their ancestors of all
-    levels. A stage that takes over at level 2 or later therefore first runs the earlier levels, on the
-    states that the previous stage computed for their parents.
+    Each stage has its own K/V. A row of the tree attends to the sequence's stable rows (those of committed
+    tokens) in that K/V, and to its ancestors on all levels. A stage that takes over at level 2 or later
+    therefore first runs the earlier levels, on the states that the previous stage computed for their parents.
 
     Attributes:
         behind: Number of the sequence's stable rows that this stage's K/V lacks. An MTP module with
-            `behind` modules before it takes token t + 1 + `behind` in the row of position t. A stage with
+            `behind` modules before it reads token t + 1 + `behind` in the row of position t. A stage with
             `behind` >= 2 takes over at level `behind`, from the stage whose `behind` is one less.
     """
 

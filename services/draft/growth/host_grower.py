@@ -215,7 +215,7 @@ class HostGrower:
     def _prepare_levels(
         self, batch: GrowBatch, stable_lens: torch.Tensor, topk: int, constants: ShapeConstants
     ) -> Levels:
-        """Compute the rope positions, KV slots and masks of all levels at once."""
+        """Compute the rope positions, KV slots and masks of all levels together."""
         pool, bs = self._pool, len(batch.leases)
         page_table = pool.page_table(batch.leases)
         prefixes: dict[int, torch.Tensor] = {}

@@ -11,7 +11,7 @@ from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
 
 FIRST_WIDTH_TOKENS = 4096
-"""Tokens that the narrowest table covers. Each wider table covers `WIDTH_FACTOR` times as many."""
+"""Number of tokens that the narrowest table covers. Each wider table covers `WIDTH_FACTOR` times more."""
 WIDTH_FACTOR = 4
 
 
@@ -43,7 +43,7 @@ class PageTable:
 
         Args:
             leases: One per row.
-            later: Leave the copy to the device to `flush`.
+            later: If True, do not copy the changes to the device yet; `flush` will.
         """
         changed = False
         for row, lease in enumerate(leases):
@@ -93,7 +93,7 @@ class PageTables:
         return min(self._pool.pages_for(tokens), self._pool.num_pages)
 
     def find(self, bs: int, width: int) -> PageTable:
-        """Return a table that no rounds read. Rounds that follow one another get the same table."""
+        """Return a table that no running rounds read. Consecutive rounds get the same table."""
         tables = self._tables.setdefault((bs, width), [])
         for table in tables:
             if not table.lent:

@@ -1,4 +1,4 @@
-"""The interface of a recurrent draft head (EAGLE family), as the growth of trees uses it."""
+"""The interface of recurrent draft heads (EAGLE family): forward pass, logits, borrowed tensors, features."""
 
 from __future__ import annotations
 

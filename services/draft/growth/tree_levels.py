@@ -1,4 +1,4 @@
-"""The rows, attention masks and KV slots of the levels of growing draft trees, as `HostGrower` needs them.
+"""Rows, attention masks and KV slots of each level of a growing draft tree, for `HostGrower`.
 
 - `ShapeConstants`: tensors that depend only on the shape of a batch.
 - `Levels`: positions and memory of all levels of one round.
@@ -30,7 +30,7 @@ class ShapeConstants:
         query_start: ``[bs + 1] int32``, index of each sequence's first row in a level, and the row count.
         first_child: ``[bs, 1] int32``, index of each sequence's first child among the children of a level.
         self_bits: ``[depth - 1, bs * topk, words] int32``, mask with each row's own bit, for each level.
-        passes: The passes of each level, starting with level 1.
+        passes: The passes that run each level, starting with level 1.
         offsets: ``[passes, 1] int32``, rope position of each pass's rows, minus the number of stable rows.
         lags: The distinct values of `Stage.behind`, ascending.
         catches_up: True if a stage also runs levels before the one at which it takes over.
@@ -108,7 +108,7 @@ class Levels:
         prefixes: By lag: ``[bs] int32``, the number of stable rows of such a stage.
         slots: By lag: ``[bs, depth - 1, topk] int64``, the KV slots that each level writes.
         visible: By lag, if some rows would lie before position 0: ``[bs * topk, words] int32``, a mask of the
-            scratch columns that do not.
+            scratch columns at position 0 or later.
         passes: The model's pass for each key.
         constants: Constants of the shape.
         max_stable_len: Largest number of stable rows of a sequence.
@@ -127,8 +127,8 @@ class Levels:
         behind, topk = key.stage.behind, self.constants.topk
         prefix, written = self.prefixes[behind], topk * key.level
         if behind in self.visible:
-            # Every row keeps seeing itself: a row that sees nothing would become NaN and spoil other rows,
-            # even those that do not see it.
+            # Let every row attend to itself: a row that attends to nothing would become NaN and spoil other
+            # rows, even those that do not attend to it.
             ancestors = ancestors & self.visible[behind] | self.constants.self_bits[key.level - 1]
         return AttentionBatch(
             page_table=self.page_table,

@@ -110,7 +110,7 @@ class EagleHead(LoadedHead, HasProducts):
         return head, keys
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        # Features travel raw: `fc` also mixes in the embedding, so the target cannot apply it.
+        # Features are sent raw: `fc` also reads the embedding, so the target cannot apply it in advance.
         if target is not None:
             self.config.check_target(target)
         return FeatureSpec(final_hidden=True, feature_size=self.hidden_size, fingerprint=RAW_FEATURES)
@@ -150,7 +150,7 @@ class EagleHead(LoadedHead, HasProducts):
 
     @cached_property
     def _fused(self) -> FusedHead | None:
-        """The fused GPU path, or None. Read it only after every missing tensor was lent: it is built once."""
+        """The fused GPU path, or None. It is built once, so read it only when no tensor is missing."""
         if not runs_fused(self.device, self.dtype):
             return None
         last = self._first_post_norm if self._norm is None else self._norm
@@ -194,4 +194,4 @@ def _resolve(reader: CheckpointReader, config: EagleConfig) -> HeadKeys:
         shapes["norm.weight"] = (hidden,)
     if HOT_IDS in stored:
         shapes[HOT_IDS] = reader.tensors[stored[HOT_IDS]].shape[:1] or (1,)
-    return HeadKeys.settle(reader, stored, shapes, ignored, (HOT_IDS,), layer.head_dim)
+    return HeadKeys.match(reader, stored, shapes, ignored, (HOT_IDS,), layer.head_dim)

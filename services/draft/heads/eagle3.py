@@ -153,7 +153,7 @@ class Eagle3Head(LoadedHead, HasProducts):
         # Path 1: fused kernels; the embedding's share of the first product comes from a table.
         if self._fused is not None and self._embedded is not None and isinstance(attention, StoredAttention):
             # If the last pass left the sums of squares of these features, no norm kernel is needed.
-            stream = self._fused.behind(features) if source is None and self._embedded.folded else None
+            stream = self._fused.stream_of(features) if source is None and self._embedded.folded else None
             if stream is None:
                 normed, residual = feature_input(
                     features, source, self._embedded.norm, self._hidden_norm.eps, kind
@@ -192,9 +192,9 @@ class Eagle3Head(LoadedHead, HasProducts):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         if self._fused is None:
             return self._tables.logits(states if self.config.norm_output else self._norm(states))
-        behind = self._fused.behind(states)
-        if behind is not None:
-            return self._fused.logits_behind(behind)
+        stream = self._fused.stream_of(states)
+        if stream is not None:
+            return self._fused.stream_logits(stream)
         return self._fused.logits(
             states if self.config.norm_output else rms_norm(states, self._norm.weight, self._norm.eps)
         )

@@ -5,8 +5,9 @@ of the embedding depends only on the token, so it is looked up in a table:
 
     table[token] = Wqkv[:, :hidden] @ norm(embedding[token])
 
-The product in each pass then reads only half of its weight. A pass over few rows is bound by reading weights:
-for a layer of Llama-3.1-8B's shape with its draft vocabulary, this saves 7 % of the bytes read.
+The product in each pass then reads only half of its weight matrix. Reading weights dominates the time of a
+pass over few rows: for a layer of Llama-3.1-8B's shape with its draft vocabulary, the table saves 7 % of the
+bytes read.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class EmbeddedTokens:
 
     Attributes:
         attention: The layer's attention; its q-k-v product reads the feature only.
-        table: ``[vocabulary, (heads + 2 * kv_heads) * head_dim]``, the summand of each token.
+        table: ``[vocabulary, (heads + 2 * kv_heads) * head_dim]``, the embedding's share for each token.
         norm: ``[hidden]``, the weights to apply when normalising a feature.
         folded: True if `norm` is all ones because the norm's weights are folded into the q-k-v product.
     """

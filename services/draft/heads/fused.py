@@ -51,7 +51,7 @@ class FusedHead:
     def __init__(self, blocks: Sequence[FusedBlock], lm_head: Linear) -> None:
         self._blocks = blocks
         self._lm_head = lm_head
-        self._behind: Stream | None = None
+        self._last: Stream | None = None
 
     def forward(
         self,
@@ -71,7 +71,7 @@ class FusedHead:
         """
         for block in self._blocks:
             if ends is not None and block is self._blocks[-1]:
-                # Only the last layer may skip rows: earlier layers feed the K/V of all rows in later layers.
+                # Only the last layer may skip rows: the K/V of later layers needs all rows of earlier ones.
                 if ends.batch is None:
                     return _store(block.attention, stream, rotation, attention.slots, pool, lookup)
                 stream = replace(stream, residual=ends.of(stream.residual))
@@ -81,20 +81,20 @@ class FusedHead:
             )
             lookup = None  # only the first layer reads the embedding
             stream = mlp_block(block.mlp, stream, block.after)
-        self._behind = stream
+        self._last = stream
         return stream
 
-    def behind(self, states: torch.Tensor) -> Stream | None:
-        """Return the stream of the last pass, if `states` is its residual and its sums of squares are known.
+    def stream_of(self, states: torch.Tensor) -> Stream | None:
+        """Return the last pass's stream if `states` is its residual and it has sums of squares; else None.
 
-        The next reader of these states then needs no separate kernel for the norm.
+        With the sums of squares, the next product can apply the norm without a separate kernel.
         """
-        stream = self._behind
+        stream = self._last
         return (
             stream if stream is not None and stream.residual is states and stream.sums is not None else None
         )
 
-    def logits_behind(self, stream: Stream) -> torch.Tensor:
+    def stream_logits(self, stream: Stream) -> torch.Tensor:
         """Normalise the rows of a stream and return their logits, ``[rows, vocabulary]``."""
         if self._lm_head.bias is not None:
             return self._lm_head(normalise(stream))
@@ -102,7 +102,7 @@ class FusedHead:
         return parts.sum(0) if parts.dim() == 3 else parts
 
     def uses(self) -> list[ProductUse]:
-        """Return the uses of all products, so that kernel tiles can be tried for them."""
+        """Return all matrix products of the head, for the tuning of kernel tiles."""
         layers = [(block.attention, block.mlp) for block in self._blocks]
         return uses_of(layers, self._lm_head, self._lm_head.weight.dtype, reduced=False)
 

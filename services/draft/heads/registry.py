@@ -63,10 +63,10 @@ EAGLE3_ONLY = ".hidden_norm.weight"
 
 
 def head_kind(path: Path) -> HeadKind | None:
-    """Return the kind of head in a folder, or None if the folder holds a plain model.
+    """Return the kind of head in a folder, or None if the folder contains a plain model.
 
     Raises:
-        CheckpointError: The folder holds neither. `field` names the key or file.
+        CheckpointError: The folder contains neither. `field` names the key or file.
     """
     raw = read_head_config(path)
     source = config_file(path)
@@ -103,7 +103,7 @@ def load_head(
             None drafts all of them.
 
     Raises:
-        CheckpointError: The folder does not hold a supported head. `field` names the key, file or tensor.
+        CheckpointError: The folder contains no supported head. `field` names the key, file or tensor.
     """
     kind = head_kind(path)
     if kind is None:
@@ -127,7 +127,7 @@ def _load_eagle3(
     path: Path, device: torch.device, dtype: torch.dtype, token_map: torch.Tensor | None
 ) -> RecurrentHead:
     head, keys = Eagle3Head.load(path, device, dtype, token_map)
-    aux = "none: the last hidden state" if head.config.final_hidden else head.config.aux.says
+    aux = "none: the last hidden state" if head.config.final_hidden else head.config.aux.summary
     _log(head, keys, aux_layers=aux, rope_theta=head.config.layer.rope.theta)
     return head
 

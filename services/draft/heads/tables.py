@@ -1,4 +1,4 @@
-"""A head's embedding and lm_head: its own, or borrowed from the target (`TokenTables.missing`, `lend`)."""
+"""A head's embedding and lm_head: its own, or borrowed from the target (`TokenTables.lend`)."""
 
 from __future__ import annotations
 

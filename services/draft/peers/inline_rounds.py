@@ -1,7 +1,7 @@
 """Transfers states and trees of rounds as messages, for targets that share no memory with this draft (gRPC).
 
 A round that has run before is enqueued when RoundsNext arrives, and waits on the device for its state. Any
-other round is launched when its state arrives.
+other round is launched when its state arrives. A blob is the packed state or the packed trees of one round.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class InlineRounds(RoundsInlet):
         self._taken = 0
         self._awaited = False
         self._waiting: _Waiting | None = None
-        # Whether the awaited state was announced (RoundSoon), and the rounds whose trees are sent after
-        # RoundTaken.
+        # Whether the awaited state was announced (RoundSoon), and the rounds whose trees are sent once
+        # RoundTaken has been sent.
         self._announced = False
         self._owed: deque[_Waiting] = deque()
 
@@ -83,7 +83,7 @@ class InlineRounds(RoundsInlet):
         return self._relay is not None and self._relay.broken
 
     def finish_sealed(self, message: bytes) -> bool:
-        """Do as `finish`, for an encoded message.
+        """Like `finish`, but takes a message that is still encoded.
 
         Returns:
             False if the message is anything but the awaited state.
@@ -138,7 +138,7 @@ class InlineRounds(RoundsInlet):
         self._state = state
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        # The device can only wait for numbers that ascend.
+        # The device can only wait for ascending numbers.
         self._relayed = self._fits_relay and self._taken < message.number <= MAX_NUMBER
         self._ahead = tried and self._relayed and self._may_go_ahead
         return self._ahead
@@ -148,7 +148,7 @@ class InlineRounds(RoundsInlet):
     ) -> None:
         """Copy the state that has arrived, or make the stream wait for it."""
         if self._relayed and self._relay is not None:
-            self._answer_owed(self._relay)  # before there is another round to wait for
+            self._answer_owed(self._relay)  # first: the stream is about to wait for another round's state
             self._taken, self._awaited = message.number, True
             try:
                 self._relay.take(message.number, blob, expected, limit_s)

@@ -1,15 +1,14 @@
 """Runs rounds on this device for a target in another process: admits, records, enqueues and ends them.
 
-`RoundsDesk` admits one batch of one target at a time, and reports why a batch cannot enter. `PeerRounds`
-runs its rounds. In every round a state arrives and trees are returned, both in stream order; see
-`RoundsInlet`. The engine's `RoundState` is a copy of the target's.
+`RoundsDesk` admits one batch of one target at a time, or reports why the batch cannot enter. `PeerRounds`
+runs its rounds. In each, a state arrives (chosen tokens with their features) and trees are returned, both in
+stream order through a `RoundsInlet`. `RoundState` is this draft's copy of the state.
 
-The host learns the tokens of a round only after the target has read them back. So the sessions lag behind the
-device, as those of the in-process draft do (see `device_rounds`):
+This host learns a round's tokens only after the target has read them back, in these messages:
 
-    RoundsEnter                brings the pending tokens; round 1 extends by them
-    RoundsNext n + 1 or later  brings the tokens that round n chose; round n + 1 extends by them
-    RoundsLeave                brings all other tokens but those of the last round, which follow in a commit
+    RoundsEnter                the pending tokens; round 1 extends by them
+    RoundsNext n + 1 or later  the tokens that round n chose; round n + 1 extends by them
+    RoundsLeave                all other tokens but those of the last round, which follow in a commit
 """
 
 from __future__ import annotations
@@ -41,28 +40,20 @@ MAX_STATE_BYTES = 16 * 1024 * 1024
 WARMING = "warming"
 """The reason sent while rows of a prompt are still missing."""
 MAX_SIZES = 64
-"""Number of round sizes that are kept; each has memory and graphs of its own."""
+"""Number of round sizes that are kept. Each size has its own memory and graphs."""
 STATE_LIMIT_S = 2.0
 """Limit of the device's wait for a state. The target sends one as soon as its pass is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Inputs and outputs of the rounds of one size, at fixed addresses.
+    """Inputs and outputs of the rounds of one size, at fixed addresses."""
 
-    Attributes:
-        state: The received state.
-        blob: All memory of `state`.
-        number: The round number in the header of `blob`.
-        expected: ``[1] int32``, the current round. A state with another number drafts nothing.
-        trees: The trees to send.
-    """
-
-    state: RoundState
-    blob: torch.Tensor
-    number: torch.Tensor
-    expected: torch.Tensor
-    trees: TreesBlob
+    state: RoundState  # the received state
+    blob: torch.Tensor  # all memory of `state`
+    number: torch.Tensor  # the round number in the header of `blob`
+    expected: torch.Tensor  # [1] int32, the current round; a state with another number drafts nothing
+    trees: TreesBlob  # the trees to send
 
     @classmethod
     def make(cls, message: draft_pb2.RoundsEnter, dtype: torch.dtype, device: torch.device) -> _Buffers:
@@ -76,14 +67,13 @@ class _Buffers:
 
 
 class PeerRounds:
-    """One composition of rows with one shape, between RoundsEnter and RoundsLeave. Engine thread only.
+    """The rounds of one batch and one tree shape, from RoundsEnter to RoundsLeave. Engine thread only.
 
     Args:
         desk: The desk that runs these rounds.
         message: The RoundsEnter message.
-        sessions: The sessions, in the order of the message's rows, with the message's tokens already
-            appended.
-        rounds: The rounds on the device, of the same sessions.
+        sessions: The sessions of the message's rows, with the message's tokens already appended.
+        rounds: The rounds of these sessions on the device.
         buffers: Buffers of this size.
         before: The sessions' prefix hashes before the message's tokens were appended.
     """
@@ -129,8 +119,8 @@ class PeerRounds:
             return False
         buffers = self._buffers
         inlet.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
-        # After the wait for the state: if target and draft share a GPU by time-slicing, a copy before it
-        # would cost the target a time-slice.
+        # Write after the wait: if both sides share a GPU by time-slicing, a copy before it would cost the
+        # target a time-slice.
         self._rounds.write()
         self._desk.graphs.run(self._key, self._round)
         inlet.give(message, buffers.trees.blob)
@@ -152,11 +142,7 @@ class PeerRounds:
                 self._sessions[row] = None
 
     def leave(self, chosen: Sequence[draft_pb2.RoundTokens]) -> list[Session]:
-        """End the rounds. The sessions are then as if every commit but the last had arrived.
-
-        Returns:
-            The sessions that cannot be continued.
-        """
+        """End the rounds as if every commit but the last had arrived; return the sessions that are lost."""
         self._tell(chosen)
         lost: list[Session] = []
         for row, session in enumerate(self._sessions):
@@ -193,7 +179,7 @@ class PeerRounds:
     def _round(self) -> None:
         """Run one round. All its tensors stay at fixed addresses."""
         buffers = self._buffers
-        # A state that did not arrive in time is one of an earlier round: store and draft nothing for it.
+        # If the state did not arrive in time, the blob is that of an earlier round: store and draft nothing.
         admit_counts(buffers.number, buffers.expected, buffers.state.counts)
         trees, out = self._rounds.draft(buffers.state), buffers.trees
         pack_trees(trees.num_nodes, trees.tokens, trees.parents, out.num_nodes, out.tokens, out.parents)
@@ -241,9 +227,9 @@ class RoundsDesk:
         return self._peer
 
     def has_served(self, message: draft_pb2.RoundsEnter) -> bool:
-        """True if rounds of this size, and of sequences about as long, have begun before.
+        """True if rounds of this size and similar lengths have begun before, and so begin without delay.
 
-        Beginning others like them then takes no time. Any thread may call this.
+        Any thread may call this.
         """
         return (_kind(message), _length_class(message)) in self._served
 
@@ -287,10 +273,7 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def record(self, message: draft_pb2.RoundsEnter) -> None:
-        """Record rounds of a size in advance, so that a target that enters them need not wait.
-
-        Does nothing if such rounds cannot run here, or while other rounds run.
-        """
+        """Record rounds of a size in advance, unless they cannot run here or other rounds are running."""
         rounds = self._engine.strategy.rounds
         shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
         if (
@@ -314,11 +297,7 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def run(self, peer: PeerId, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
-        """Enqueue the next round, or prepare it if its state arrives later.
-
-        Returns:
-            False if there are no such rounds, or if they have ended.
-        """
+        """Enqueue the next round, or prepare it for its state. Return False if its rounds have ended."""
         self._engine.touch(peer)
         rounds = self._current(peer, message.rounds)
         if rounds is None:
@@ -346,7 +325,7 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def leave(self, peer: PeerId, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
-        """End rounds regularly. Does nothing if they have ended already."""
+        """End rounds at the target's request. Does nothing if they have ended already."""
         rounds = self._current(peer, message.rounds)
         if rounds is not None:
             rounds.drop_forgotten(self._followed)
@@ -376,7 +355,7 @@ class RoundsDesk:
             self._engine.sessions.lose(session)
 
     def _continues(self, session: Session, row: draft_pb2.Commit, columns: int) -> bool:
-        """True if a row continues exactly where its session stands."""
+        """True if a row continues its session exactly at the session's committed length."""
         fence, fresh = row.fence, row.token_ids
         limits = self._engine.sessions.limits
         return (

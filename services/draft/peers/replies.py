@@ -1,4 +1,4 @@
-"""The replies of the draft on a session stream, before they are converted to protobuf, and tree frames.
+"""The draft's replies on a session stream, before their conversion to protobuf, and frames of trees.
 
 `frames_of` copies finished trees to the host and groups them into one frame per target and round.
 """
@@ -81,7 +81,7 @@ class RoundTrees:
 
 @dataclass(frozen=True, slots=True)
 class RoundTaken:
-    """An announced state has reached the device. `then` is called once this reply is being sent."""
+    """Reports that an announced state has reached the device. `then` is called once this is being sent."""
 
     then: Callable[[], None] = field(compare=False)
 
@@ -115,11 +115,11 @@ def frames_of(proposals: Sequence[ProposedTrees], draft_ms: float) -> dict[PeerI
     frames: dict[tuple[PeerId, int], TreeFrame] = {}
     for proposal in proposals:
         counts, tokens, parents, logprobs = _on_host(proposal.trees)
-        for b, asked in enumerate(proposal.asked):
-            frame = frames.setdefault((asked.peer, asked.round), TreeFrame(asked.round, draft_ms, []))
+        for b, origin in enumerate(proposal.origins):
+            frame = frames.setdefault((origin.peer, origin.round), TreeFrame(origin.round, draft_ms, []))
             drafts = slice(1, counts[b])  # the root is not sent
             frame.trees.append(
-                SentTree(asked.fence, tokens[b][drafts], parents[b][drafts], logprobs[b][drafts])
+                SentTree(origin.fence, tokens[b][drafts], parents[b][drafts], logprobs[b][drafts])
             )
     by_peer: dict[PeerId, list[TreeFrame]] = {}
     for (peer, _), frame in frames.items():

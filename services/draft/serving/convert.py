@@ -39,7 +39,7 @@ WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
 
 @dataclass(frozen=True, slots=True)
 class CommitMessage:
-    """One commit of a frame, with the tree that the target asks for (None = none)."""
+    """One commit of a frame, and the shape of the tree that the target requests (None = none)."""
 
     commit: Commit
     ask: Ask | None

@@ -115,7 +115,7 @@ class IpcServer:
                 files = frames.take_files(3 if offer.HasField("rounds") else 2)
                 answer, mapped = acknowledge(offer, files, self._protocol.device)
                 if mapped is not None:
-                    # The engine thread must read the stream before the answer lets the target continue.
+                    # The engine thread must read the stream before the target receives this answer.
                     self._follow(hello.target_id, session, peer, mapped)
                 frames.send(FrameKind.MAILBOX, answer.SerializeToString())
                 log.info(
@@ -155,8 +155,8 @@ class IpcServer:
                 self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), INLINE)
         finally:
             if mapped.rounds is not None:
-                # Closed on this thread: the engine thread may be waiting for a CUDA stream that waits for
-                # this target.
+                # Close here and not on the engine thread, which may be waiting for a CUDA stream that waits
+                # for this target.
                 mapped.rounds.close()
             self._protocol.loop.submit(session.end)
 

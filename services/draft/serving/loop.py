@@ -3,9 +3,9 @@
 It also expires sessions of silent targets, runs low-priority work while no session is open, and lets a
 receiving thread run short urgent commands itself (`run_here`).
 
-Streams of this host are `Source`s, which the engine thread reads itself. Threads of other streams (gRPC)
-submit commands. A short urgent command, such as a round on the device, runs on the thread that received it
-while the engine thread is idle, because a switch of threads costs more than the message itself.
+Streams of targets on this host are `Source`s, which the engine thread reads itself. Threads of other streams
+(gRPC) submit commands. A short urgent command, such as a round on the device, runs on the thread that
+received it if the engine thread is idle, because a switch of threads costs more than the command itself.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class DraftLoop(Steppable):
     def advance(self) -> None:
         """Extend sessions by waiting rows now, instead of at the next step. Only called within a command.
 
-        If a tree is requested, the engine thread is woken to do it: the caller would have to wait for it.
+        If a tree is requested, this wakes the engine thread instead, so that the caller need not wait for the
+        tree.
         """
         if self.engine.sessions.ready():
             self._thread.wake()

@@ -101,7 +101,7 @@ class DraftProtocol:
         self._desk = RoundsDesk(loop.engine, device)
         self._in_rounds: tuple[Peer, int] | None = None
         self._waiting: dict[PeerId, _Waiting] = {}
-        # Fingerprints of the target that was last asked to lend tensors, and of the target that lent them.
+        # Fingerprints of the last target that was requested to lend tensors, and of the one that lent them.
         self._asked_to_lend = ""
         self._lender = ""
 
@@ -160,7 +160,8 @@ class DraftProtocol:
             case "rows":
                 some = request.rows
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
-                # During rounds, this thread must not compute: it might block on a state that it delivers.
+                # During rounds, this thread must not compute: it could block on a state that it has yet to
+                # deliver itself.
                 if self._only_enqueues and self._desk.peer is None:
                     loop.run_here(lambda: self._take_in(peer, some, rows))
                 else:
@@ -181,7 +182,7 @@ class DraftProtocol:
                 inlet.soon()
             case "round_state" if isinstance(inlet, InlineRounds):
                 state = request.round_state
-                # Not through the loop: the engine thread may wait for the device, and so for this state.
+                # Bypass the loop: the engine thread may be waiting for the device, and so for this state.
                 if inlet.finish(state):
                     return
                 loop.run_here(lambda: self._start_round(peer, state, inlet))

@@ -35,9 +35,9 @@ SERVICE_NAME = "outrider.draft.v1.Draft"
 MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
 NEXT_S = 0.05
-"""How long the polling thread busy-polls for the message after one of `BEFORE_OTHERS`."""
-BEFORE_OTHERS = frozenset(("open", "frame", "rounds_enter", "round_soon", "round_state"))
-"""Messages that are soon followed by another one."""
+"""How long the polling thread busy-polls for the message after one of `FOLLOWED_KINDS`."""
+FOLLOWED_KINDS = frozenset(("open", "frame", "rounds_enter", "round_soon", "round_state"))
+"""Kinds of messages that are soon followed by another one."""
 WARM_UP_S = 300.0
 """Limit for the warm-up after the last borrowed tensor; on a machine's first start it compiles kernels."""
 MAX_UNSENT = 4096
@@ -116,8 +116,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             if error is not None:
                 raise error
         finally:
-            # Closed on this thread: the engine thread may be waiting for a CUDA stream that waits for this
-            # target.
+            # Close here and not on the engine thread, which may be waiting for a CUDA stream that waits for
+            # this target.
             inlet.close()
             stream.flush()
             outlet.close()
@@ -176,7 +176,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             raise ProtocolError("The message cannot be parsed.", field="message") from None
         self._protocol.take(peer, request, self._tensors, inlet)
         kind = request.WhichOneof("message")
-        if kind in BEFORE_OTHERS:
+        if kind in FOLLOWED_KINDS:
             self._vigil.expect(NEXT_S)
         elif kind == "rounds_leave":
             self._vigil.rest()

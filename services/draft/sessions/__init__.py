@@ -1,1 +1,1 @@
-"""The draft's copies of the target's sequences: a state machine that resyncs on gaps and evicts idle ones."""
+"""The draft's copies of the target's sequences (sessions): commits, resync after gaps, eviction, expiry."""

@@ -1,4 +1,6 @@
-"""Queues feature rows between target and head: removes duplicates, restores order, waits until gaps close."""
+"""Queues feature rows between target and head: removes duplicates, restores order, waits until gaps close.
+
+A feature row contains the target's captured hidden states at one position."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Session:
 
     @property
     def committed_len(self) -> int:
-        """Number of committed tokens, the root included."""
+        """Number of committed tokens, including the root: the last one, from which trees grow."""
         return len(self.tokens)
 
     @property

@@ -1,8 +1,9 @@
 """The table of followed sequences: opens, commits, closes, evicts and expires them, without any model.
 
-Every message carries a fence. Repeated or late messages are dropped and counted. If a message does not fit,
-the draft forgets that one sequence and answers RESYNC; the target then opens it again with a higher epoch. No
-message, in any order, can cause more harm than that.
+Every message carries a `Fence`: session, epoch, committed length, and hash of the committed tokens. Repeated
+or late messages are dropped and counted. If a message does not fit, the draft forgets that one sequence and
+answers RESYNC; the target then opens it again with a higher epoch. No message, in any order, can cause more
+harm than that.
 
 Ledger of one session (what ends each resource):
 
@@ -275,8 +276,8 @@ class SessionTable:
         Sessions with a request, sessions whose rounds stay on the device, and those in `keep` (ids of
         `Session` objects) are spared.
         """
-        spared = [s for s in self if id(s) not in keep and s.ask is None and not s.engaged]
-        idle = [s for s in spared if now - s.last_used_s >= self.limits.evict_idle_s]
+        candidates = [s for s in self if id(s) not in keep and s.ask is None and not s.engaged]
+        idle = [s for s in candidates if now - s.last_used_s >= self.limits.evict_idle_s]
         if not idle:
             return False
         self._forget(min(idle, key=lambda session: session.last_used_s))
@@ -313,7 +314,7 @@ class SessionTable:
         return all(0 <= token < vocab_size for token in tokens)
 
     def _problem(self, session: Session, commit: Commit) -> Reason:
-        """Return the fault of a commit at or ahead of the session's state, before the hash is compared."""
+        """Return the fault of a commit that is not older than the session, or NONE. Ignores the hash."""
         fence = commit.fence
         if commit.base_len > session.committed_len:
             return Reason.GAP
@@ -339,7 +340,7 @@ class SessionTable:
         return len(self) < self.limits.max_sessions or self.evict_idle(now)
 
     def _reject(self, known: Session | None, reason: Reason) -> Answer:
-        """Refuse an opening, and forget the session it would replace: the target has given that one up."""
+        """Refuse an opening, and forget the session that it would replace, which the target has given up."""
         if known is not None:
             self._forget(known)
         return Answer(

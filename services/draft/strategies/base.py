@@ -78,7 +78,9 @@ class DraftStrategy(Protocol):
     rounds: DeviceGrowth | None
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        """Return the features that the target must capture; without a target, the part independent of it.
+        """Return which hidden states the target must capture as features.
+
+        Without a target, the result has only the properties that do not depend on it.
 
         Raises:
             CheckpointError: The strategy does not fit the target. The message names the key and the fix.

@@ -4,12 +4,12 @@ Layer m (from 0) works on pairs. At position t it pairs the token t + 1 + m with
 t, and predicts the token t + 2 + m. Layer 0 uses the target's last hidden state after the final norm. Each
 layer has its own K/V, in a plane of the pool. With C committed tokens, layer m has C - 1 - m rows.
 
-Layer i runs level i of a tree: its rows extend the layer's sequence by the drafted token. Levels beyond the
-last layer repeat that layer on its own previous state, as models with one MTP layer are served.
+Layer i runs level i of a tree. Levels beyond the last layer repeat that layer on its own previous state, as
+is usual for models with one MTP layer.
 
-From the third layer on, there are rows between the stable rows and the row of a tree's node: m - 1 rows for
-layer m. Their tokens are drafted too; they belong to the node's ancestors. When layer m takes over at level
-m, it therefore runs the earlier levels first; see `growing_model.Stage`.
+Layer m lags m rows behind the sequence. For m >= 2, there are therefore m - 1 rows between its stable rows
+and the row of a node at level m. They belong to the node's ancestors, and their tokens are drafted too. So
+when layer m takes over at level m, it runs the earlier levels first; see `growing_model.Stage`.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class MtpStrategy(PagedStrategy):
 
     @torch.inference_mode()
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        # `last_state [layers, hidden]` holds the state of the last row of each layer that has rows.
+        # `last_state [layers, hidden]` contains the state of the last row of each layer that has rows.
         chunks = take_chunks(sessions, max_rows, keep)
         if not chunks:
             return

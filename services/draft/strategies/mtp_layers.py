@@ -4,10 +4,9 @@
     state' = final_norm(decoder_layer(x));   logits = the target's lm_head(state')
 
 Sources: the DeepSeek-V3 report (arXiv 2412.19437, section 2.2), and the published code of DeepSeek-V3 and
-    MiMo
-as SGLang runs it. As in SGLang, the first layer reads the target's last hidden state *after* its final norm.
-The state passed to the next layer, or to the next step of the same layer, is normed by the layer's own final
-norm.
+MiMo as SGLang runs it. As in SGLang, the first layer reads the target's last hidden state *after* its final
+norm. The state passed to the next layer, or to the next step of the same layer, is normed by the layer's own
+final norm.
 """
 
 from __future__ import annotations

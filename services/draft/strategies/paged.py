@@ -4,8 +4,7 @@ Ledger of the pool (the owner of each token's slot in a session's lease):
 
     token index                      content                         freed by
     [0, cached_rows)                 rows of committed tokens        release of the lease
-    [cached_rows, + scratch_rows)    rows of the tree being grown    overwritten by the next extend, or
-    release
+    [cached_rows, + scratch_rows)    rows of the tree being grown    release; overwritten by the next extend
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafting with a standalone model: any decoder that `shared.nn` loads, if it has the target's token ids.
+"""Drafting with a standalone model: any decoder that `shared.nn` loads and that has the target's token ids.
 
 It needs no features. Its rows are the committed tokens themselves, the root included: the row at position t
 is token t, and the tree grows from the root's row.

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``."""
+"""``POST /v1/chat/completions``: answers a chat, as one reply or as a stream of chunks."""
 
 from __future__ import annotations
 

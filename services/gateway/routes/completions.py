@@ -1,4 +1,4 @@
-"""``POST /v1/completions``."""
+"""``POST /v1/completions``: continues one prompt or a batch, as one reply or as a stream of chunks."""
 
 from __future__ import annotations
 

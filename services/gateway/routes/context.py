@@ -1,4 +1,4 @@
-"""Helpers shared by the routes: the core, the client's deadline, and the head of a reply."""
+"""Helpers shared by the routes: access to the core, the client's deadline, common fields of replies."""
 
 from __future__ import annotations
 

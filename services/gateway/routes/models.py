@@ -1,4 +1,4 @@
-"""``GET /v1/models``, ``POST /tokenize`` and ``POST /detokenize``."""
+"""``GET /v1/models`` (names that requests may use), ``POST /tokenize`` and ``POST /detokenize``."""
 
 from __future__ import annotations
 

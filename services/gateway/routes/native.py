@@ -1,4 +1,4 @@
-"""``POST /generate`` in SGLang's format, and the information routes of SGLang clients."""
+"""``POST /generate`` in SGLang's format, and the model and server information that SGLang clients read."""
 
 from __future__ import annotations
 

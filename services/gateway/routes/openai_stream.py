@@ -1,4 +1,4 @@
-"""The chunks of both OpenAI streams. Each route provides the format of its choices."""
+"""Streams the chunks of chat and text completions. Each route provides the format of its choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health, readiness and metrics."""
+"""``GET /health`` (liveness), ``GET /ready`` (readiness) and ``GET /metrics`` (Prometheus)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request body of ``POST /v1/chat/completions``."""
+"""Request body of ``POST /v1/chat/completions``: checks messages, content parts and template variables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Message(NeutralOnly):
         """Return the message as chat templates expect it.
 
         Raises:
-            InvalidRequestError: If a part of the message is not supported. Names that part.
+            InvalidRequestError: If a part of the message is not supported. The error names the part.
         """
         self.refuse_unsupported(f"{field}.")
         if self.role in ("tool", "function"):

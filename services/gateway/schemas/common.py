@@ -1,4 +1,4 @@
-"""Fields that several routes share, and the handling of unsupported fields."""
+"""Request fields that several routes share (sampling, streaming, speculation), and unsupported fields."""
 
 from __future__ import annotations
 

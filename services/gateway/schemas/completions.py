@@ -1,4 +1,4 @@
-"""Request body of ``POST /v1/completions``."""
+"""Request body of ``POST /v1/completions``: prompts as text or token ids, single or in a batch."""
 
 from __future__ import annotations
 

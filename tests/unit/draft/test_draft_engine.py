@@ -1,4 +1,4 @@
-"""The draft engine over toy heads: memory, failures and deadlines. Also the in-process drafter."""
+"""The draft engine and the in-process drafter with toy heads: memory, failures and deadlines."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def follow(engine: DraftEngine, session_id: int, length: int = 6, ask: Ask | Non
 
 
 def sessions_of(drafted: Drafted) -> list[int]:
-    return [asked.fence.session_id for proposal in drafted.proposals for asked in proposal.asked]
+    return [origin.fence.session_id for proposal in drafted.proposals for origin in proposal.origins]
 
 
 def test_prompts_are_extended_in_chunks_before_anybody_asks(

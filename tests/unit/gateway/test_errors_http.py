@@ -1,4 +1,4 @@
-"""The error table as HTTP replies."""
+"""HTTP status, type and headers of every error code, and messages for invalid bodies."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ class _SpeculationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Specu
     SPECULATION_MODE_OFF: _SpeculationMode.ValueType  # 3
     """Plain decoding."""
 
-class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper): ...
+class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper):
+    """How a request uses speculation."""
 
 SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ValueType  # 0
 SPECULATION_MODE_AUTO: SpeculationMode.ValueType  # 1
@@ -100,7 +101,9 @@ class SharedSlot(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     generation: _builtins.int
-    """Counts the uses of the slot. If a reader finds another generation, it treats the message as lost."""
+    """Number of uses of the slot so far. A reader that finds another number in the slot treats the message as
+    lost.
+    """
     num_bytes: _builtins.int
     def __init__(
         self,
@@ -272,6 +275,8 @@ Global___TraceNode: _TypeAlias = TraceNode  # noqa: Y015
 
 @_typing.final
 class RoundTrace(_message.Message):
+    """One round of a traced request: the verified tree, the accepted nodes and the emitted tokens."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
@@ -315,6 +320,8 @@ Global___RoundTrace: _TypeAlias = RoundTrace  # noqa: Y015
 
 @_typing.final
 class SpeculationStats(_message.Message):
+    """Speculation statistics of one sequence, or of a server since its start."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPT_LENGTH_FIELD_NUMBER: _builtins.int

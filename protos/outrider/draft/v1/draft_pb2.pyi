@@ -41,7 +41,8 @@ class _WantEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Want.ValueType],
     WANT_NOTHING: _Want.ValueType  # 4
     """Only record the commit; send no reply."""
 
-class Want(_Want, metaclass=_WantEnumTypeWrapper): ...
+class Want(_Want, metaclass=_WantEnumTypeWrapper):
+    """What the target wants back after a commit. Blocks are reserved for pre-speculation."""
 
 WANT_UNSPECIFIED: Want.ValueType  # 0
 WANT_DRAFT: Want.ValueType  # 1
@@ -53,6 +54,8 @@ Global___Want: _TypeAlias = Want  # noqa: Y015
 
 @_typing.final
 class Fence(_message.Message):
+    """Identifies the exact state of a sequence that a message refers to."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
@@ -84,6 +87,8 @@ Global___Fence: _TypeAlias = Fence  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
+    """The first message of a session stream: describes the target."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
@@ -129,6 +134,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class HelloAck(_message.Message):
+    """The answer to Hello: describes the draft, and the features and tensors that it needs."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
@@ -201,6 +208,8 @@ Global___HelloAck: _TypeAlias = HelloAck  # noqa: Y015
 
 @_typing.final
 class Shape(_message.Message):
+    """Size of a requested tree."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEPTH_FIELD_NUMBER: _builtins.int
@@ -227,6 +236,10 @@ Global___Shape: _TypeAlias = Shape  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
+    """Opens a sequence, or reopens it at a higher epoch. token_ids are all committed tokens; the other fields are
+    the target's sampling noise, with which the draft ranks its candidates.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     FENCE_FIELD_NUMBER: _builtins.int
@@ -335,6 +348,8 @@ Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
 class Close(_message.Message):
+    """The sequence has ended; the draft frees its memory."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
@@ -357,6 +372,8 @@ Global___Close: _TypeAlias = Close  # noqa: Y015
 
 @_typing.final
 class TargetFrame(_message.Message):
+    """The commits of one round of the target."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
@@ -386,6 +403,8 @@ Global___TargetFrame: _TypeAlias = TargetFrame  # noqa: Y015
 
 @_typing.final
 class Ping(_message.Message):
+    """A heartbeat. It renews the lease on the target's sessions: a target that stays silent loses them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NONCE_FIELD_NUMBER: _builtins.int
@@ -483,8 +502,8 @@ Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 class RoundsEnter(_message.Message):
     """Enters rounds that stay on the devices of both sides. Until RoundsLeave, each round of one batch sends a
     state from the target to the draft (the tokens chosen by the last round, with their features) and returns
-    trees. The hosts exchange lengths and tokens separately, before or after the round. shared/spec/rounds.py
-    defines the layouts of state and trees.
+    trees. The hosts exchange lengths and tokens separately, before or after the round.
+    shared/spec/resident.py defines the layouts of state and trees.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -788,6 +807,8 @@ Global___Block: _TypeAlias = Block  # noqa: Y015
 
 @_typing.final
 class NeedResync(_message.Message):
+    """The draft cannot follow this sequence any more. The target opens it again with epoch + 1."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
@@ -816,6 +837,8 @@ Global___NeedResync: _TypeAlias = NeedResync  # noqa: Y015
 
 @_typing.final
 class Reject(_message.Message):
+    """The draft refuses or drops this sequence. The target may open it again after retry_after_ms."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
@@ -841,6 +864,8 @@ Global___Reject: _TypeAlias = Reject  # noqa: Y015
 
 @_typing.final
 class DraftFrame(_message.Message):
+    """The trees for one round of the target."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUND_FIELD_NUMBER: _builtins.int
@@ -890,6 +915,8 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class Pong(_message.Message):
+    """The answer to a Ping. load is the number of sessions divided by the maximum."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NONCE_FIELD_NUMBER: _builtins.int
@@ -974,6 +1001,8 @@ Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
 
 @_typing.final
 class RoundsEntered(_message.Message):
+    """The answer to RoundsEnter."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUNDS_FIELD_NUMBER: _builtins.int
@@ -1086,6 +1115,8 @@ Global___BulkRequest: _TypeAlias = BulkRequest  # noqa: Y015
 
 @_typing.final
 class BulkReply(_message.Message):
+    """Feature rows [0, have_len) of this sequence have arrived."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
@@ -1178,7 +1209,9 @@ class MailboxOffer(_message.Message):
     def bulk(self) -> Global___Mailbox: ...
     @_builtins.property
     def rounds(self) -> Global___RoundsMailbox:
-        """For rounds that stay on the device. Its words are sent as a third descriptor."""
+        """For rounds that stay on the device. The shared memory with its words, by which the sides signal the
+        progress of rounds, is sent as a third descriptor.
+        """
 
     def __init__(
         self,
@@ -1197,7 +1230,9 @@ Global___MailboxOffer: _TypeAlias = MailboxOffer  # noqa: Y015
 
 @_typing.final
 class RoundsMailbox(_message.Message):
-    """Two slots for states and two for trees, used in turn. See shared/rpc/ipc/round_mailbox.py."""
+    """Two slots for states and two for trees, used in turn. See shared/rpc/ipc/blob_mailbox.py, and doorbells.py
+    for its words.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1225,6 +1260,8 @@ Global___RoundsMailbox: _TypeAlias = RoundsMailbox  # noqa: Y015
 
 @_typing.final
 class MailboxAck(_message.Message):
+    """The answer to MailboxOffer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int

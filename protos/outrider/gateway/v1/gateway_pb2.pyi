@@ -170,6 +170,8 @@ Global___CompleteRequest: _TypeAlias = CompleteRequest  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
+    """A piece of the answer: text, its tokens and, if requested, the rounds that produced them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
@@ -197,6 +199,8 @@ Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
+    """The end of the answer."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int

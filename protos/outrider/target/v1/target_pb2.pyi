@@ -72,6 +72,8 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
+    """Ends a request. Its Finish still follows."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -364,6 +366,8 @@ Global___GetInfoReply: _TypeAlias = GetInfoReply  # noqa: Y015
 
 @_typing.final
 class SpeculationInfo(_message.Message):
+    """The draft, the default tree (num_steps, topk, num_draft_tokens) and the largest tree that requests may set."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ALGORITHM_FIELD_NUMBER: _builtins.int

@@ -51,10 +51,12 @@ class AuxLayers:
 
     @classmethod
     def parse(cls, reader: ConfigReader) -> AuxLayers:
-        """Read the keys. An explicit number overrides the list: only that number of its first ids is used.
+        """Read the keys. If the explicit number is smaller than the list, only the first ids are used.
+
+        If it is larger, the default layers are used, which exist for three layers only.
 
         Raises:
-            CheckpointError: The list is malformed, or too short for a number that has no default.
+            CheckpointError: The list is malformed, or shorter than a number for which there is no default.
         """
         ids = _listed(reader)
         count = reader.positive(NUM_AUX_KEY, len(ids) if ids else DEFAULT_NUM_AUX)
@@ -67,7 +69,7 @@ class AuxLayers:
         raise reader.error(NUM_AUX_KEY, f"is {count}, but {AUX_KEY} names {len(ids)} layers; name {count}")
 
     @property
-    def says(self) -> str:
+    def summary(self) -> str:
         """A summary for the log, for use before the target is known."""
         named = (
             "the default triple"
@@ -97,7 +99,8 @@ class AuxLayers:
         """Return the layers whose outputs are captured, in ascending order.
 
         Raises:
-            CheckpointError: The target lacks one of the layers, or the file must name them.
+            CheckpointError: The target lacks one of the layers, or the file does not name them and no default
+                applies.
         """
         if self.ids is None:
             return self._default(target.num_layers)
@@ -113,10 +116,10 @@ class AuxLayers:
         return outputs
 
     def naming(self, outputs: tuple[int, ...], target: TargetInfo, *, latent: bool) -> tuple[int, ...] | None:
-        """Return the ids with which a file names the outputs of these layers, or None if it cannot.
+        """Return the ids that a file must contain to name the outputs of these layers; None if no ids can.
 
-        For DeepSeek and Kimi targets, no ids name outputs that begin with layer 0: as counts of inputs they
-        would begin with 1, and ids that begin with 1 count outputs.
+        For DeepSeek and Kimi targets, layer 0 cannot come first: counted as an input, its id would be 1, and
+        ids that begin with 1 count outputs.
         """
         for ids in (outputs, tuple(layer + 1 for layer in outputs)):
             layers = AuxLayers(len(ids), ids)

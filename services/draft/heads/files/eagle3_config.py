@@ -102,11 +102,11 @@ class Eagle3Config:
         )
 
     def aux_convention(self, target: TargetInfo) -> AuxConvention:
-        """Return how the file counts the aux layers of this target."""
+        """Return whether the file's ids count outputs or inputs of this target's layers."""
         return self.aux.convention(target, latent=self.layer.latent is not None)
 
     def aux_naming(self, outputs: tuple[int, ...], target: TargetInfo) -> tuple[int, ...] | None:
-        """Return the ids with which this file names the outputs of these layers, or None if it cannot."""
+        """Return the ids by which this file must name the outputs of these layers; None if no ids can."""
         return self.aux.naming(outputs, target, latent=self.layer.latent is not None)
 
     def check_target(self, target: TargetInfo) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
     for index in range(config.layer.num_layers):
         shapes |= _layer_shapes(config, index, stored, ignored)
     shapes |= _vocabulary_shapes(reader, config, stored, ignored)
-    return HeadKeys.settle(reader, stored, shapes, ignored, INTEGERS, config.layer.head_dim)
+    return HeadKeys.match(reader, stored, shapes, ignored, INTEGERS, config.layer.head_dim)
 
 
 def take_vocabulary(
@@ -74,7 +74,7 @@ def take_vocabulary(
 
 
 def take_projector(reader: CheckpointReader, keys: HeadKeys) -> dict[str, torch.Tensor]:
-    """Read the tensors that the target applies to its states, by canonical name, to the host."""
+    """Return, on the host and by canonical name, the projector tensors, which the target applies itself."""
     names = [
         name
         for name in keys.shapes

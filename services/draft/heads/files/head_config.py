@@ -136,7 +136,7 @@ class HeadConfig:
             if latent is None
             else (1, latent.rank + latent.rope_dim)
         )
-        # The dense layers of Llama 4 have a size key of their own.
+        # Llama 4 has a separate key for the size of its dense layers.
         inner_key = (
             "intermediate_size_mlp"
             if model_type == "llama4_text" and raw.get("intermediate_size_mlp")

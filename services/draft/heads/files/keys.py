@@ -29,7 +29,7 @@ DIALECTS = ("midlayer.", "layers.0.", "model.layers.0.", "model.midlayer.")
 NATIVE = "layers.0.attention."
 """Spelling of layer 0 in Mistral's own format."""
 TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
-"""Ends of the names of matrices whose rows are rotated by the rotary embedding."""
+"""Name suffixes of the matrices whose output the rotary embedding rotates."""
 ROTARY_BUFFER = "rotary_emb.inv_freq"
 
 
@@ -56,7 +56,7 @@ class HeadKeys:
     scales: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def settle(
+    def match(
         cls,
         reader: CheckpointReader,
         stored: Mapping[str, str],
@@ -65,7 +65,7 @@ class HeadKeys:
         integers: Sequence[str] = (),
         head_dim: int = 0,
     ) -> HeadKeys:
-        """Check the tensors in a file against the expected ones.
+        """Match the tensors in a file with the expected ones, and return the tensors to read.
 
         Args:
             reader: Reader of the checkpoint.
@@ -154,7 +154,7 @@ class HeadKeys:
         return RMSNorm(self.take(reader, name), eps)
 
     def take_linear(self, reader: CheckpointReader, names: Sequence[str]) -> Linear:
-        """Read projections (names without ``.weight``) as one, with their biases if these are to be read."""
+        """Read projections (names without ``.weight``) as one matrix, with their biases if there are any."""
         matrices = [f"{name}.weight" for name in names]
         if any(name in self.scales or (self.pairs and name.endswith(TURNED)) for name in matrices):
             weight = torch.cat([self.take(reader, name) for name in matrices])
@@ -215,7 +215,7 @@ def read_scale(reader: CheckpointReader, name: str) -> torch.Tensor:
 def canonical_names(
     reader: CheckpointReader, rename: Callable[[str], str] = lambda name: name
 ) -> dict[str, str]:
-    """Return canonical name → name in the file, of all tensors.
+    """Return the name in the file of every tensor, by canonical name.
 
     Args:
         reader: Reader of the checkpoint.
@@ -286,7 +286,7 @@ def layer_shapes(
 def _scales(
     reader: CheckpointReader, stored: Mapping[str, str], shapes: Mapping[str, Shape]
 ) -> dict[str, str]:
-    """Return the canonical name of each matrix stored in FP8 → the name of its scale.
+    """Return the name of the scale of each matrix stored in FP8, by the matrix's canonical name.
 
     Raises:
         CheckpointError: A matrix has more than one scale.

@@ -85,7 +85,7 @@ def take_latent_attention(
 
 
 def _halves(rows: torch.Tensor, latent: LatentConfig) -> torch.Tensor:
-    """Reorder the rotated rows, the last of ``[heads, rows, columns]``, from adjacent pairs to halves.
+    """Reorder the rotated (last) rows of each head in ``[heads, rows, columns]`` from pairs to halves.
 
     `rope.rotate` rotates halves; checkpoints with ``rope_interleave`` store pairs.
     """

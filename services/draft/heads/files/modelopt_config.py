@@ -1,8 +1,7 @@
 """Rejects heads whose ModelOpt options in ``eagle_config`` would change the network in unsupported ways.
 
-Source: the Eagle modules of NVIDIA's ModelOpt, and its export to Hugging Face names. The export turns the
-    first
-layer's input norm into ``hidden_norm`` of an EAGLE-3 head, and into ``layers.0.input_layernorm`` of an
+Source: the Eagle modules of NVIDIA's ModelOpt, and its export to Hugging Face names. The export renames the
+first layer's input norm: to ``hidden_norm`` in an EAGLE-3 head, and to ``layers.0.input_layernorm`` in an
 EAGLE-1 head.
 """
 
@@ -18,7 +17,7 @@ REGULAR = "next_layer_regular"
 
 
 def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -> None:
-    """Reject options that would make an EAGLE-3 head compute something else than it does here.
+    """Reject options with which an EAGLE-3 head would have to compute differently than here.
 
     Args:
         reader: The head's configuration, its sections merged.
@@ -51,7 +50,7 @@ def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -
 
 
 def check_eagle(reader: ConfigReader, *, ends_with_norm: bool) -> None:
-    """Reject options that would make an EAGLE-1/2 head compute something else than it does here.
+    """Reject options with which an EAGLE-1/2 head would have to compute differently than here.
 
     Args:
         reader: The head's configuration, its sections merged.

@@ -2,9 +2,9 @@
 
 This module needs no model and no torch: it runs numpy on the host. The trie is built from scratch each round,
 from at most `MAX_MATCHES` occurrences. A permanent trie of all n-grams would be faster to read but slower to
-maintain. With 12 tokens of context and 16 of continuation it takes a few kilobytes of Python objects per
-token, and a round would still walk one path per suffix. One pass over 32k tokens of history takes about 15
-µs.
+maintain. With 12 tokens of context and 16 of continuation, it would take a few kilobytes of Python objects
+per token, and a round would still have to walk one path per suffix. One pass over 32k tokens of history takes
+about 15 µs.
 """
 
 from __future__ import annotations

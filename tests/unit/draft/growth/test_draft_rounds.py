@@ -179,7 +179,7 @@ def test_graphs_are_recorded_with_idle_rows_that_touch_no_memory(make_rig: MakeR
 
 
 def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
-    """Covers the one-launch path of a GPU, with prompts longer than one round can extend by."""
+    """Covers the GPU's path of one launch per round, with prompts of more rows than one round can add."""
     plain, rig = make_rig(), make_rig()
     strategy = rig.drafter._engine.strategy
     assert strategy.rounds is not None

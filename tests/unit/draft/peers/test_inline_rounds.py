@@ -152,7 +152,7 @@ def test_what_follows_the_message_that_a_state_came_is_left_to_its_stream() -> N
 
 
 def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: Draft) -> None:
-    """Otherwise the thread that delivers the next state could block on trees behind that state's own wait."""
+    """Otherwise the thread that delivers the next state could block on trees queued after the wait for it."""
     assert draft.enqueue(1)
     draft.inlet.soon()
     assert draft.inlet.finish_sealed(sealed(1))

@@ -1,4 +1,4 @@
-"""Rounds of a draft for a remote target: which batches may enter, and what failed rounds cost."""
+"""Rounds on the draft's device for a remote target: which batches may enter, and what failed rounds cost."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def follow(engine: DraftEngine, peer: PeerId = PEER, *, rows: bool = True) -> No
 
 
 def entering(tokens: Sequence[int], **changes: object) -> draft_pb2.RoundsEnter:
-    """Make RoundsEnter for a session that knows its prompt and for which `tokens` have been chosen since."""
+    """Return RoundsEnter for a session that has received its prompt, but not the `tokens` chosen since."""
     message = draft_pb2.RoundsEnter(
         rounds=1,
         shape=draft_pb2.Shape(depth=SHAPE.depth, topk=SHAPE.topk, max_nodes=SHAPE.max_nodes),
@@ -126,7 +126,7 @@ def entering(tokens: Sequence[int], **changes: object) -> draft_pb2.RoundsEnter:
 
 
 def put(inlet: Inlet, length: int, tokens: Sequence[int]) -> None:
-    """Set the state after a round of the target that chose `tokens`; `length` tokens are committed then."""
+    """Set the state after a target round that chose `tokens`, with `length` tokens committed."""
     state = inlet.state
     assert state is not None
     state.committed_lens[0], state.counts[0] = length, len(tokens)

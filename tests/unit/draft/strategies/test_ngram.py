@@ -59,7 +59,7 @@ def test_nothing_to_find_is_an_empty_tree() -> None:
 
 
 def test_equal_beginnings_are_merged_and_the_frequent_branch_is_heavier() -> None:
-    # The token 1 is followed by 2 3 twice, by 2 4 once, and by 9 once.
+    # Token 1 is followed by 2 3 twice, by 2 4 once, and by 9 once.
     matches = find_matches(text(1, 2, 3, 0, 1, 2, 4, 0, 1, 9, 9, 0, 1, 2, 3, 5, 1), 1, 1)
     trie = ContinuationTrie(matches, 2)
     tree = trie.tree(1, DraftShape(2, 4, 16))
