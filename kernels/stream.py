@@ -15,7 +15,7 @@ MANY_ROWS = 512
 """Largest number of rows for which products use the method that measured fastest."""
 
 
-def normed_at_once(rows: int, dtype: torch.dtype) -> bool:
+def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
     """Return whether rows of a stream are divided by their root mean square when they are written.
 
     This holds for many rows, and for all rows in fp16: before the division, values can exceed its range. A

@@ -70,7 +70,7 @@ class CheckpointFiles:
                 else "no weights"
             )
             raise CheckpointError(
-                f"{self._path} holds {found}; it must contain model.safetensors, an index with its shards, "
+                f"{self._path} contains {found}; it must contain model.safetensors, an index with its shards, "
                 "or pytorch_model.bin.",
                 field=str(self._path),
             )

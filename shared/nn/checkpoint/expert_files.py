@@ -122,7 +122,7 @@ def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
     """
     if not scales.is_meta and bool((scales == MXFP4_SCALE_NAN).any()):
         raise CheckpointError(
-            f"{name} holds NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: "
+            f"{name} contains NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: "
             "download the checkpoint again.",
             field=name,
         )

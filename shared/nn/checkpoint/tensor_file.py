@@ -199,7 +199,7 @@ class PickledFile(TensorFile):
         content = self._load(path)
         if not isinstance(content, Mapping):
             raise CheckpointError(
-                f"{path} holds a {type(content).__name__}, not a mapping of names to tensors; "
+                f"{path} contains a {type(content).__name__}, not a mapping of names to tensors; "
                 "save the model's state_dict() alone.",
                 field=str(path),
             )

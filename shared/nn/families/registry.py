@@ -18,8 +18,8 @@ __all__ = [
     "Family",
     "check_architecture",
     "find_family",
-    "left_to_others",
-    "refusal",
+    "may_use_transformers",
+    "unsupported_reason",
 ]
 
 FAMILIES = (
@@ -81,7 +81,7 @@ def find_family(reader: ConfigReader) -> Family:
     family = _named(reader)
     modules = _auto_map_modules(reader)
     if family is None:
-        raise reader.error("model_type", f"{_model_type(reader)!r} is not supported{refusal(reader)}")
+        raise reader.error("model_type", f"{_model_type(reader)!r} is not supported{unsupported_reason(reader)}")
     if not modules <= set(family.bundled_code):
         raise reader.error(
             "auto_map",
@@ -108,7 +108,7 @@ def check_architecture(reader: ConfigReader) -> None:
         )
 
 
-def left_to_others(reader: ConfigReader) -> bool:
+def may_use_transformers(reader: ConfigReader) -> bool:
     """True if no family reads the model, but it is not of a kind that is known to be unsupported."""
     model_type = reader.raw.get("model_type")
     kinds = RECURRENT | ENCODER_DECODER | ENCODERS
@@ -117,7 +117,7 @@ def left_to_others(reader: ConfigReader) -> bool:
     return model_type not in _BY_TYPE and model_type not in kinds
 
 
-def refusal(reader: ConfigReader) -> str:
+def unsupported_reason(reader: ConfigReader) -> str:
     """Return why no family reads this model, and the fix, as the end of a sentence."""
     model_type = _model_type(reader)
     supported = f"serve a model of one of these types: {', '.join(MODEL_TYPES)}"
@@ -162,7 +162,7 @@ def _auto_map_modules(reader: ConfigReader) -> set[str]:
 
 def _check_quantisation(reader: ConfigReader, family: Family) -> None:
     section = reader.raw.get("quantization_config")
-    if not section or _is_of_the_cache_alone(section):
+    if not section or _covers_cache_only(section):
         return
     method = section.get("quant_method") if isinstance(section, Mapping) else section
     if method not in family.quantisations:
@@ -172,7 +172,7 @@ def _check_quantisation(reader: ConfigReader, family: Family) -> None:
         )
 
 
-def _is_of_the_cache_alone(section: object) -> bool:
+def _covers_cache_only(section: object) -> bool:
     """True if the section only describes scales of the KV cache, and the weights are not quantized."""
     if not isinstance(section, Mapping) or not isinstance(section.get("kv_cache_scheme"), Mapping):
         return False

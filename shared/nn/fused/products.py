@@ -26,7 +26,7 @@ from outrider.kernels.skinny_gemm import (
     project_rotated,
 )
 from outrider.kernels.skinny_gemm.table import Product
-from outrider.kernels.stream import Stream, normed_at_once
+from outrider.kernels.stream import Stream, normed_on_write
 from outrider.shared.nn.config.model_config import Activation
 from outrider.shared.nn.layers.blocks import Attention, GatedMLP
 from outrider.shared.nn.layers.linear import Linear
@@ -83,7 +83,7 @@ def uses_of(
         reduced: True if the o and down products are summed over ranks before they are added.
     """
     # As in `blocks`. In fp16, `project_add` is a plain product followed by `add_sums`.
-    adds = Epilogue.PLAIN if reduced or normed_at_once(1, dtype) else Epilogue.ADD
+    adds = Epilogue.PLAIN if reduced or normed_on_write(1, dtype) else Epilogue.ADD
     found: dict[Product, tuple[Epilogue, list[Linear], Prepare]] = {}
 
     def note(epilogue: Epilogue, linear: Linear, prepare: Prepare) -> None:
@@ -121,7 +121,7 @@ def _rows(rows: int, width: int, linear: Linear, dtype: torch.dtype) -> torch.Te
 def _stream(rows: int, linear: Linear, dtype: torch.dtype) -> Stream:
     width = linear.in_features
     x = _rows(rows, width, linear, dtype)
-    if normed_at_once(rows, dtype):
+    if normed_on_write(rows, dtype):
         return Stream(x, x, None, _EPS)
     parts = ceil_div(width, _MANY_SUMS if rows <= 2 else _FEW_SUMS)
     return Stream(x, x, torch.full((parts, rows), width / parts, device=x.device), _EPS)

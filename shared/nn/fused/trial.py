@@ -28,7 +28,7 @@ from outrider.shared.obs.logging import get_logger
 
 BUDGET_S = 20.0
 """Time limit of a trial. An idle host with 16 cores needs half of it, mostly to compile about 100 kernels."""
-BESIDE_BUDGET_S = 5.0
+DRAFT_BUDGET_S = 5.0
 """Time limit for a draft in a process of its own: its target waits for it, or serves on the same GPU."""
 _COMPILING = 0.75
 """Share of the time limit that compilation may use."""

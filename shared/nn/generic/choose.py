@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from outrider.shared.nn.checkpoint.json_config import ConfigReader
-from outrider.shared.nn.families.registry import left_to_others
+from outrider.shared.nn.families.registry import may_use_transformers
 from outrider.shared.nn.generic.layout import GenericConfig
 
 
@@ -19,7 +19,7 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
         CheckpointError: `transformers` knows the model but it cannot be served, or `transformers` is not
             installed.
     """
-    if not left_to_others(reader):
+    if not may_use_transformers(reader):
         return None
     if find_spec("transformers") is None:
         raise reader.error(

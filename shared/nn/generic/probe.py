@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.generic.attention import PROBE, RECORDER, Call, MaskRule
 from outrider.shared.nn.generic.layout import GenericLayout
-from outrider.shared.nn.generic.tail import Tail
+from outrider.shared.nn.generic.output_head import OutputHead
 
 ROWS = 5
 MAX_CHECKED_DISTANCE = 1 << 18  # tokens; a longer window exceeds any context that is served
@@ -144,7 +144,7 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
     hidden: torch.Tensor = output.last_hidden_state
     try:
         with torch.no_grad():
-            Tail(model)(hidden[0])
+            OutputHead(model)(hidden[0])
     except Exception as error:  # as above
         raise refuse(
             "model_type", f"the output head of {name} cannot be run apart from its layers ({error})"

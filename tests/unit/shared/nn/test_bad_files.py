@@ -387,5 +387,5 @@ def test_the_services_refuse_at_start_with_exit_code_2(pair: Path) -> None:
             check=False,
         )
         assert done.returncode == 2, done.stderr
-        assert f"{field} holds NaN or infinite numbers" in done.stderr
+        assert f"{field} contains NaN or infinite numbers" in done.stderr
         assert "Traceback" not in done.stderr

@@ -32,7 +32,7 @@ class _Given(nn.Module):
         return _BodyOutput(last_hidden_state=self.hidden)
 
 
-class Tail:
+class OutputHead:
     """Head, bias, scale and cap of a model, computed by the model's own code with its own weights.
 
     Args:
