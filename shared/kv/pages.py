@@ -1,4 +1,6 @@
-"""Page allocation.
+"""Allocates the pages of a KV pool: leases them to sequences, in consecutive runs while there is room.
+
+A lease (`PageLease`) is one sequence's exclusive right to its pages.
 
 Each page of a pool is in exactly one of two states:
 

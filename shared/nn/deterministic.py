@@ -34,7 +34,10 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.layers.rope import Rotation, rotate
 
 FILTER_ROWS = 16
-"""Rows per call of the sampling filters on a GPU. Always the same, as sums over a vocabulary depend on it."""
+"""Rows per call of the sampling filters on a GPU.
+
+The number is fixed because the rounding of sums over the vocabulary depends on it.
+"""
 
 
 def deterministic(decoder: Decoder) -> Decoder:

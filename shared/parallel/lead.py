@@ -174,7 +174,10 @@ class Lead:
                 self.fail(UnavailableError(f"tp: rank {rank} failed: {report.text}", reason="rank_failed"))
 
     def _watch(self) -> None:
-        """Count this process's own beats, not seconds: while it is suspended itself, no rank is blamed."""
+        """Watch for silent ranks and for a step that does not return, until the group fails or closes.
+
+        Time is counted in this thread's own beats, so that no rank is blamed if this process is suspended.
+        """
         while self.failure is None and not self._closing:
             time.sleep(BEAT_S)
             for rank in self._silent:

@@ -1,6 +1,7 @@
 """Rank 0's decoder and K/V pool, which the engine uses: each call also runs on the other ranks.
 
-`LeadDecoder` also reports the engine's CUDA graphs to the other ranks, which record and replay theirs in step.
+`LeadDecoder` also reports the engine's CUDA graphs to the other ranks, which record and replay their own
+graphs in step.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class LeadDecoder(ShardedDecoder):
         path: torch.Tensor,
         num_accepted: torch.Tensor,
     ) -> None:
-        """Make the other ranks compact their planes."""
+        """Make the other ranks move the accepted rows in their pools (see `KVPool.compact`)."""
         batch = None if self._last is None else self._last[1]
         known = batch is not None and page_table is batch.page_table and cached_lens is batch.prefix_lens
         more = [] if known else [page_table, cached_lens]

@@ -29,7 +29,7 @@ STAGED_BYTES = 1 << 20
 """Tensors of at least this size reach a GPU through pinned memory; smaller ones are copied directly."""
 LOGGED_BYTES = 256 << 20
 """Loads of at least this size are logged with their speed."""
-MAX_NAMED = 12  # tensor names that an error lists per kind of problem
+MAX_NAMED = 12  # An error lists at most this many tensor names per kind of problem.
 WRONG_TYPE = "of a type that is not fp32, fp16 or bf16"
 
 _log = get_logger("outrider.loader")
@@ -39,8 +39,8 @@ class CheckpointReader(TensorSource):
     """The tensors of a model folder: one file, or shards listed in an index.
 
     Opening it reads only the headers. `check` compares them all with the expected tensors and reports every
-    problem in one error. `take` copies a tensor to the device. Use the reader as a context manager: leaving
-    it unmaps the files.
+    problem in one error. `take` copies a tensor to the device. Use the reader as a context manager: the end
+    of the `with` block unmaps the files.
 
     Args:
         path: A tensor file, or a folder. The folder contains ``model.safetensors``,
@@ -77,9 +77,9 @@ class CheckpointReader(TensorSource):
         self._ahead: ReadAhead | None = None
         self._staging: WeightStaging | None = None
         self._started: float | None = None
-        # A CUDA device runs asynchronously: looking at each result would stall every copy.
+        # A CUDA device runs asynchronously: reading each result would stall every copy.
         self._checks_each = self.device.type != "cuda"
-        # Tensors not yet checked for NaN: their names, their type here, and a ``[] bool`` that is True if all
+        # Tensors not yet checked for NaN: names, type after conversion, and a ``[] bool`` that is True if all
         # numbers are finite.
         self._unchecked: list[tuple[Sequence[str], torch.dtype, torch.Tensor]] = []
         self.tensors: dict[str, TensorInfo] = {
@@ -221,8 +221,8 @@ class CheckpointReader(TensorSource):
     def check_finite(self) -> None:
         """Wait for the copies and reject NaN and infinite numbers.
 
-        Called after each `take`, but on a GPU only once, when the reader is left: each check waits for the
-        device.
+        On a CPU, every `take` calls this. On a GPU, it runs once, at the end of the `with` block, because
+        each check waits for the device.
 
         Raises:
             CheckpointError: A tensor contains NaN or infinite numbers, in the file or after its conversion.
@@ -324,8 +324,8 @@ class CheckpointReader(TensorSource):
         ]
         if broken:
             return CheckpointError(
-                f"{self.path}: {', '.join(broken)} contains NaN or infinite numbers; the weights are damaged: "
-                "download the checkpoint again.",
+                f"{self.path}: {', '.join(broken)} contains NaN or infinite numbers; the weights are "
+                "damaged: download the checkpoint again.",
                 field=broken[0],
             )
         return CheckpointError(
@@ -357,7 +357,7 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def is_weight(dtype: torch.dtype) -> bool:
-    """True if weights of this stored type can be converted. FP8 needs its scales; integers are no weights."""
+    """True if weights of this stored type can be converted: neither FP8, which needs scales, nor integers."""
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

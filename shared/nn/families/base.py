@@ -10,7 +10,7 @@ from outrider.shared.nn.families.traits import Traits
 
 
 def no_ignored_tensors(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
-    """Return no patterns: the family ignores no tensors."""
+    """Return no patterns, for a family whose tensors are all used."""
     return {}
 
 

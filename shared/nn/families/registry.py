@@ -1,4 +1,4 @@
-"""Selects the family of a config.json, or rejects the model because of its kind, its code or quantization."""
+"""Selects the family that reads a config.json; rejects unsupported models, custom code and quantization."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def find_family(reader: ConfigReader) -> Family:
     family = _named(reader)
     modules = _auto_map_modules(reader)
     if family is None:
-        raise reader.error("model_type", f"{_model_type(reader)!r} is not supported{unsupported_reason(reader)}")
+        raise reader.error(
+            "model_type", f"{_model_type(reader)!r} is not supported{unsupported_reason(reader)}"
+        )
     if not modules <= set(family.bundled_code):
         raise reader.error(
             "auto_map",
@@ -109,7 +111,7 @@ def check_architecture(reader: ConfigReader) -> None:
 
 
 def may_use_transformers(reader: ConfigReader) -> bool:
-    """True if no family reads the model, but it is not of a kind that is known to be unsupported."""
+    """True if no family reads the model and its type is not known to be unsupported."""
     model_type = reader.raw.get("model_type")
     kinds = RECURRENT | ENCODER_DECODER | ENCODERS
     if not isinstance(model_type, str) or reader.raw.get("is_encoder_decoder"):
@@ -118,7 +120,7 @@ def may_use_transformers(reader: ConfigReader) -> bool:
 
 
 def unsupported_reason(reader: ConfigReader) -> str:
-    """Return why no family reads this model, and the fix, as the end of a sentence."""
+    """Return why no family reads this model, and the fix, to append to "… is not supported"."""
     model_type = _model_type(reader)
     supported = f"serve a model of one of these types: {', '.join(MODEL_TYPES)}"
     kinds = set(reader.strings("layer_types") or ())
@@ -173,7 +175,7 @@ def _check_quantisation(reader: ConfigReader, family: Family) -> None:
 
 
 def _covers_cache_only(section: object) -> bool:
-    """True if the section only describes scales of the KV cache, and the weights are not quantized."""
+    """True if the section describes only the scales of the KV cache, so the weights are not quantized."""
     if not isinstance(section, Mapping) or not isinstance(section.get("kv_cache_scheme"), Mapping):
         return False
     of_weights = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}

@@ -1,7 +1,7 @@
 """Lists the matrix products of a fused model, so that `trial` can time each of them with any tile.
 
 Products are grouped by shape and by the operation that follows. A timed run includes the kernel that reads
-the product, because a product that is stored as several partial sums costs time where they are added.
+the product: if a tile stores its product as several partial sums, that kernel spends time on adding them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from outrider.shared.nn.layers.linear import Linear
 _PAGE = 16
 _EPS = 1e-5
 _FEW_SUMS, _MANY_SUMS = 64, 4
-"""Columns that each partial sum of squares of a `Stream` covers: with several rows, and with one or two."""
+"""Columns per partial sum of squares of a `Stream`: `_MANY_SUMS` with one or two rows, else `_FEW_SUMS`."""
 
 Run = Callable[[torch.Tensor, torch.Tensor | None, Tile], object]
 """Computes a product with a weight ``[out, in]`` and its scales, using a given tile."""
@@ -66,7 +66,7 @@ class ProductUse:
     prepare: Prepare
 
     def of(self, rows: int) -> Product:
-        """Return the product with `rows` rows, as the key by which a tile is chosen."""
+        """Return the product with `rows` rows, the key under which its tile is stored."""
         weight = self.linears[0].weight
         return Product(self.epilogue, weight.shape[0], weight.shape[1], rows, weight.dtype)
 

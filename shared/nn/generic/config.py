@@ -145,8 +145,8 @@ def _check_kind(reader: ConfigReader, model_class: Any, config: PreTrainedConfig
     if moving is not None:
         raise reader.error(
             "rope_parameters",
-            f"rope_type {moving!r} depends on the longest text of a batch, so cached keys would be wrong; "
-            "use a checkpoint without it",
+            f"rope_type {moving!r} depends on the longest sequence in a batch, so cached keys would be "
+            "wrong; use a checkpoint without it",
         )
 
 

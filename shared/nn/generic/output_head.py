@@ -33,7 +33,7 @@ class _Given(nn.Module):
 
 
 class OutputHead:
-    """Head, bias, scale and cap of a model, computed by the model's own code with its own weights.
+    """A model's output head with its bias, scale and cap, run by the model's own code on its own weights.
 
     Args:
         model: Not changed; the weights are shared.

@@ -1,4 +1,4 @@
-"""Published files of each family: config.json, ignored tensors and reasons, MXFP4 and FP8, and refusals."""
+"""Published model files per family: config.json, ignored tensors, MXFP4 and FP8, and rejected models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading checkpoints: every layout of files, staging through pinned memory, and an error for every fault."""
+"""Loading checkpoints: all file layouts, staging through pinned memory, an error for each kind of damage."""
 
 from __future__ import annotations
 
