@@ -23,8 +23,8 @@ def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
 
     Example:
         >>> import torch
-        >>> from outrider.kernels.stream import normed_at_once
-        >>> [normed_at_once(rows, torch.bfloat16) for rows in (64, 65)], normed_at_once(1, torch.float16)
+        >>> from outrider.kernels.stream import normed_on_write
+        >>> [normed_on_write(rows, torch.bfloat16) for rows in (64, 65)], normed_on_write(1, torch.float16)
         ([False, True], True)
     """
     return rows > FEW_ROWS or dtype is torch.float16

@@ -65,7 +65,7 @@ class ShardedDecoder(Decoder):
     def quantize(self) -> None:
         """Compute this rank's products in FP8 from now on. Call it on every rank.
 
-        This rank's columns of o and down get scales of their own.
+        This rank's columns of o and down get their own scales.
 
         Raises:
             ConfigurationError: `quantize_fp8` refuses the model.

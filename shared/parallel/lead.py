@@ -104,7 +104,7 @@ class Lead:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch the `with` block: the group fails if it does not return in time. For one thread at a time."""
+        """Watch the `with` block: the group fails if it does not return in time. Use it from one thread."""
         # A thread that waits for the device cannot be woken, so `_watch` fails the group from its own thread.
         self._step_beats = 0
         self._in_step = True

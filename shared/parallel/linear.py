@@ -1,4 +1,4 @@
-"""Row-parallel pieces of a layer: each rank multiplies its columns, and the ranks sum the products."""
+"""Row-parallel linear layers and MLPs: each rank multiplies its columns, and the ranks sum the products."""
 
 from __future__ import annotations
 

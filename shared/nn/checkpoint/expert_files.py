@@ -1,6 +1,6 @@
 """Loads the experts of a layer from each layout in which checkpoints store them, and de-quantizes MXFP4.
 
-Whatever the layout, the result is one stack, ``[experts, 2 * intermediate, hidden]`` and so on.
+Every layout is converted to the stacked tensors of `ExpertWeights`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from outrider.shared.base.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 100_000_000  # the limit that the format defines
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

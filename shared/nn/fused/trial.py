@@ -36,7 +36,7 @@ _COMPILING = 0.75
 ROW_COUNTS = (1, 16, 64, 32, 8, 2)
 """Row counts to try, most common first. Each result also covers the counts down to the next smaller one."""
 LEAST_BYTES = 2 << 20
-"""Minimum size of a matrix in a trial. A smaller product takes as long as a launch, whatever the tile."""
+"""Minimum size of a matrix in a trial. A smaller product takes as long as its launch with any tile."""
 BETTER = 0.97
 """A tile replaces the rule's tile only if its time is at most this fraction of the rule's."""
 _REPEATS = 7

@@ -13,11 +13,11 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
     """Return the configuration of a model that runs through `transformers`.
 
     Returns:
-        None if one of the families reads the model, or if `transformers` does not know it.
+        None if one of the families reads the model, or if `transformers` does not implement it.
 
     Raises:
-        CheckpointError: `transformers` knows the model but it cannot be served, or `transformers` is not
-            installed.
+        CheckpointError: `transformers` implements the model but it cannot be served, or `transformers` is
+            not installed.
     """
     if not may_use_transformers(reader):
         return None

@@ -61,7 +61,7 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
 
 
 def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig:
-    """Read the configuration of a model that `transformers` knows, and probe the model for the rest.
+    """Parse the configuration of a model that `transformers` implements, and probe the model for its layout.
 
     Raises:
         CheckpointError: As for `find_class`, or the probe rejects the model.

@@ -129,7 +129,7 @@ def test_every_spelling_of_the_scales_is_found(tmp_path: Path, spelling: str, sh
     assert torch.equal(logits(large, kv_cache_dtype="fp8_e4m3"), usual)
     with CheckpointReader(large) as reader:
         assert set(expected_of(reader, read_model_config(large)).shapes) == set(reader.names), (
-            "doctor knows them too"
+            "the doctor accepts them too"
         )
 
 
