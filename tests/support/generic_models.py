@@ -104,7 +104,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "is_causal",
         "looks ahead",
     ),
-    "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE}, "rope_parameters", "longest sequence in a batch"),
+    "phi3-longrope": (
+        "Phi3",
+        {"rope_parameters": LONGROPE},
+        "rope_parameters",
+        "longest sequence in a batch",
+    ),
     "gptj": ("GPTJ", GPT2_SIZES, "model_type", "does not use the attention interface"),
     "falcon": (
         "Falcon",
