@@ -15,7 +15,7 @@ MANY_ROWS = 512
 """Largest number of rows for which products use the method that measured fastest."""
 
 
-def normed_at_once(rows: int, dtype: torch.dtype) -> bool:
+def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
     """Return whether rows of a stream are divided by their root mean square when they are written.
 
     This holds for many rows, and for all rows in fp16: before the division, values can exceed its range. A
@@ -23,8 +23,8 @@ def normed_at_once(rows: int, dtype: torch.dtype) -> bool:
 
     Example:
         >>> import torch
-        >>> from outrider.kernels.stream import normed_at_once
-        >>> [normed_at_once(rows, torch.bfloat16) for rows in (64, 65)], normed_at_once(1, torch.float16)
+        >>> from outrider.kernels.stream import normed_on_write
+        >>> [normed_on_write(rows, torch.bfloat16) for rows in (64, 65)], normed_on_write(1, torch.float16)
         ([False, True], True)
     """
     return rows > FEW_ROWS or dtype is torch.float16

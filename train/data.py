@@ -15,7 +15,7 @@ from outrider.train.corpus.base import Split
 from outrider.train.corpus.conversations import Mix, conversation
 from outrider.train.tokenizer import BOS_ID, segments
 
-_CHARS_PER_TOKEN = 6.5  # A generous estimate: rows that are too short are padded, which wastes compute.
+_CHARS_PER_TOKEN = 6.5  # A generous estimate, because short rows are padded, which wastes compute.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Trains the EAGLE-3 head of a target by training-time test, on text that the target itself has continued.
 
-``python -m outrider.train.eagle3 --target models/demo/target --out models/demo/eagle3 --gsm8k train.jsonl --minutes 2.5``
+    python -m outrider.train.eagle3 --target models/demo/target --out models/demo/eagle3 \\
+        --gsm8k train.jsonl --minutes 2.5
 """
 
 import argparse
@@ -174,7 +175,8 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         optimiser.step(clock.factor())
         if clock.done % 200 == 0:
             print(
-                f"step {clock.done} loss {float(loss.detach()):.4f} accuracy {[round(h, 3) for h in hits.tolist()]}",
+                f"step {clock.done} loss {float(loss.detach()):.4f} "
+                f"accuracy {[round(h, 3) for h in hits.tolist()]}",
                 flush=True,
             )
         clock.tick()

@@ -1,6 +1,7 @@
 """Measures the accept length of a head with the plain reference drafter.
 
-``python -m outrider.train.evaluate --target models/demo/target --head models/demo/eagle3 --prompts bench/prompts/heldout.jsonl``
+    python -m outrider.train.evaluate --target models/demo/target --head models/demo/eagle3 \\
+        --prompts bench/prompts/heldout.jsonl
 """
 
 import argparse

@@ -39,7 +39,7 @@ def cut_points(
 
 @torch.no_grad()
 def continue_rows(model: Llama, rows: Tensor, cuts: Tensor, temperature: Tensor, seed: int) -> Tensor:
-    """Keep ``rows[i, :cuts[i]]`` and sample the rest with the target. Sampling goes on after an end of turn.
+    """Keep ``rows[i, :cuts[i]]`` and sample the rest with the target. An end of turn does not stop it.
 
     Args:
         model: The target, on its device.

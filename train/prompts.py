@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> None:
     """Write one ``{"prompt", "topic"}`` object per line, in random order."""
     p = argparse.ArgumentParser(
         prog="outrider.train.prompts",
-        description="Write held-out prompts, whose templates and entities training exchanges do not use.",
+        description="Write held-out prompts: training uses neither their templates nor their entities.",
     )
     p.add_argument("--out", type=Path, required=True, help="JSON Lines file to write")
     p.add_argument("--per-topic", type=int, default=7, help="number of prompts per topic")

@@ -100,9 +100,13 @@ class ReferenceTarget:
         mask = torch.cat((torch.ones(n, self.length, dtype=torch.bool), visible), 1)
         bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[None, None]
         out = self.model(
-            input_ids=torch.tensor([tokens]), position_ids=(self.length + depths)[None], attention_mask=bias, past_key_values=self.cache,
-            use_cache=True, output_hidden_states=True,
-        )  # fmt: skip
+            input_ids=torch.tensor([tokens]),
+            position_ids=(self.length + depths)[None],
+            attention_mask=bias,
+            past_key_values=self.cache,
+            use_cache=True,
+            output_hidden_states=True,
+        )
         return out.logits[0], torch.cat([out.hidden_states[i][0] for i in self.aux_inputs], -1)
 
     def keep(self, rows: list[int]) -> None:

@@ -100,7 +100,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     )
     padding = float((train == tok.BOS_ID).float().mean())
     print(
-        f"corpus: {train.numel() / 1e6:.1f} M tokens, {padding:.4f} padding, {time.monotonic() - started:.0f} s",
+        f"corpus: {train.numel() / 1e6:.1f} M tokens, {padding:.4f} padding, "
+        f"{time.monotonic() - started:.0f} s",
         flush=True,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from outrider.kernels.stream import Stream, normed_at_once
+from outrider.kernels.stream import Stream, normed_on_write
 
 
 def add_sums(
@@ -38,6 +38,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 
 def _stream(residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Stream:
     wide = residual.float()
-    if normed_at_once(residual.shape[0], residual.dtype):
+    if normed_on_write(residual.shape[0], residual.dtype):
         return Stream(residual, rms_norm(residual, norm_weight, eps, None), None, eps)
     return Stream(residual, (wide * norm_weight.float()).to(residual.dtype), wide.square().sum(-1)[None], eps)

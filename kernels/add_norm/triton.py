@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
-from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream, normed_at_once
+from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream, normed_on_write
 
 _BLOCK = 512
 _TILE_ROWS = 128
@@ -94,7 +94,7 @@ def _stream(
     norm_weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> Stream:  # fmt: skip
     rows, width = out.shape
-    whole = normed_at_once(rows, out.dtype)
+    whole = normed_on_write(rows, out.dtype)
     # Allocate whole tiles, so that products that read these rows in tiles stay inside the allocation.
     kept = _launch.ceil_div(rows, _TILE_ROWS) * _TILE_ROWS if FEW_ROWS < rows <= MANY_ROWS else rows
     scaled = _launch.empty((kept, width), out.dtype, out.device)[:rows]

@@ -117,7 +117,7 @@ def project_add(
     """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the next norm.
 
     In fp16, `add_sums` adds and norms in a launch of its own, because rows must be divided by their root mean
-    square there (`normed_at_once`) and no program of a product sees a whole row.
+    square there (`normed_on_write`) and no program of a product sees a whole row.
 
     Args:
         x: As in `project`.

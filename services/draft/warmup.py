@@ -14,7 +14,7 @@ from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.fused.products import HasProducts
-from outrider.shared.nn.fused.trial import BESIDE_BUDGET_S, try_products
+from outrider.shared.nn.fused.trial import DRAFT_BUDGET_S, try_products
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
@@ -40,7 +40,7 @@ def warm_up(
     *,
     record: bool = True,
     tiles: bool = True,
-    tiles_s: float = BESIDE_BUDGET_S,
+    tiles_s: float = DRAFT_BUDGET_S,
 ) -> None:
     """Follow made-up sequences and grow trees of the default shapes, greedy and with noise.
 

@@ -44,7 +44,8 @@ from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.logging import configure_logging, get_logger
-from outrider.shared.parallel.lead import FailureHandler, graph_observer
+from outrider.shared.parallel.lead import FailureHandler
+from outrider.shared.parallel.lead_decoder import graph_observer
 from outrider.shared.rpc.server import aio_server
 from outrider.shared.spec.drafter import Drafter, DrafterState
 

@@ -32,7 +32,7 @@ class DeterministicAttention:
         )
 
     def select(self, row: int) -> OneRow:
-        """Return a backend for one row of the planned step, which can then run through the layers alone."""
+        """Return a backend for one row of the planned step, for a pass of that row alone."""
         assert self._batch is not None, "plan() comes before select()"
         assert self._paths is not None
         rows = slice(row, row + 1)
@@ -63,9 +63,17 @@ class DeterministicAttention:
         kv_store(k, v, k_plane, v_plane, self._slots)  # A latent pool stores the same plane twice.
         batch = self._batch
         out = path_attention(
-            q, k_plane, v_plane, batch.page_table, self._paths, scale=scale, max_kv_len=batch.max_kv_len, window=window, sinks=sinks,
+            q,
+            k_plane,
+            v_plane,
+            batch.page_table,
+            self._paths,
+            scale=scale,
+            max_kv_len=batch.max_kv_len,
+            window=window,
+            sinks=sinks,
             softcap=softcap,
-        )  # fmt: skip
+        )
         return out.flatten(1)
 
 

@@ -6,8 +6,8 @@ FlashInfer's `plan` reads lengths on the host, so every pass waits for the devic
 backend cannot run in CUDA graphs, and a round cannot be launched before the previous one is read (see
 `create.waits_for_device`).
 
-Trees are passed as custom masks in unpacked form. With packed masks, FlashInfer 0.6.11 takes their bit
-offsets for byte offsets, which gives wrong results for more than one sequence.
+Trees are passed as custom masks in unpacked form. FlashInfer 0.6.11 reads the bit offsets of packed masks as
+byte offsets, which produces wrong results for more than one sequence.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """The properties for which FlashInfer compiles and plans. Layers with equal properties share a plan."""
+    """Parameters that FlashInfer's kernels and plans depend on. Layers with equal parameters share a plan."""
 
     heads: int
     kv_heads: int
@@ -165,7 +165,7 @@ class FlashInferAttention:
             raise _refused("the model has attention sinks")
         if window and self._batch.ancestors is not None:
             raise _refused(
-                "the model has sliding windows, which FlashInfer counts by index although trees need depth"
+                "the model has sliding windows, which FlashInfer measures in token indices; trees need depths"
             )
         if q.dtype not in (torch.bfloat16, torch.float16):
             raise _refused(

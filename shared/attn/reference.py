@@ -1,6 +1,6 @@
-"""Attention in plain torch, optimised for the CPU: K/V of contiguous leases is read in place.
+"""Attention in plain torch, optimised for the CPU: reads the K/V of consecutive pages in place.
 
-Views and masks are made once per step.
+Views and masks are made once per step, not per layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface of the fused decoder to attention over K/V that are in the pool already."""
+"""Defines `StoredAttention`: attention over K/V that is already in the pool, for the fused decoder."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class KernelAttention(StoredAttention):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Attend to K/V that are in the pool already."""
+        """Attend over K/V that is already in the pool."""
         batch = self._planned
         out = tree_attention(
             q,

@@ -1,4 +1,6 @@
-"""Page allocation.
+"""Allocates the pages of a KV pool: leases them to sequences, in consecutive runs while there is room.
+
+A lease (`PageLease`) is one sequence's exclusive right to its pages.
 
 Each page of a pool is in exactly one of two states:
 
@@ -20,9 +22,11 @@ class PageAllocator:
     """Leases the pages ``0 … num_pages - 1``. Not thread-safe: one engine thread owns it.
 
     Free pages are kept as runs of consecutive pages. Leases stay contiguous unless the pool is crowded, so
-    that attention on the CPU can read K/V in place. For that, a new lease starts in the middle of the largest
-    run, or at its start if it is the first run of the pool. A lease grows into the page after its last one if
-    that is free.
+    that attention on the CPU can read K/V in place:
+
+    - A lease grows into the page after its last one if that is free.
+    - A new lease starts in the middle of the largest run, which leaves room to grow for the lease before the
+      run. It starts at the beginning of the run if that is page 0, or if the second half is too short.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -1,4 +1,4 @@
-"""The planes that pages index: K and V (or one latent) per layer, and one feature row per token."""
+"""The paged KV pool: per layer K and V (or one latent), and per token a feature row for the drafter."""
 
 from __future__ import annotations
 

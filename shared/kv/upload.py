@@ -1,4 +1,4 @@
-"""Copies of host numbers to the device."""
+"""Copies host numbers to the device without waiting."""
 
 from __future__ import annotations
 

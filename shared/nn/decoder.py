@@ -140,7 +140,7 @@ class Decoder:
 
     @property
     def computed_by(self) -> str:
-        """How the layers are computed, in a few words for the log."""
+        """Short description, for the log, of how the layers are computed."""
         return "torch's operations" if self.fused is None else "fused kernels"
 
     @property
@@ -163,7 +163,8 @@ class Decoder:
         """Return the bytes per token in this process's part of the pool.
 
         Args:
-            feature_size: Width of the feature row that is stored with each token.
+            feature_size: Width of the feature row stored with each token, which a drafter reads (see
+                `FeatureProjector`).
         """
         kept = self.cached
         return token_bytes(
@@ -178,7 +179,7 @@ class Decoder:
             name: The weight's name in the checkpoint.
 
         Raises:
-            CheckpointError: The name is another one.
+            CheckpointError: `name` is neither of the two.
         """
         if name == EMBEDDING:
             return self.embedding
@@ -209,7 +210,7 @@ class Decoder:
             tokens: ``[rows]``, int32 or int64.
             positions: ``[rows]``, rotary positions. A tree node's position is the root's plus its depth.
             attention: Backend for which `AttentionBackend.plan` was called with exactly these rows.
-            pool: Read up to the batch's prefix, and written at its slots.
+            pool: Supplies the K/V of earlier tokens, and receives the rows' K/V at the batch's slots.
             aux_layer_ids: Layers whose outputs are captured, in ascending order.
         """
         rotation = self.rotary(positions)

@@ -1,14 +1,14 @@
-"""Deterministic decoders: a row's result is the same to the bit, whatever other rows are in the step.
+"""Deterministic decoders: a row's result is the same to the bit, regardless of the other rows in a step.
 
 The usual products, norms and softmax add in an order that depends on the number of rows, and a vector unit
 rounds the end of a buffer differently from its middle. The same token may then get different last bits in a
 tree, in a decode step and in a prompt chunk, and a near-tie between two tokens may be decided differently.
 Two decoders avoid that:
 
-- `RowByRow` (CPU, any model) runs every row as a step of its own.
+- `RowByRow` (CPU, any model) runs every row as a separate step.
 - `BatchInvariant` (GPU) uses products and norms whose order of addition depends only on the weight.
 
-Both attend with `DeterministicAttention`.
+Both use `DeterministicAttention`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.layers.rope import Rotation, rotate
 
 FILTER_ROWS = 16
-"""Rows per call of the sampling filters on a GPU. Always the same, as sums over a vocabulary depend on it."""
+"""Rows per call of the sampling filters on a GPU.
+
+The number is fixed because the rounding of sums over the vocabulary depends on it.
+"""
 
 
 def deterministic(decoder: Decoder) -> Decoder:
@@ -48,7 +51,7 @@ def deterministic(decoder: Decoder) -> Decoder:
 
 
 class RowByRow(Decoder):
-    """Runs each row as a step of its own, for any model.
+    """Runs each row as a separate step, for any model.
 
     A row's K/V is stored before later rows run, so parents must come before their children.
 

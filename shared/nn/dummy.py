@@ -18,7 +18,7 @@ SPREAD = 0.02
 
 
 class RandomTensors(TensorSource):
-    """A `TensorSource` that generates tensors: ones for norms, zeros for biases, otherwise normal numbers.
+    """A `TensorSource` that generates tensors: ones for norms, zeros for biases, normal noise elsewhere.
 
     A tensor depends only on its name and shape, so that all processes generate the same one.
 

@@ -65,7 +65,10 @@ class FeatureProjector:
         return states if self._fc is None else self._fc(states)
 
     def parts(self, output: DecoderOutput) -> torch.Tensor:
-        """Return the same rows; for few rows on a GPU, their partial sums ``[splits, rows, size] fp32``."""
+        """Return the rows to store, or fp32 partial sums of them, ``[splits, rows, feature_size]``.
+
+        Partial sums are returned only on a GPU, for at most `MANY_ROWS` rows. The caller adds them up.
+        """
         states, fc = self._entering(output), self._fc
         if fc is None or fc.bias is not None or not states.is_cuda or states.shape[0] > MANY_ROWS:
             return states if fc is None else fc(states)
@@ -134,6 +137,6 @@ def _check_layers(spec: FeatureSpec, num_layers: int) -> None:
         raise CheckpointError(
             f"aux layer ids {list(ids)} must be ascending, distinct and below the target's "
             f"{num_layers} layers; the head belongs to a target with more layers, "
-            "or its ids count layer inputs.",
+            "or its ids count layer inputs instead of outputs.",
             field="aux_layer_ids",
         )

@@ -6,10 +6,11 @@ needs the scales:
 - Keys divided by s and queries multiplied by s give the same scores.
 - Values divided by s and an output projection multiplied by s give the same sum.
 
-Scales are rounded up to powers of two. Multiplying by those is exact in fp32 and bf16, so that with a wide
-cache no bit of the output changes.
+Scales are rounded up to powers of two. Multiplying by those is exact in fp32 and bf16, so the outputs of a
+model with a wide cache do not change by a bit.
 
-Names follow vLLM (`maybe_remap_kv_scale_name`): those of compressed-tensors, ModelOpt and Quark.
+The accepted tensor names are those of vLLM's `maybe_remap_kv_scale_name`, which covers compressed-tensors,
+ModelOpt and Quark.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 
 SPELLINGS = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
-"""Names after ``self_attn.``, with k or v for ``{0}``."""
+"""Names of scales after the prefix ``self_attn.``; ``{0}`` stands for k or v."""
 
 
 def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[str, Shape]:
@@ -59,7 +60,7 @@ def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, f
         found: Names from `find_scales`.
 
     Returns:
-        Prefix of an attention plus k or v (``….self_attn.k``) → its scale.
+        Scales by layer and part; a key is the attention's prefix plus k or v (``….self_attn.k``).
 
     Raises:
         CheckpointError: A scale is not a positive number.

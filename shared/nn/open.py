@@ -94,9 +94,10 @@ def load_decoder(
         needed = f"{_needed(path, config, dtype)} as {str(dtype).removeprefix('torch.')}"
         if on_layer is None:
             why, smaller = f": its weights need {needed}", " or a smaller dtype"
-        else:  # the size after `on_layer` is not known here
+        else:  # `on_layer` shrinks the layers by an unknown amount
             why, smaller = (
-                f", though its layers are rounded as they are loaded (before that, they need {needed})",
+                f", even with layers that are quantized as they are loaded "
+                f"(without that, they need {needed})",
                 "",
             )
         raise ConfigurationError(
@@ -161,7 +162,7 @@ def checked_source(
         scaled = find_scales(reader.tensors, config)
         expected.shapes |= scaled
         reader.check(expected.shapes, ignored=config.ignored, dtypes=expected.dtypes)
-        if scaled and dtype is not torch.float16:  # scaled weights might exceed the range of fp16
+        if scaled and dtype is not torch.float16:  # Scaled weights might exceed fp16's range.
             _log.info(
                 "scales of an FP8 cache are moved into the weights", checkpoint=str(path), count=len(scaled)
             )
@@ -187,7 +188,7 @@ def _open_generic(
 
 
 def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
-    """Return the memory that the weights of a folder need, as text, after they did not fit."""
+    """Return the memory that the loaded weights of a folder take, as text for an error message."""
     names = expected_tensors(config)
     with CheckpointReader(path) as reader:
         stored = reader.tensors.items()

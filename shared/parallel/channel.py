@@ -32,7 +32,7 @@ CONNECT_S = 5.0
 RETRY_S = 0.1
 ADDRESS_KEY = "outrider/control"
 KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-"""Seconds and number of probes.
+"""TCP keepalive options: idle seconds, seconds between probes, and number of probes.
 
 A host that vanishes without closing its connection is noticed within 10 s.
 """
@@ -137,7 +137,7 @@ class RankConnection:
         return body
 
     def report(self, report: RankReport) -> None:
-        """Send a report, truncated to the largest frame."""
+        """Send a report, truncated to the maximum frame size."""
         self.send(bytes((report.kind,)) + report.text.encode()[: MAX_FRAME - 1])
 
     def receive_report(self) -> RankReport | None:
@@ -262,8 +262,7 @@ def store_of_these(store: Store) -> Store:
     """Return a section of the store that no earlier set of ranks has used.
 
     The ranks must be connected already. The section is named after their secret. torchrun's restart count
-        would
-    not do: each host counts only the restarts that its own failures caused.
+    cannot name it, because each host counts only the restarts that its own failures caused.
     """
     return PrefixStore(bytes(store.get(ADDRESS_KEY)).decode().split(" ")[2], store)
 

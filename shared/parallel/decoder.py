@@ -1,4 +1,4 @@
-"""One rank's decoder: its share of heads, MLPs and output head. The layers sum over the ranks."""
+"""One rank's part of a tensor-parallel decoder: its heads, MLP columns and rows of the output head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HeadReader = Callable[[], torch.Tensor]
 
 
 class ShardedDecoder(Decoder):
-    """A `Decoder` of which this process has a share. `config` describes the whole model.
+    """This rank's share of a `Decoder`. `config` describes the whole model.
 
     All ranks must run `forward` together, because it sums over them. `columns` returns this rank's part of
     the logits.
@@ -65,7 +65,7 @@ class ShardedDecoder(Decoder):
     def quantize(self) -> None:
         """Compute this rank's products in FP8 from now on. Call it on every rank.
 
-        This rank's columns of o and down get scales of their own.
+        This rank's columns of o and down get their own scales.
 
         Raises:
             ConfigurationError: `quantize_fp8` refuses the model.
@@ -122,9 +122,15 @@ class ShardedDecoder(Decoder):
             zeros = torch.zeros(rows, device=self.device)
             ints = zeros.to(torch.int32)
             known = self._greedy[rows] = SamplingTensors(
-                temperature=zeros, top_k=ints, top_p=zeros + 1, min_p=zeros, seeds=zeros.to(torch.int64), choices=ints,
-                all_greedy=True, any_filter=False,
-            )  # fmt: skip
+                temperature=zeros,
+                top_k=ints,
+                top_p=zeros + 1,
+                min_p=zeros,
+                seeds=zeros.to(torch.int64),
+                choices=ints,
+                all_greedy=True,
+                any_filter=False,
+            )
         return known
 
 

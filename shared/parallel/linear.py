@@ -1,4 +1,4 @@
-"""Row-parallel pieces of a layer: each rank multiplies its columns, and the ranks sum the products."""
+"""Row-parallel linear layers and MLPs: each rank multiplies its columns, and the ranks sum the products."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class RowParallelLinear(Linear):
     """A rank's columns of a matrix. Calling it returns the whole product on every rank.
 
     Args:
-        inner: ``[out, in / ranks]``. Its bias is whole on every rank; it is moved here and added after the
-            sum.
+        inner: ``[out, in / ranks]``. Every rank has the whole bias. It is moved to this object and added
+            after the sum.
         reduce: Sums over the ranks.
     """
 

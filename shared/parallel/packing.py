@@ -1,4 +1,4 @@
-"""A step's inputs packed into one buffer, so that one broadcast carries them instead of eight."""
+"""Packs a step's inputs into one buffer, so that one broadcast sends them instead of eight."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class PeerReduce(OneShotReduce):
     Args:
         collectives, hidden_size, dtype: As for `OneShotReduce`.
         timeout_s: How long `add` waits for a rank.
-        lost: ``[1] int32``, set to 1 once a wait was in vain (see `Boxes.lost`).
+        lost: ``[1] int32``, set to 1 once a wait has timed out (see `Boxes.lost`).
 
     Raises:
         RuntimeError: Processes cannot share GPU memory on this machine.
@@ -91,8 +91,8 @@ class PeerReduce(OneShotReduce):
 
     def proves_itself(self) -> bool:
         """Return True if trial sums are correct on all ranks (see `sums_agree`). Every rank must call it."""
-        # Compile all kernels first, so that a short time limit suffices for the trial. `_lost` turns waiting
-        # off meanwhile, because other ranks may still be compiling.
+        # Compile all kernels first, so that a short time limit suffices for the trial. Meanwhile, setting
+        # `_lost` turns off all waits, because other ranks may still be compiling.
         self._lost.fill_(1)
         for rows in TRIALS:
             zeros = torch.zeros(rows, self._width, dtype=self._dtype, device=self._group.device)
@@ -103,7 +103,7 @@ class PeerReduce(OneShotReduce):
         return agrees
 
     def _emptied(self, timeout_s: float) -> Boxes:
-        """Return empty boxes on every rank, after all earlier messages have arrived."""
+        """Empty every rank's boxes after all earlier messages have arrived. Return this rank's boxes."""
         _agreed(True, self._group.device)
         boxes = Boxes.of(self._group.rank, self._inboxes, _looks(timeout_s), self._lost)
         _agreed(True, self._group.device)
@@ -134,7 +134,7 @@ class PeerCollectives:
         timeout_s: How long a rank waits for a message. After a timeout, a broadcast reads as zeros, which are
             valid addresses, and a gather reads as -1, which is not a token. A rank that has missed a message
             sends only -1 to rank 0 from then on.
-        lost: ``[1] int32``, set to 1 once a wait was in vain (see `Mail.lost`).
+        lost: ``[1] int32``, set to 1 once a wait has timed out (see `Mail.lost`).
 
     Raises:
         RuntimeError: Processes cannot share GPU memory on this machine.
@@ -162,7 +162,7 @@ class PeerCollectives:
         return arrive
 
     def _emptied(self, timeout_s: float) -> tuple[Mail, Mail]:
-        """Return empty mailboxes, on every rank."""
+        """Empty every rank's mailboxes. Return this rank's mail from rank 0, and its mail to rank 0."""
         _agreed(True, self._group.device)
         down, up = (Mail.of(self.rank, boxes, _looks(timeout_s), self._lost) for boxes in self._boxes)
         _agreed(True, self._group.device)

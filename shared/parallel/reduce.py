@@ -1,4 +1,4 @@
-"""Sums over the ranks, and their addition to the residual in a decoder layer.
+"""All-reduce in a decoder layer: sums over the ranks, and adds the sum to the residual.
 
 The sums in this module use the group's own all-reduce (gloo or NCCL). For the few rows of a decode step,
 NCCL's protocol takes longer than moving the data. `peer` has faster sums for GPUs that can access each

@@ -1,4 +1,4 @@
-"""One rank's share of a decoder, as in Megatron-LM (arXiv 1909.08053, section 3).
+"""Splits weights over the ranks: one rank's share, as in Megatron-LM (arXiv 1909.08053, section 3).
 
 - Column-parallel (the rows of the weight are split): q, k, v, gate, up and lm_head.
 - Row-parallel (the columns are split, and the products are summed over the ranks): o and down. Their biases

@@ -1,4 +1,4 @@
-"""Trials of sums and messages through peer memory before they are used, since a machine may be faulty."""
+"""Checks sums and messages through peer memory before they are used, because a machine may be faulty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of ranks 1 and up, which runs rank 0's commands in order."""
+"""Ranks 1 and up: the loop that receives rank 0's commands and runs them in order."""
 
 from __future__ import annotations
 

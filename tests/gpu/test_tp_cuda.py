@@ -41,7 +41,7 @@ from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
-from outrider.shared.parallel.lead import graph_observer
+from outrider.shared.parallel.lead_decoder import graph_observer
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]

@@ -104,7 +104,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "is_causal",
         "looks ahead",
     ),
-    "phi3-longrope": ("Phi3", {"rope_parameters": LONGROPE}, "rope_parameters", "longest text of a batch"),
+    "phi3-longrope": (
+        "Phi3",
+        {"rope_parameters": LONGROPE},
+        "rope_parameters",
+        "longest sequence in a batch",
+    ),
     "gptj": ("GPTJ", GPT2_SIZES, "model_type", "does not use the attention interface"),
     "falcon": (
         "Falcon",
@@ -116,7 +121,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "bloom": ("Bloom", {}, "model_type", "takes no explicit positions"),
     "mpt": ("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "model_type", "takes no explicit positions"),
     "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}, "model_type", "cannot be run apart"),
-    "doge": ("Doge", {}, "model_type", "works on its attention mask"),
+    "doge": ("Doge", {}, "model_type", "computes with its attention mask"),
     "diffllama": ("DiffLlama", {}, "model_type", "calls the attention interface 6 times"),
     "llama4": (
         "Llama4",

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Turn = tuple[str, str]  # (user's message, assistant's answer)
-Exchange = list[Turn]  # Turns about one thing. The first one does not depend on earlier text.
+Exchange = list[Turn]  # Turns about one subject. The first turn does not depend on earlier text.
 
 
 class Split(enum.Enum):

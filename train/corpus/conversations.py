@@ -1,4 +1,4 @@
-"""Whole conversations: chains of exchanges, so long that sensible text follows every answer."""
+"""Whole conversations: chains of exchanges, long enough that more sensible text follows every answer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

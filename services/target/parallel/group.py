@@ -50,7 +50,8 @@ from outrider.shared.parallel.channel import (
 )
 from outrider.shared.parallel.collectives import NO_MULTICAST, Collectives, TorchCollectives
 from outrider.shared.parallel.decoder import ShardedDecoder, build_rank
-from outrider.shared.parallel.lead import FailureHandler, Lead, LeadDecoder
+from outrider.shared.parallel.lead import FailureHandler, Lead
+from outrider.shared.parallel.lead_decoder import LeadDecoder
 from outrider.shared.parallel.peer import connect_peers
 from outrider.shared.parallel.reduce import Reduce
 from outrider.shared.parallel.shard import Shard

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.loop import Steppable
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.parallel.lead import LeadDecoder
+from outrider.shared.parallel.lead_decoder import LeadDecoder
 
 
 class WatchedEngine(Steppable):

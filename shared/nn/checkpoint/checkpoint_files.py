@@ -12,14 +12,14 @@ LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
-"""Name of the index and of the single file, in the order in which they are looked for."""
+"""Name of the index and of the single file, in search order."""
 
 
 class CheckpointFiles:
     """The open tensor files of a checkpoint.
 
     Args:
-        path: See `CheckpointReader`.
+        path: A tensor file or a model folder (see `CheckpointReader`).
 
     Attributes:
         files: The files, in order of their names.
@@ -70,8 +70,8 @@ class CheckpointFiles:
                 else "no weights"
             )
             raise CheckpointError(
-                f"{self._path} holds {found}; it must contain model.safetensors, an index with its shards, "
-                "or pytorch_model.bin.",
+                f"{self._path} contains {found}; it must contain model.safetensors, an index with its "
+                "shards, or pytorch_model.bin.",
                 field=str(self._path),
             )
         self._add_file(candidates[0])

@@ -27,9 +27,9 @@ __all__ = ["CheckpointReader", "Shape", "dtype_name", "is_weight"]
 FINGERPRINT_SAMPLE_BYTES = 4096
 STAGED_BYTES = 1 << 20
 """Tensors of at least this size reach a GPU through pinned memory; smaller ones are copied directly."""
-TOLD_BYTES = 256 << 20
+LOGGED_BYTES = 256 << 20
 """Loads of at least this size are logged with their speed."""
-MAX_NAMED = 12  # tensor names that an error lists per kind of problem
+MAX_NAMED = 12  # An error lists at most this many tensor names per kind of problem.
 WRONG_TYPE = "of a type that is not fp32, fp16 or bf16"
 
 _log = get_logger("outrider.loader")
@@ -39,8 +39,8 @@ class CheckpointReader(TensorSource):
     """The tensors of a model folder: one file, or shards listed in an index.
 
     Opening it reads only the headers. `check` compares them all with the expected tensors and reports every
-    problem in one error. `take` copies a tensor to the device. Use the reader as a context manager: leaving
-    it unmaps the files.
+    problem in one error. `take` copies a tensor to the device. Use the reader as a context manager: the end
+    of the `with` block unmaps the files.
 
     Args:
         path: A tensor file, or a folder. The folder contains ``model.safetensors``,
@@ -77,11 +77,11 @@ class CheckpointReader(TensorSource):
         self._ahead: ReadAhead | None = None
         self._staging: WeightStaging | None = None
         self._started: float | None = None
-        # A CUDA device runs asynchronously: looking at each result would stall every copy.
-        self._at_once = self.device.type != "cuda"
-        # Tensors not yet checked for NaN: their names, their type here, and a ``[] bool`` that is True if all
+        # A CUDA device runs asynchronously: reading each result would stall every copy.
+        self._checks_each = self.device.type != "cuda"
+        # Tensors not yet checked for NaN: names, type after conversion, and a ``[] bool`` that is True if all
         # numbers are finite.
-        self._unsettled: list[tuple[Sequence[str], torch.dtype, torch.Tensor]] = []
+        self._unchecked: list[tuple[Sequence[str], torch.dtype, torch.Tensor]] = []
         self.tensors: dict[str, TensorInfo] = {
             name: file.tensors[name] for name, file in self._files.file_of.items()
         }
@@ -186,7 +186,7 @@ class CheckpointReader(TensorSource):
     ) -> torch.Tensor:
         """Copy one tensor to the device; see `TensorSource.take`.
 
-        On a GPU, NaN and infinite numbers are reported later, by `settle`.
+        On a GPU, NaN and infinite numbers are reported later, by `check_finite`.
         """
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
@@ -211,25 +211,25 @@ class CheckpointReader(TensorSource):
             if self._ahead is not None:
                 self._ahead.used(self.tensors[name].nbytes)
         if out.numel() and out.dtype.is_floating_point and not out.is_meta:
-            self._unsettled.append(([name for name, _ in parts], target, _finite(out)))
-            if self._at_once:
-                self.settle()
+            self._unchecked.append(([name for name, _ in parts], target, _finite(out)))
+            if self._checks_each:
+                self.check_finite()
         if self._progress is not None:
             self._progress(self._taken_bytes, self._all_bytes)
         return out
 
-    def settle(self) -> None:
+    def check_finite(self) -> None:
         """Wait for the copies and reject NaN and infinite numbers.
 
-        Called after each `take`, but on a GPU only once, when the reader is left: each check waits for the
-        device.
+        On a CPU, every `take` calls this. On a GPU, it runs once, at the end of the `with` block, because
+        each check waits for the device.
 
         Raises:
             CheckpointError: A tensor contains NaN or infinite numbers, in the file or after its conversion.
         """
-        unsettled, self._unsettled = self._unsettled, []
-        if unsettled and not bool(torch.stack([finite for _, _, finite in unsettled]).all()):
-            names, dtype, _ = next(one for one in unsettled if not bool(one[2]))
+        unchecked, self._unchecked = self._unchecked, []
+        if unchecked and not bool(torch.stack([finite for _, _, finite in unchecked]).all()):
+            names, dtype, _ = next(one for one in unchecked if not bool(one[2]))
             raise self._not_finite(names, dtype)
 
     def number(self, name: str) -> float:
@@ -271,8 +271,8 @@ class CheckpointReader(TensorSource):
     ) -> None:
         try:
             if kind is None:
-                self.settle()
-                self._tell()
+                self.check_finite()
+                self._log_speed()
         finally:
             self.close()
 
@@ -287,9 +287,9 @@ class CheckpointReader(TensorSource):
         else:
             self._staging.copy(out, source)
 
-    def _tell(self) -> None:
+    def _log_speed(self) -> None:
         """Log the speed of a large load."""
-        if self._started is not None and self._taken_bytes >= TOLD_BYTES:
+        if self._started is not None and self._taken_bytes >= LOGGED_BYTES:
             seconds = time.monotonic() - self._started
             rate = self._taken_bytes / 1e9 / max(seconds, 1e-9)
             _log.info(
@@ -324,12 +324,12 @@ class CheckpointReader(TensorSource):
         ]
         if broken:
             return CheckpointError(
-                f"{self.path}: {', '.join(broken)} holds NaN or infinite numbers; the weights are damaged: "
-                "download the checkpoint again.",
+                f"{self.path}: {', '.join(broken)} contains NaN or infinite numbers; the weights are "
+                "damaged: download the checkpoint again.",
                 field=broken[0],
             )
         return CheckpointError(
-            f"{self.path}: {', '.join(names)} holds numbers beyond {dtype_name(dtype)}; "
+            f"{self.path}: {', '.join(names)} contains numbers beyond {dtype_name(dtype)}; "
             "serve with --dtype bfloat16 or float32.",
             field=names[0],
         )
@@ -357,7 +357,7 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def is_weight(dtype: torch.dtype) -> bool:
-    """True if weights of this stored type can be converted. FP8 needs its scales; integers are no weights."""
+    """True if weights of this stored type can be converted: neither FP8, which needs scales, nor integers."""
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

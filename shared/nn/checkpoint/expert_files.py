@@ -1,6 +1,6 @@
 """Loads the experts of a layer from each layout in which checkpoints store them, and de-quantizes MXFP4.
 
-Whatever the layout, the result is one stack, ``[experts, 2 * intermediate, hidden]`` and so on.
+Every layout is converted to the stacked tensors of `ExpertWeights`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
     """
     if not scales.is_meta and bool((scales == MXFP4_SCALE_NAN).any()):
         raise CheckpointError(
-            f"{name} holds NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: "
+            f"{name} contains NaN (the byte {MXFP4_SCALE_NAN}); the weights are damaged: "
             "download the checkpoint again.",
             field=name,
         )

@@ -20,7 +20,7 @@ class Scoring(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Rule by which rows choose experts.
+    """How a router chooses and weights the experts of each row.
 
     Attributes:
         top_k: Experts per row.
@@ -88,7 +88,7 @@ class ExpertsConfig:
 
     Attributes:
         num_experts, intermediate_size: Sizes of the routed experts.
-        routing: Rule by which rows choose experts.
+        routing: How experts are chosen and weighted.
         files: Layout of the experts in the checkpoint.
         shared_size: Intermediate size of the shared expert that every row passes through; 0 if there is none.
         swiglu_limit, swiglu_alpha: Parameters of gpt-oss's activation

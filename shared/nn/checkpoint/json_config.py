@@ -108,7 +108,7 @@ def faults_of(source: Path | str) -> Iterator[None]:
         yield
     except OutriderError:
         raise
-    except Exception as error:  # odd values reach code that does not expect them, including transformers
+    except Exception as error:  # An odd value may raise any exception, also inside transformers.
         raise CheckpointError(
             f"{source} cannot be read as a model configuration ({type(error).__name__}: {error}); "
             "correct it, or download it again.",

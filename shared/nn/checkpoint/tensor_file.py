@@ -18,7 +18,7 @@ from outrider.shared.base.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_HEADER_BYTES = 100_000_000  # the limit that the format defines
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -199,7 +199,7 @@ class PickledFile(TensorFile):
         content = self._load(path)
         if not isinstance(content, Mapping):
             raise CheckpointError(
-                f"{path} holds a {type(content).__name__}, not a mapping of names to tensors; "
+                f"{path} contains a {type(content).__name__}, not a mapping of names to tensors; "
                 "save the model's state_dict() alone.",
                 field=str(path),
             )

@@ -167,7 +167,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """Attention heads. `scored_dim` is the width over which the published formula sums the scores."""
+    """Sizes of the attention heads. Scores are scaled by ``scored_dim ** -0.5``."""
 
     num_heads: int
     num_kv_heads: int

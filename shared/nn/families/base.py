@@ -9,8 +9,8 @@ from outrider.shared.nn.checkpoint.json_config import ConfigReader
 from outrider.shared.nn.families.traits import Traits
 
 
-def nothing(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
-    """Return no patterns: the family ignores no tensors."""
+def no_ignored_tensors(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
+    """Return no patterns, for a family whose tensors are all used."""
     return {}
 
 
@@ -31,7 +31,7 @@ class Family:
     model_type: str
     architectures: tuple[str, ...]
     traits: Callable[[ConfigReader, int], Traits]
-    ignored: Callable[[ConfigReader, int], Mapping[str, str]] = nothing
+    ignored: Callable[[ConfigReader, int], Mapping[str, str]] = no_ignored_tensors
     bundled_code: tuple[str, ...] = ()
     quantisations: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Selects the family of a config.json, or rejects the model because of its kind, its code or quantization."""
+"""Selects the family that reads a config.json; rejects unsupported models, custom code and quantization."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = [
     "Family",
     "check_architecture",
     "find_family",
-    "left_to_others",
-    "refusal",
+    "may_use_transformers",
+    "unsupported_reason",
 ]
 
 FAMILIES = (
@@ -81,7 +81,9 @@ def find_family(reader: ConfigReader) -> Family:
     family = _named(reader)
     modules = _auto_map_modules(reader)
     if family is None:
-        raise reader.error("model_type", f"{_model_type(reader)!r} is not supported{refusal(reader)}")
+        raise reader.error(
+            "model_type", f"{_model_type(reader)!r} is not supported{unsupported_reason(reader)}"
+        )
     if not modules <= set(family.bundled_code):
         raise reader.error(
             "auto_map",
@@ -108,8 +110,8 @@ def check_architecture(reader: ConfigReader) -> None:
         )
 
 
-def left_to_others(reader: ConfigReader) -> bool:
-    """True if no family reads the model, but it is not of a kind that is known to be unsupported."""
+def may_use_transformers(reader: ConfigReader) -> bool:
+    """True if no family reads the model and its type is not known to be unsupported."""
     model_type = reader.raw.get("model_type")
     kinds = RECURRENT | ENCODER_DECODER | ENCODERS
     if not isinstance(model_type, str) or reader.raw.get("is_encoder_decoder"):
@@ -117,8 +119,8 @@ def left_to_others(reader: ConfigReader) -> bool:
     return model_type not in _BY_TYPE and model_type not in kinds
 
 
-def refusal(reader: ConfigReader) -> str:
-    """Return why no family reads this model, and the fix, as the end of a sentence."""
+def unsupported_reason(reader: ConfigReader) -> str:
+    """Return why no family reads this model, and the fix, to append to "… is not supported"."""
     model_type = _model_type(reader)
     supported = f"serve a model of one of these types: {', '.join(MODEL_TYPES)}"
     kinds = set(reader.strings("layer_types") or ())
@@ -162,7 +164,7 @@ def _auto_map_modules(reader: ConfigReader) -> set[str]:
 
 def _check_quantisation(reader: ConfigReader, family: Family) -> None:
     section = reader.raw.get("quantization_config")
-    if not section or _is_of_the_cache_alone(section):
+    if not section or _covers_cache_only(section):
         return
     method = section.get("quant_method") if isinstance(section, Mapping) else section
     if method not in family.quantisations:
@@ -172,8 +174,8 @@ def _check_quantisation(reader: ConfigReader, family: Family) -> None:
         )
 
 
-def _is_of_the_cache_alone(section: object) -> bool:
-    """True if the section only describes scales of the KV cache, and the weights are not quantized."""
+def _covers_cache_only(section: object) -> bool:
+    """True if the section describes only the scales of the KV cache, so the weights are not quantized."""
     if not isinstance(section, Mapping) or not isinstance(section.get("kv_cache_scheme"), Mapping):
         return False
     of_weights = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}

@@ -1,7 +1,7 @@
 """The attention block and the MLP block of a decoder layer, built from fused kernels.
 
-Each block takes a `Stream`, the residual stream, and returns the next one. The kernels compute its norms on
-the way.
+Each block takes the residual stream as a `Stream` and returns the next one. The norms need no kernels of
+their own: the kernels that write and read the stream compute them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.shared.nn.layers.rope import Rotation
 
 
 class ResidualReduce(Protocol):
-    """Adds a product to the residual when its terms are spread over the ranks of tensor parallelism."""
+    """Adds a product to the residual stream if its terms are spread over tensor-parallel ranks."""
 
     def add(
         self,

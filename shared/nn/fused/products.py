@@ -1,7 +1,7 @@
 """Lists the matrix products of a fused model, so that `trial` can time each of them with any tile.
 
 Products are grouped by shape and by the operation that follows. A timed run includes the kernel that reads
-the product, because a product that is stored as several partial sums costs time where they are added.
+the product: if a tile stores its product as several partial sums, that kernel spends time on adding them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.kernels.skinny_gemm import (
     project_rotated,
 )
 from outrider.kernels.skinny_gemm.table import Product
-from outrider.kernels.stream import Stream, normed_at_once
+from outrider.kernels.stream import Stream, normed_on_write
 from outrider.shared.nn.config.model_config import Activation
 from outrider.shared.nn.layers.blocks import Attention, GatedMLP
 from outrider.shared.nn.layers.linear import Linear
@@ -34,7 +34,7 @@ from outrider.shared.nn.layers.linear import Linear
 _PAGE = 16
 _EPS = 1e-5
 _FEW_SUMS, _MANY_SUMS = 64, 4
-"""Columns that each partial sum of squares of a `Stream` covers: with several rows, and with one or two."""
+"""Columns per partial sum of squares of a `Stream`: `_MANY_SUMS` with one or two rows, else `_FEW_SUMS`."""
 
 Run = Callable[[torch.Tensor, torch.Tensor | None, Tile], object]
 """Computes a product with a weight ``[out, in]`` and its scales, using a given tile."""
@@ -66,7 +66,7 @@ class ProductUse:
     prepare: Prepare
 
     def of(self, rows: int) -> Product:
-        """Return the product with `rows` rows, as the key by which a tile is chosen."""
+        """Return the product with `rows` rows, the key under which its tile is stored."""
         weight = self.linears[0].weight
         return Product(self.epilogue, weight.shape[0], weight.shape[1], rows, weight.dtype)
 
@@ -83,7 +83,7 @@ def uses_of(
         reduced: True if the o and down products are summed over ranks before they are added.
     """
     # As in `blocks`. In fp16, `project_add` is a plain product followed by `add_sums`.
-    adds = Epilogue.PLAIN if reduced or normed_at_once(1, dtype) else Epilogue.ADD
+    adds = Epilogue.PLAIN if reduced or normed_on_write(1, dtype) else Epilogue.ADD
     found: dict[Product, tuple[Epilogue, list[Linear], Prepare]] = {}
 
     def note(epilogue: Epilogue, linear: Linear, prepare: Prepare) -> None:
@@ -121,7 +121,7 @@ def _rows(rows: int, width: int, linear: Linear, dtype: torch.dtype) -> torch.Te
 def _stream(rows: int, linear: Linear, dtype: torch.dtype) -> Stream:
     width = linear.in_features
     x = _rows(rows, width, linear, dtype)
-    if normed_at_once(rows, dtype):
+    if normed_on_write(rows, dtype):
         return Stream(x, x, None, _EPS)
     parts = ceil_div(width, _MANY_SUMS if rows <= 2 else _FEW_SUMS)
     return Stream(x, x, torch.full((parts, rows), width / parts, device=x.device), _EPS)

@@ -1,8 +1,9 @@
-"""Times tiles for matrix products of few rows at startup, if there is no measurement for this kind of GPU.
+"""Autotunes matrix products of few rows at startup: times GEMM tiles on GPUs without stored measurements.
 
-For every shape and several row counts, the trial times the default tile, which a fixed rule picks, a few
-tiles near it, and the library's product. The matrices together exceed every cache. A tile replaces the
-default if it is faster by more than noise. The choice is stored on disk, where later starts find it.
+A tile (`Tile`) is the method and the block sizes by which a kernel computes a product. For every shape and
+several row counts, the trial times the default tile, which a fixed rule picks, a few tiles near it, and the
+library's product. Each timing runs over enough matrices to exceed every cache. A tile replaces the default if
+it is faster by more than noise. The choice is stored on disk for later starts.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from outrider.shared.obs.logging import get_logger
 
 BUDGET_S = 20.0
 """Time limit of a trial. An idle host with 16 cores needs half of it, mostly to compile about 100 kernels."""
-BESIDE_BUDGET_S = 5.0
-"""Time limit for a draft in a process of its own: its target waits for it, or serves on the same GPU."""
+DRAFT_BUDGET_S = 5.0
+"""Time limit for a draft in its own process: its target waits for it, or is serving on the same GPU."""
 _COMPILING = 0.75
 """Share of the time limit that compilation may use."""
 ROW_COUNTS = (1, 16, 64, 32, 8, 2)
 """Row counts to try, most common first. Each result also covers the counts down to the next smaller one."""
 LEAST_BYTES = 2 << 20
-"""Minimum size of a matrix in a trial. A smaller product takes as long as a launch, whatever the tile."""
+"""Minimum size of a matrix in a trial. A smaller product takes as long as its launch with any tile."""
 BETTER = 0.97
 """A tile replaces the rule's tile only if its time is at most this fraction of the rule's."""
 _REPEATS = 7
@@ -212,7 +213,7 @@ class _Trial:
         return [tile for tile, state in states.items() if state is Compiled.YES]
 
     def _ring(self, linears: Sequence[Linear]) -> list[Weight]:
-        """Return matrices, or copies of them, that together exceed the caches when they are read in turn."""
+        """Return the weights to read in turn, with copies added until they exceed the caches together."""
         wanted = min(_MOST_COPIES, max(min(2, len(linears)), -(-self._bytes // linears[0].weight.nbytes)))
         ring = [(linear.weight, linear.scales) for linear in linears[:wanted]]
         return ring + [(weight.clone(), scales) for weight, scales in islice(cycle(ring), wanted - len(ring))]

@@ -67,7 +67,7 @@ def paged_attention(
         query: ``[1, heads, rows, head_dim]``, rotated.
         key, value: ``[1, kv_heads, rows, head_dim]``. Narrower values (expanded latents) are padded with
             zeros.
-        attention_mask: None: the batch determines what each row sees.
+        attention_mask: Not used, because the batch determines what each row sees.
         scaling: Factor on the scores; ``head_dim ** -0.5`` if None.
         s_aux: ``[heads]``, attention sinks, or None.
         softcap: Bound of the scores, applied with tanh; None for no bound.

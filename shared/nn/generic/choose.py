@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from outrider.shared.nn.checkpoint.json_config import ConfigReader
-from outrider.shared.nn.families.registry import left_to_others
+from outrider.shared.nn.families.registry import may_use_transformers
 from outrider.shared.nn.generic.layout import GenericConfig
 
 
@@ -13,13 +13,13 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
     """Return the configuration of a model that runs through `transformers`.
 
     Returns:
-        None if one of the families reads the model, or if `transformers` does not know it.
+        None if one of the families reads the model, or if `transformers` does not implement it.
 
     Raises:
-        CheckpointError: `transformers` knows the model but it cannot be served, or `transformers` is not
-            installed.
+        CheckpointError: `transformers` implements the model but it cannot be served, or `transformers` is
+            not installed.
     """
-    if not left_to_others(reader):
+    if not may_use_transformers(reader):
         return None
     if find_spec("transformers") is None:
         raise reader.error(

@@ -61,7 +61,7 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
 
 
 def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig:
-    """Read the configuration of a model that `transformers` knows, and probe the model for the rest.
+    """Parse the configuration of a model that `transformers` implements, and probe the model for its layout.
 
     Raises:
         CheckpointError: As for `find_class`, or the probe rejects the model.
@@ -145,8 +145,8 @@ def _check_kind(reader: ConfigReader, model_class: Any, config: PreTrainedConfig
     if moving is not None:
         raise reader.error(
             "rope_parameters",
-            f"rope_type {moving!r} depends on the longest text of a batch, so cached keys would be wrong; "
-            "use a checkpoint without it",
+            f"rope_type {moving!r} depends on the longest sequence in a batch, so cached keys would be "
+            "wrong; use a checkpoint without it",
         )
 
 

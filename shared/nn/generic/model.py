@@ -18,7 +18,7 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import LM_HEAD, Decoder, DecoderOutput, Progress
 from outrider.shared.nn.generic.attention import Site, Step, bind
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.generic.tail import Tail
+from outrider.shared.nn.generic.output_head import OutputHead
 from outrider.shared.nn.generic.weights import load_weights
 
 
@@ -47,7 +47,7 @@ class GenericDecoder(Decoder):
         self._body = parts.base_model
         self._embed = embedding
         self._head_bias = getattr(head, "bias", None) is not None
-        self._tail = Tail(model)
+        self._output_head = OutputHead(model)
         self._step = Step()
         layout = config.layout
         for layer, (path, window) in enumerate(zip(layout.attention_paths, layout.windows, strict=True)):
@@ -127,7 +127,7 @@ class GenericDecoder(Decoder):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocab]`` as the model computes them, with its type, scale and cap."""
-        return self._tail(hidden)
+        return self._output_head(hidden)
 
     @contextmanager
     def _captured(self, layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.generic.attention import PROBE, RECORDER, Call, MaskRule
 from outrider.shared.nn.generic.layout import GenericLayout
-from outrider.shared.nn.generic.tail import Tail
+from outrider.shared.nn.generic.output_head import OutputHead
 
 ROWS = 5
 MAX_CHECKED_DISTANCE = 1 << 18  # tokens; a longer window exceeds any context that is served
@@ -128,7 +128,7 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
         )
     if model.get_output_embeddings() is None:
         raise refuse("model_type", f"{name} has no output head")
-    model.set_experts_implementation("batched_mm")  # the only one without data-dependent shapes
+    model.set_experts_implementation("batched_mm")  # the only implementation without data-dependent shapes
     rows = torch.zeros(1, ROWS, dtype=torch.long, device="meta")
     try:
         with torch.no_grad():
@@ -138,13 +138,13 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
     except Exception as error:  # a model class may raise anything for tensors without values
         raise refuse(
             "model_type",
-            f"{name} works on its attention mask or token values itself ({error}), "
-            "not through the attention interface",
+            f"{name} computes with its attention mask or token values outside of the attention interface "
+            f"({error})",
         ) from error
     hidden: torch.Tensor = output.last_hidden_state
     try:
         with torch.no_grad():
-            Tail(model)(hidden[0])
+            OutputHead(model)(hidden[0])
     except Exception as error:  # as above
         raise refuse(
             "model_type", f"the output head of {name} cannot be run apart from its layers ({error})"
@@ -173,7 +173,8 @@ def _checked_window(layer: int, call: Call, config: PreTrainedConfig, refuse: Re
     named = int(options.get("sliding_window") or 0)
     if named != window and not (window == 0 and named >= _reach(config)):
         raise refuse(
-            "sliding_window", f"layer {layer} names a window of {named}, but its mask has one of {window}"
+            "sliding_window",
+            f"layer {layer} names a window of {named}, but its mask has a window of {window}",
         )
     return window
 

@@ -60,7 +60,7 @@ def load_weights(
     with CheckpointReader(folder) as files:  # check every header before `transformers` opens a file
         if any(file.path.suffix != ".safetensors" for file in files.files):
             raise CheckpointError(
-                f"{folder} holds .bin files, but models of type {config.model_type} need safetensors: "
+                f"{folder} contains .bin files, but models of type {config.model_type} need safetensors: "
                 "save them again with save_pretrained.",
                 field=str(folder),
             )
@@ -193,7 +193,7 @@ def _check_finite(folder: Path, model: PreTrainedModel) -> None:
     ]
     if broken:
         raise CheckpointError(
-            f"{folder}: {', '.join(broken[:MAX_NAMED])} holds NaN or infinite numbers; "
+            f"{folder}: {', '.join(broken[:MAX_NAMED])} contains NaN or infinite numbers; "
             "the weights are damaged, or beyond the dtype: download the checkpoint again, "
             "or serve with --dtype bfloat16 or float32.",
             field=broken[0],

@@ -63,8 +63,8 @@ class Router:
 class SparseMLP:
     """Routed experts, plus an optional shared expert that every row passes through.
 
-    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, without a wait for the
-    host. Elsewhere the experts run one after another.
+    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, without waiting for
+    the host. Elsewhere the experts run one after another.
 
     Args:
         router: Chooses the experts of each row.

@@ -1,6 +1,6 @@
-"""Tests of the FlashInfer backend's plans and refusals.
+"""Tests of the FlashInfer backend: its plans, and the models that it rejects.
 
-A replacement for the library computes from the plan.
+A fake library computes attention from the plan alone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,17 @@ class PlannedAttention:
         assert workspace.dtype is torch.uint8
 
     def plan(
-        self, query_start: torch.Tensor, page_start: torch.Tensor, pages: torch.Tensor, last: torch.Tensor, heads: int, kv_heads: int,
-        head_dim: int, page_size: int, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        query_start: torch.Tensor,
+        page_start: torch.Tensor,
+        pages: torch.Tensor,
+        last: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        **options: Any,
+    ) -> None:
         type(self).plans += 1
         assert (heads, kv_heads, head_dim, page_size) == (HEADS, KV_HEADS, DIM, PAGE)
         assert {tensor.dtype for tensor in (query_start, page_start, pages, last)} == {torch.int32}
@@ -77,7 +85,7 @@ class PlannedAttention:
 
 @pytest.fixture
 def backend() -> FlashInferAttention:
-    """Return a backend that takes the CPU for a GPU."""
+    """Return a backend that treats the CPU as a GPU."""
     PlannedAttention.plans = 0
     library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PlannedAttention)
     made = object.__new__(FlashInferAttention)

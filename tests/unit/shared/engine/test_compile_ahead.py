@@ -1,4 +1,4 @@
-"""Compiling ahead: other processes compile the kernels of work that is only rehearsed here."""
+"""Compiling ahead: this process rehearses work without running it, and others compile its kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_rehearsal_compiles_each_kernel_once_and_launches_none(tmp_path: Path)
         "forgotten": [0, "NOT_YET"],
         "asked for again": 1,
         "given up": "NO",
-        "output": 0.0,  # the norm of ones would be ones, so the kernel was not launched
+        "output": 0.0,  # A launched kernel would have returned ones, the norm of ones.
         "submitted": 1,
         "told": [[1, 1]],
         "output_again": 0.0,

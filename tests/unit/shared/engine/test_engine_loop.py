@@ -1,4 +1,4 @@
-"""The engine thread: steps while there is work, else sleeps, survives a failing step, always stops."""
+"""The engine thread: it steps while there is work, sleeps otherwise, survives failing steps, and stops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.shared.engine.loop import EngineThread
 
 
 class Counter:
-    """An engine whose work is a number of steps."""
+    """An engine with work for a given number of steps."""
 
     def __init__(self) -> None:
         self.left = 0

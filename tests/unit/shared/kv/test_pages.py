@@ -21,7 +21,7 @@ NUM_PAGES = 9
 
 
 class Ledger(RuleBasedStateMachine):
-    """Any order of allocate, extend, shrink and release, checked against a plain count of pages."""
+    """Random sequences of allocate, extend, shrink and release, checked against a plain count of pages."""
 
     leases = Bundle("leases")
 

@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from support.damaged_files import (
+    WEIGHTS_FILE,
+    edit_config,
+    edit_header,
+    edit_tensors,
+    overlap,
+    pickle_code,
+    put,
+    set_tokenizer,
+    truncate,
+)
 from support.toys import make_toy_eagle3, make_toy_target
 from typer.testing import CliRunner
 
@@ -26,7 +37,6 @@ from outrider.shared.nn.open import load_decoder
 
 torch.set_num_threads(1)
 RUNNER = CliRunner()
-HEAD_FILE = "model.safetensors"
 LAYER = "model.layers.1.mlp.down_proj.weight"
 CPU = torch.device("cpu")
 
@@ -64,68 +74,20 @@ def doctor(pair: Path, *more: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    config = {**json.loads(file.read_text()), **changes}
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
-def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / HEAD_FILE)
-    change(tensors)
-    save_file(tensors, folder / HEAD_FILE)
-
-
-def edit_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the safetensors header and leave the data after it unchanged."""
-    file = folder / HEAD_FILE
-    content = file.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
-
-
-def put(tensors: dict[str, torch.Tensor], name: str, value: float) -> None:
-    tensors[name].view(-1)[3] = value
-
-
-def overlap(header: dict[str, Any]) -> None:
-    first, second = sorted(
-        (name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"]
-    )[1:3]
-    begin, end = header[second]["data_offsets"]
-    header[second]["data_offsets"] = [begin - 4, end - 4]
-    header["__metadata__"] = {"first": first}
-
-
-def truncate(folder: Path) -> None:
-    file = folder / HEAD_FILE
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def pickle_code(folder: Path) -> None:
-    (folder / HEAD_FILE).unlink()
-    torch.save({"fc.weight": subprocess.Popen}, folder / "pytorch_model.bin")
-
-
-def set_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:
-    (folder / "tokenizer.json").write_text(
-        json.dumps({"model": {"type": "BPE", "vocab": vocabulary, "merges": []}, "added_tokens": []})
-    )
-
-
 TARGET_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "truncated": (truncate, "", "truncated or corrupt"),
     "no safetensors at all": (
-        lambda folder: (folder / HEAD_FILE).write_bytes(b"\0" * 64),
+        lambda folder: (folder / WEIGHTS_FILE).write_bytes(b"\0" * 64),
         "",
         "truncated or corrupt",
     ),
-    "empty": (lambda folder: (folder / HEAD_FILE).write_bytes(b""), "", "too short for a safetensors header"),
+    "empty": (
+        lambda folder: (folder / WEIGHTS_FILE).write_bytes(b""),
+        "",
+        "too short for a safetensors header",
+    ),
     "header that is not JSON": (
-        lambda folder: (folder / HEAD_FILE).write_bytes(struct.pack("<Q", 4) + b"{{{{" + b"\0" * 8),
+        lambda folder: (folder / WEIGHTS_FILE).write_bytes(struct.pack("<Q", 4) + b"{{{{" + b"\0" * 8),
         "",
         "header that is not JSON",
     ),
@@ -316,7 +278,7 @@ def test_the_damaged_part_of_a_fused_projection_is_named(pair: Path) -> None:
 
 
 def test_integers_and_empty_tensors_are_not_checked_for_nan(tmp_path: Path) -> None:
-    save_file({"d2t": torch.arange(4), "none.weight": torch.zeros(0, 3)}, tmp_path / HEAD_FILE)
+    save_file({"d2t": torch.arange(4), "none.weight": torch.zeros(0, 3)}, tmp_path / WEIGHTS_FILE)
     with CheckpointReader(tmp_path) as reader:
         assert reader.take("d2t", (4,), dtype=torch.int64).tolist() == [0, 1, 2, 3]
         assert reader.take("none.weight", (0, 3)).shape == (0, 3)
@@ -425,5 +387,5 @@ def test_the_services_refuse_at_start_with_exit_code_2(pair: Path) -> None:
             check=False,
         )
         assert done.returncode == 2, done.stderr
-        assert f"{field} holds NaN or infinite numbers" in done.stderr
+        assert f"{field} contains NaN or infinite numbers" in done.stderr
         assert "Traceback" not in done.stderr

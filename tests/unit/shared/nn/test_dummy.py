@@ -1,4 +1,4 @@
-"""Random models: they have the named shape, compute reproducibly, and their heads pass the real reader."""
+"""Random models: right shapes, reproducible results, and draft heads that the real reader accepts."""
 
 from __future__ import annotations
 

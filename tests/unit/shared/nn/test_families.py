@@ -1,4 +1,4 @@
-"""Every target family equals transformers: logits of chunks, steps and trees, windows, captured states."""
+"""Every family equals transformers: logits of prompt chunks, steps and trees; windows; captured states."""
 
 from __future__ import annotations
 

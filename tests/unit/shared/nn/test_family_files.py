@@ -1,4 +1,4 @@
-"""Published files of each family: config.json, ignored tensors and reasons, MXFP4 and FP8, and refusals."""
+"""Published model files per family: config.json, ignored tensors, MXFP4 and FP8, and rejected models."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_an_mxfp4_scale_that_is_nan_is_refused(folder: Path, tmp_path: Path) -> 
     name = "model.layers.2.mlp.experts.down_proj_scales"
     tensors[name].view(-1)[-1] = 255
     save_file(tensors, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"{name} holds NaN") as caught:
+    with pytest.raises(CheckpointError, match=f"{name} contains NaN") as caught:
         load_decoder(path)
     assert caught.value.field == name
     report = examine(Pair(path, None, Algorithm.AUTO, torch.device("cpu"), torch.float32))

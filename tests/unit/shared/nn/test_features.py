@@ -1,4 +1,4 @@
-"""Features for a drafter: its norms and projection are applied, and a head that does not fit is refused."""
+"""Features for a drafter: its norms and projection are applied, and a mismatched head is rejected."""
 
 from __future__ import annotations
 

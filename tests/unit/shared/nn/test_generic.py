@@ -1,4 +1,4 @@
-"""Models that run through transformers: they equal its eager attention, or are refused if unsupported."""
+"""Models that run through transformers: they equal its eager attention, or are rejected as unsupported."""
 
 from __future__ import annotations
 

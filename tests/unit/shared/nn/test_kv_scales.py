@@ -1,4 +1,4 @@
-"""FP8 cache scales in a checkpoint: K/V beyond e4m3's range stay accurate, and a wide cache is unaffected."""
+"""FP8 cache scales in checkpoints: K/V beyond e4m3's range stay accurate; a wide cache keeps every bit."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_every_spelling_of_the_scales_is_found(tmp_path: Path, spelling: str, sh
     assert torch.equal(logits(large, kv_cache_dtype="fp8_e4m3"), usual)
     with CheckpointReader(large) as reader:
         assert set(expected_of(reader, read_model_config(large)).shapes) == set(reader.names), (
-            "doctor knows them too"
+            "the doctor accepts them too"
         )
 
 

@@ -1,4 +1,4 @@
-"""Loading checkpoints: every layout of files, staging through pinned memory, and an error for every fault."""
+"""Loading checkpoints: all file layouts, staging through pinned memory, an error for each kind of damage."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("files", "says"),
-    [([], "holds no weights"), (["a.safetensors", "b.safetensors"], "2 safetensors files without")],
+    [([], "contains no weights"), (["a.safetensors", "b.safetensors"], "2 safetensors files without")],
 )
 def test_a_folder_without_a_clear_checkpoint_is_refused(tmp_path: Path, files: list[str], says: str) -> None:
     for name in files:
@@ -341,11 +341,11 @@ def test_large_tensors_are_staged_and_nan_is_found_when_the_reader_is_closed(
     monkeypatch.setattr(loader, "STAGED_BYTES", 1000)
     told = mock.MagicMock()
     monkeypatch.setattr(loader, "_log", told)
-    monkeypatch.setattr(loader, "TOLD_BYTES", 1600)
+    monkeypatch.setattr(loader, "LOGGED_BYTES", 1600)
 
     def reader() -> CheckpointReader:
         made = CheckpointReader(tmp_path)
-        made._staging, made._started, made._at_once = Noted(torch.device("cpu"), 64), 0.0, False
+        made._staging, made._started, made._checks_each = Noted(torch.device("cpu"), 64), 0.0, False
         return made
 
     with reader() as whole:
@@ -365,7 +365,7 @@ def test_large_tensors_are_staged_and_nan_is_found_when_the_reader_is_closed(
             if error is not None:
                 raise error
 
-    with pytest.raises(CheckpointError, match="broken holds NaN or infinite") as caught:
+    with pytest.raises(CheckpointError, match="broken contains NaN or infinite") as caught:
         take_all()
     assert caught.value.field == "broken"
     assert len(taken) == 2, "taking a tensor does not wait for the check"

@@ -21,7 +21,7 @@ def threads() -> list[threading.Thread]:
 
 @pytest.fixture
 def touched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the pieces that threads took, with pieces of 100 bytes and a lead of 250 bytes."""
+    """Sizes of the pieces that the threads read, with 100-byte pieces and a maximum lead of 250 bytes."""
     monkeypatch.setattr(read_ahead, "PIECE_BYTES", 100)
     monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 250)
     taken: list[int] = []

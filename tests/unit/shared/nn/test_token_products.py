@@ -1,4 +1,4 @@
-"""The table of q-k-v products: its values, and the devices that have room for it."""
+"""The table of q-k-v products per token: its values, and when a device has room for it."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from outrider.shared.parallel.shard import Shard
 
 torch.set_num_threads(1)
 SPLIT = [
-    "llama", "mistral", "qwen2", "qwen2-tied-yarn", "qwen3", "qwen3-bias", "mimo", "mixtral", "qwen3-moe", "gpt-oss", "gpt-oss-narrow",
-    "deepseek-v2-lite", "deepseek-v2", "deepseek-v3",
+    "llama", "mistral", "qwen2", "qwen2-tied-yarn", "qwen3", "qwen3-bias", "mimo", "mixtral", "qwen3-moe",
+    "gpt-oss", "gpt-oss-narrow", "deepseek-v2-lite", "deepseek-v2", "deepseek-v3",
 ]  # fmt: skip
 AUX = (0, 2)
 

@@ -25,7 +25,8 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.parallel import commands
 from outrider.shared.parallel.channel import RankConnection, RankReport, ReportKind
 from outrider.shared.parallel.commands import Forward, MakePool, Scrub, Stop, decode, encode
-from outrider.shared.parallel.lead import Lead, LeadDecoder
+from outrider.shared.parallel.lead import Lead
+from outrider.shared.parallel.lead_decoder import LeadDecoder
 from outrider.shared.parallel.packing import StepInputs, packed_words
 from outrider.shared.parallel.worker import Worker
 
@@ -236,11 +237,11 @@ def test_a_process_that_hangs_in_a_step_ends_by_itself_and_says_why() -> None:
     code = (
         "import socket, signal, sys, threading\n"
         "from outrider.services.target.parallel import group\n"
-        "from outrider.shared.parallel.channel import Connection\n"
+        "from outrider.shared.parallel.channel import RankConnection\n"
         "from outrider.shared.parallel.lead import Lead\n"
         "group.END_GRACE_S = 0.1\n"
         "signal.signal(signal.SIGTERM, lambda *_: None)\n"
-        "connection = Connection(socket.create_connection(('127.0.0.1', int(sys.argv[1]))))\n"
+        "connection = RankConnection(socket.create_connection(('127.0.0.1', int(sys.argv[1]))))\n"
         "with Lead({1: connection}, group.end_soon, 1.0).step():\n"
         "    connection.send(b'in the step')\n"
         "    threading.Event().wait()\n"
@@ -345,8 +346,8 @@ def test_a_process_ends_when_rank_0_is_gone() -> None:
     """The rank's main thread waits forever."""
     code = (
         "import socket, sys, threading\n"
-        "from outrider.shared.parallel.channel import Connection, beat_until_gone\n"
-        "beat_until_gone(Connection(socket.create_connection(('127.0.0.1', int(sys.argv[1])))), 0.1)\n"
+        "from outrider.shared.parallel.channel import RankConnection, beat_until_gone\n"
+        "beat_until_gone(RankConnection(socket.create_connection(('127.0.0.1', int(sys.argv[1])))), 0.1)\n"
         "threading.Event().wait()\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -9,7 +9,7 @@ from outrider.shared.parallel.peer import reaches_all
 
 
 class Machine:
-    """The GPUs that a process sees. Like CUDA's binding, it asserts that queries name only these."""
+    """The GPUs that a process sees. Like the CUDA binding, it rejects queries about any other GPU."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, visible: int, apart: frozenset[int] = frozenset()

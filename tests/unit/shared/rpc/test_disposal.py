@@ -29,7 +29,7 @@ class Owner:
 
 
 class Mapped(PeerMemory):
-    """A peer's memory without a peer."""
+    """Memory that pretends to be mapped from a peer."""
 
     def __init__(self) -> None:
         self.pointer = 0

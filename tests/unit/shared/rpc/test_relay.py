@@ -25,7 +25,7 @@ class Slots:
 
 
 class Mailbox:
-    """Keeps the words through which a stream would see the host's announcements."""
+    """Records the words that a GPU stream would poll for the host's announcements."""
 
     def __init__(
         self, layout: object, memory: object, slots: object, side: Side, device: torch.device

@@ -33,7 +33,7 @@ def pair() -> tuple[Doorbells, Doorbells]:
 
 
 def pass_round(words: Doorbells, number: int) -> None:
-    """Mark a wait as over, as the device does."""
+    """Mark the current wait as over, as the device does."""
     ctypes.c_uint32.from_buffer(words.memory.bytes, words.passed_at).value = number
 
 
@@ -153,7 +153,7 @@ class ReleasedError(Exception):
 
 
 class Pauses(threading.Condition):
-    """The watchdog's sleep: advances the test's clock. The device stands still just after the first check."""
+    """The watchdog's sleep: advances the test's clock. The first sleep begins a wait on the device."""
 
     def __init__(self, clock: Clock, words: Doorbells, number: int, watch: DoorbellWatchdog) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The state of a round: fresh rows are written into its first rows, with or without features."""
+"""The resident state of a round: new tokens of its sequences are filled in, with or without features."""
 
 from __future__ import annotations
 

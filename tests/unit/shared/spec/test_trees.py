@@ -1,4 +1,4 @@
-"""Trees on their way to tensors: checked trees of a remote draft, padded batches, batches placed into larger ones."""
+"""Draft trees as tensors: validating a remote draft's trees, padding batches, copying into larger batches."""
 
 from __future__ import annotations
 

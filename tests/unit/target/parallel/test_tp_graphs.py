@@ -13,7 +13,7 @@ import pytest
 from outrider.services.target.parallel.watchdog import forget_graphs
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.parallel.lead import LeadDecoder
+from outrider.shared.parallel.lead_decoder import LeadDecoder
 
 
 def spread(failure: UnavailableError | None) -> LeadDecoder:

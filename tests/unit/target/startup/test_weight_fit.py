@@ -125,7 +125,7 @@ def test_running_out_of_memory_while_loading_reports_the_need(
         load_decoder(model, CPU, BF16)
     assert caught.value.field == "device"
     with pytest.raises(
-        ConfigurationError, match=r"though its layers are rounded as they are loaded"
+        ConfigurationError, match=r"even with layers that are quantized as they are loaded"
     ) as caught:
         load_decoder(model, CPU, BF16, on_layer=lambda layer: None)
     assert "smaller dtype" not in caught.value.message

@@ -32,8 +32,8 @@ class _Given(nn.Module):
         return _BodyOutput(last_hidden_state=self.hidden)
 
 
-class Tail:
-    """Head, bias, scale and cap of a model, computed by the model's own code with its own weights.
+class OutputHead:
+    """A model's output head with its bias, scale and cap, run by the model's own code on its own weights.
 
     Args:
         model: Not changed; the weights are shared.

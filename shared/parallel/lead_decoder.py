@@ -1,0 +1,205 @@
+"""Rank 0's decoder and K/V pool, which the engine uses: each call also runs on the other ranks.
+
+`LeadDecoder` also reports the engine's CUDA graphs to the other ranks, which record and replay their own
+graphs in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from outrider.kernels.verify import SamplingTensors, choose_tokens
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.base.errors import OutriderError
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.decoder import LM_HEAD, Decoder, DecoderOutput
+from outrider.shared.parallel.collectives import missed
+from outrider.shared.parallel.commands import (
+    Compact,
+    Drop,
+    Forget,
+    GraphRecorded,
+    Logits,
+    MakePool,
+    Record,
+    Replay,
+    Scrub,
+)
+from outrider.shared.parallel.decoder import HeadReader, ShardedDecoder, best_of
+from outrider.shared.parallel.lead import Lead
+from outrider.shared.parallel.packing import StepInputs, pack
+
+POOL_TIMEOUT_S = 120.0
+
+
+class LeadDecoder(ShardedDecoder):
+    """Rank 0's `ShardedDecoder`, used like any other `Decoder` by one thread at a time, after `connect`.
+
+    It also observes the engine's CUDA graphs, so that the other ranks record and replay theirs in step.
+    """
+
+    _lead: Lead
+    _read_head: HeadReader | None = None
+    _last: tuple[torch.Tensor, AttentionBatch] | None = None
+
+    def connect(self, lead: Lead, read_head: HeadReader) -> None:
+        """Attach the other ranks. `read_head` reads the output head for drafts that borrow it."""
+        self._lead = lead
+        self._read_head = read_head
+
+    @property
+    def failure(self) -> OutriderError | None:
+        """The error that broke the group, if any."""
+        return self._lead.failure
+
+    def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
+        """Make the pool on every rank. Feature rows are stored on rank 0 only.
+
+        Raises:
+            ConfigurationError: Rank 0 has too little memory.
+            OutriderError: Another rank has too little memory.
+        """
+        pool = self._pool_of(SpreadPool, num_pages, page_size, feature_size)
+        pool.lead_by(self)
+        self._lead.send(MakePool(num_pages, page_size))
+        self._lead.wait_done(POOL_TIMEOUT_S)
+        return pool
+
+    def weight(self, name: str) -> torch.Tensor:
+        """Return a weight. The output head is read from disk again, since no rank stores it whole."""
+        if name == LM_HEAD and not self.config.tie_word_embeddings:
+            assert self._read_head is not None
+            return self._read_head()
+        return self.embedding if name == LM_HEAD else super().weight(name)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        pool: KVPool,
+        aux_layer_ids: Sequence[int] = (),
+    ) -> DecoderOutput:
+        """Broadcast the step's inputs, then run this rank's part of the pass."""
+        batch = attention.batch
+        assert batch is not None, "plan() comes before forward()"
+        inputs = StepInputs(tokens, positions, batch)
+        with self._lead.together(inputs.command()):
+            self.collectives.broadcast(inputs.pack())
+            output = super().forward(tokens, positions, attention, pool, aux_layer_ids)
+        self._last = output.hidden, batch
+        return output
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, vocab]`` for hidden rows after the final norm, gathered from all ranks."""
+        with self._together_on(hidden, best_only=False):
+            gathered = self.collectives.gather(self.sent_columns(hidden))
+        assert gathered is not None
+        return gathered.transpose(0, 1).reshape(hidden.shape[0], -1)[:, : self.config.vocab_size].contiguous()
+
+    @torch.inference_mode()
+    def choose(
+        self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Choose tokens. If all rows are greedy, ranks send their best values and ids instead of columns."""
+        if not sampling.all_greedy:
+            return choose_tokens(self.logits(hidden), sampling, positions)
+        with self._together_on(hidden, best_only=True):
+            gathered = self.collectives.gather(self.best(hidden))  # [ranks, rows, 2]
+        assert gathered is not None
+        return best_of(gathered)
+
+    def spread_compact(
+        self,
+        page_table: torch.Tensor,
+        cached_lens: torch.Tensor,
+        path: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        """Make the other ranks move the accepted rows in their pools (see `KVPool.compact`)."""
+        batch = None if self._last is None else self._last[1]
+        known = batch is not None and page_table is batch.page_table and cached_lens is batch.prefix_lens
+        more = [] if known else [page_table, cached_lens]
+        bs, width = path.shape
+        with self._lead.together(Compact(bs, width, 0 if known else page_table.shape[1])):
+            self.collectives.broadcast(pack([path, num_accepted, *more]))
+
+    def spread_scrub(self, pages: torch.Tensor) -> None:
+        """Make the other ranks zero pages.
+
+        Pages are scrubbed after invalid logits. If those came from missing another rank's data, and not from
+        the model, fail the group instead.
+        """
+        if self.collectives.lost():
+            raise self._lead.fail(missed(0))
+        with self._lead.together(Scrub(pages.shape[0])):
+            self.collectives.broadcast(pages.to(torch.int64, copy=True))
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Watch the `with` block, as `Lead.step` does."""
+        return self._lead.step()
+
+    # `GraphObserver`: the other ranks record, launch and drop the graphs of the same numbers.
+
+    def recording(self, graph: int) -> None:
+        self._lead.send(Record(graph))
+
+    def recorded(self, graph: int) -> None:
+        self._lead.send(GraphRecorded(graph))
+
+    def replaying(self, graph: int) -> None:
+        self._lead.send(Replay(graph))
+
+    def dropped(self, graph: int) -> None:
+        self._lead.send(Drop(graph))
+
+    def forgotten(self) -> None:
+        self._lead.send(Forget())
+
+    @contextmanager
+    def _together_on(self, hidden: torch.Tensor, best_only: bool) -> Iterator[None]:
+        """Make the other ranks compute logits of these rows.
+
+        The rows are broadcast unless they are exactly those of the last forward pass, which every rank has.
+        """
+        known = self._last is not None and hidden is self._last[0]
+        with self._lead.together(Logits(0 if known else hidden.shape[0], int(best_only))):
+            if not known:
+                self.collectives.broadcast(hidden.contiguous())
+            yield
+
+
+class SpreadPool(KVPool):
+    """Rank 0's part of a pool with planes on all ranks. Operations on its rows run on all of them."""
+
+    _decoder: LeadDecoder
+
+    def lead_by(self, decoder: LeadDecoder) -> None:
+        """Set the decoder that forwards the pool's operations to the other ranks."""
+        self._decoder = decoder
+
+    def compact(
+        self,
+        page_table: torch.Tensor,
+        cached_lens: torch.Tensor,
+        path: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        """Move the accepted rows on all ranks."""
+        self._decoder.spread_compact(page_table, cached_lens, path, num_accepted)
+        super().compact(page_table, cached_lens, path, num_accepted)
+
+    def scrub(self, pages: torch.Tensor) -> None:
+        """Zero the pages on all ranks."""
+        self._decoder.spread_scrub(pages)
+        super().scrub(pages)
+
+
+def graph_observer(decoder: Decoder) -> LeadDecoder | None:
+    """Return the observer to notify of CUDA graphs that contain this decoder's calls, or None."""
+    return decoder if isinstance(decoder, LeadDecoder) else None
