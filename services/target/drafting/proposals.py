@@ -1,4 +1,4 @@
-"""Requests trees from the drafter: chooses each sequence's tree shape, announces, collects, counts fallbacks."""
+"""Requests trees from the drafter: chooses tree shapes, announces, collects trees, counts fallbacks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Proposals:
         self.most_on_device = 0
 
     def announce(self, decodes: Seq[Sequence], round_number: int) -> Proposal | None:
-        """Choose the shape of every row and announce it to the drafter, if any row wants and can have drafts."""
+        """Choose the shape of every row and announce them, if any row wants drafts and can have them."""
         shapes = self._shapes(decodes)
         rows = [index for index, shape in enumerate(shapes) if shape.drafts]
         if not rows:
@@ -144,7 +144,7 @@ class Proposals:
     def common_shape(self, decodes: Seq[Sequence]) -> DraftShape | None:
         """Return the one tree shape with which all these sequences can stay on the device, or None.
 
-        `NO_DRAFT` stands for plain decoding. Counts fallbacks of sequences that want drafts, as `announce` does.
+        `NO_DRAFT` stands for plain decoding. Like `announce`, this counts the fallbacks.
         """
         if any(sequence.request.speculation.trace for sequence in decodes):
             return None

@@ -3,13 +3,13 @@
     device    | round n          | round n + 1      | round n + 2
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
-The loop starts when every decoding sequence can have the same tree shape and the drafter, if any, lives on the
-device. It stops when other work comes up: a new sequence, another shape, no free page, or a prefill (which the
-engine enqueues before it reads the last round).
+The loop starts when every decoding sequence can have the same tree shape and the drafter, if any, lives on
+the device. It stops when other work comes up: a new sequence, another shape, no free page, or a prefill (which
+the engine enqueues before it reads the last round).
 
-The host sees the end of a sequence one round late. It drops the tokens of that extra round, so they are never
-emitted, billed or cached. The row stays idle until the remaining sequences fit into the next smaller batch; they
-then move there in stream order.
+The host sees the end of a sequence one round late. It drops the tokens of that extra round, so they are
+never emitted, billed or cached. The row stays idle until the remaining sequences fit into the next smaller
+batch; they then move there in stream order.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class DeviceLoop:
         )
 
     def _drafter_falls_behind(self, decoding: Seq[Sequence]) -> bool:
-        """Return True if the drafter lags so far behind plain rounds that it should catch up (one message)."""
+        """Return True if the drafter lags so far behind plain rounds that it should catch up."""
         if self._shape.drafts:
             return False
         return any(
@@ -189,14 +189,14 @@ class DeviceLoop:
         )
 
     def _worth_another(self) -> bool:
-        """Return True unless the rounds in flight certainly end every sequence: each adds at least one token."""
+        """Return True unless the rounds in flight, at one token or more each, surely end every sequence."""
         return any(
             sequence is not None and sequence.remaining > self._rounds.in_flight
             for sequence in self._sequences
         )
 
     def _launch(self) -> bool:
-        """Enqueue a round behind those in flight, unless those end every sequence. Return False without room."""
+        """Enqueue a round, unless those in flight end every sequence. Return False if there is no room."""
         if not self._worth_another():
             return True
         if not self._fits_its_bucket():
@@ -213,7 +213,7 @@ class DeviceLoop:
         return self._rounds.launch(upper, self._wait_limit_s)
 
     def _fits_its_bucket(self) -> bool:
-        """Move to a smaller batch if enough rows have ended. Return False if the sequences must enter again."""
+        """Move to a smaller batch if enough rows have ended. Return False if sequences must enter again."""
         bs = self._halved()
         if bs == self._bs:
             return True

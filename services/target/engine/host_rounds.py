@@ -1,11 +1,11 @@
-"""Runs rounds through the host: collects the draft's trees, verifies, commits, announces the next round early.
+"""Runs rounds through the host: collects the trees, verifies, commits, and announces the next round early.
 
     target device   | verify n      |                       | verify n + 1
     host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
     remote draft                           | extend by n, draft n + 1  |
 
-The announcement follows the end of a verify pass immediately: a draft in another process idles until it arrives.
-Everything that can wait, such as delivery, comes later.
+The announcement follows the end of a verify pass immediately, because a draft in another process idles until
+it arrives. Everything that can wait, such as delivery, comes later.
 """
 
 from __future__ import annotations
