@@ -1,4 +1,4 @@
-"""Opens, closes and resyncs the drafter's sessions; adopts its feature spec; sends features; builds commits."""
+"""Opens, closes and resyncs the drafter's sessions; adopts its feature spec; sends features and commits."""
 
 from __future__ import annotations
 

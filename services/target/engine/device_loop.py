@@ -4,8 +4,8 @@
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
 The loop starts when every decoding sequence can have the same tree shape and the drafter, if any, lives on
-the device. It stops when other work comes up: a new sequence, another shape, no free page, or a prefill (which
-the engine enqueues before it reads the last round).
+the device. It stops when other work comes up: a new sequence, another shape, no free page, or a prefill. The
+engine enqueues that prefill before it reads the last round.
 
 The host sees the end of a sequence one round late. It drops the tokens of that extra round, so they are
 never emitted, billed or cached. The row stays idle until the remaining sequences fit into the next smaller

@@ -1,4 +1,4 @@
-"""Cuts a round's tokens at stop tokens and the length limit; summarises rounds for traces and the controller."""
+"""Cuts a round's tokens at stop tokens and the length limit; summarises rounds for trace and controller."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Rounds that stay on the device: enqueues them one after the other, and reads each back when the next is on its way.
 
-A round is one piece of device work, recorded as a CUDA graph where there are graphs: idle what ended, draft, verify, walk, compact, store,
-and write the `RoundState` that the next round starts from. The host adds pages and takes rows out, in stream order. With a draft in
-another process the recorded piece begins where its trees have come; the exchange before it is enqueued anew each round.
+A round is one piece of device work, recorded as a CUDA graph where there are graphs: idle what ended, draft,
+verify, walk, compact, store, and write the `RoundState` that the next round starts from. The host adds pages
+and takes rows out, in stream order. With a draft in another process the recorded piece begins where its trees
+have come; the exchange before it is enqueued anew each round.
 """
 
 from __future__ import annotations
@@ -175,8 +176,10 @@ class RoundRunner:
         """Enqueue one round; False when the drafter has no room for it.
 
         Args:
-            committed_upper: For every row of `enter`, see `ResidentBatch.reserve`. The leases hold that and a tree.
-            wait_limit_s: Says how long a draft in another process is waited for, see `ExchangedBatch.exchange`.
+            committed_upper: For every row of `enter`, see `ResidentBatch.reserve`. The leases hold that and a
+                tree.
+            wait_limit_s: Says how long a draft in another process is waited for, see
+                `ExchangedBatch.exchange`.
         """
         batch = self._entered()
         if batch.rounds is not None and not batch.rounds.reserve(committed_upper):
@@ -239,8 +242,8 @@ class RoundRunner:
     def move(self, rows: Seq[int], bs: int) -> bool:
         """Go on with these rows alone, none of which ended, padded to `bs`, less than now; False when the drafter cannot.
 
-        All of it is enqueued behind the rounds that are on their way, which are not waited for. What is read of them from now on, and
-        all later calls, speak of the new rows.
+        All of it is enqueued behind the rounds that are on their way, which are not waited for. What is read
+        of them from now on, and all later calls, speak of the new rows.
         """
         batch, sequences = self._entered(), [self._rows[row] for row in rows]
         state = self._state(bs, batch.shape)
