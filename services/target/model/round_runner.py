@@ -255,7 +255,7 @@ class RoundRunner:
             rounds.committed(tokens_per_row)
 
     def retire(self, row: int) -> None:
-        """Make a row idle from the next round on. Its pages may be freed now, as the stream keeps the order."""
+        """Make a row idle from the next round on. Its pages may be freed now: the stream keeps the order."""
         rounds = self._entered().rounds
         if self._rows[row] is not None:
             self._rows[row] = None
@@ -353,7 +353,7 @@ class RoundRunner:
         )
 
     def _ready(self, batch: _Batch, key: GraphKey) -> Callable[[], None]:
-        """Return a function that enqueues the round: as a graph, or kernel by kernel for rare or large sizes."""
+        """Return a function that enqueues the round: a graph, or single kernels for rare or large sizes."""
         if (self._recorded is not None and batch.state.bs > self._recorded) or not self._graphs.due(key):
             return self._round
         if not self._graphs.holds(key):
@@ -415,7 +415,7 @@ class RoundRunner:
         return found
 
     def _forget_unused(self) -> None:
-        """Free tables that no graph reads. Clients choose the shapes, so the number of tables needs a bound."""
+        """Free tables that no graph reads. Clients choose the shapes, so the number of tables is bounded."""
         keys = {key for key in self._graphs.keys if isinstance(key, GraphKey)}
         self._tried &= keys
         used = {(key.rows, key.nodes, key.pages) for key in keys if key.kind == "round"}

@@ -82,6 +82,7 @@ def verify_step(
             state.
         features_out: ``[bs, C or more, feature_size]``; where to write the feature rows. None allocates them.
     """
+    # 1. Plan: place each row's nodes behind its cached tokens.
     bs, nodes = drafts.tokens.shape
     pool, page_size = model.pool, tables.page_size
     placed = place_rows(live, committed_lens, drafts.depths, drafts.num_nodes, tables.page_table, page_size)
@@ -95,6 +96,8 @@ def verify_step(
         max_query_len=nodes,
         max_kv_len=tables.pages * page_size,
     )
+
+    # 2. Forward, and sample a token after every node.
     projector = model.projector
     aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
     model.attention.plan(batch)
@@ -104,12 +107,16 @@ def verify_step(
     chosen = model.decoder.choose(output.hidden, tables.sampling(mode), placed.next_positions).view(bs, nodes)
     if nodes > 1 and model.synthetic is not None:
         chosen = model.synthetic(chosen, drafts, placed.next_positions[::nodes], tables.first_rows.seeds)
+
+    # 3. Accept: walk the trees, then move the accepted K/V to its place.
     trees = drafts.tokens, drafts.parents, drafts.num_nodes
     accepted = accept_round(
         live, placed.cached_lens, *trees, chosen, tables.page_table, page_size, columns, state
     )
     if nodes > 1:
         pool.compact(tables.page_table, placed.cached_lens, accepted.path[:, :columns], accepted.num_accepted)
+
+    # 4. Compute and store the feature rows of the accepted nodes.
     features = None
     if projector is not None:
         rows = projector.parts(_picked(output, accepted.feature_rows, projector.spec.final_hidden))
