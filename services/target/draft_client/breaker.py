@@ -91,7 +91,7 @@ class Breaker:
         self._backoff_s = FIRST_BACKOFF_S
 
     def reset(self) -> None:
-        """Close for a new connection, possibly to another draft. Keep the number of faults until an answer."""
+        """Close for a new connection, possibly to another draft. `faults` stays until an answer."""
         self._misses = 0
         self.faulty = False
         self.state = BreakerState.CLOSED

@@ -97,7 +97,7 @@ def _check_algorithm(asked: Algorithm, found: str) -> None:
     if asked is not Algorithm.AUTO and found not in wanted:
         raise ConfigurationError(
             f"This target expects speculative_algorithm {asked.value}, but the draft reports "
-            f"{found or 'none'}. Start the draft with --speculative-algorithm {asked.value}, "
+            f"{found or 'an unknown kind'}. Start the draft with --speculative-algorithm {asked.value}, "
             "or remove the option from the target.",
             field=FIELD,
         )

@@ -3,8 +3,8 @@
 The draft receives:
 
 - RoundsEnter when a batch starts;
-- RoundsNext for each round as soon as it is enqueued here, so that the draft can enqueue its part. The message
-  also carries the tokens of the rounds that have been read since the last message;
+- RoundsNext for each round as soon as it is enqueued here, so that the draft can enqueue its part. It also
+  carries the tokens of the rounds that have been read since the last message;
 - RoundsLeave at the end.
 
 When the rounds end, the tokens and features of the last round stay pending in the sessions, as after a round

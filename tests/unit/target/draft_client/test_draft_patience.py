@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client import answer_wait
 from outrider.services.target.draft_client import remote_drafter as remote
 from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.fences import fence_to_proto
@@ -92,6 +93,7 @@ class Target:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
         monkeypatch.setattr(remote, "time", self.clock)
+        monkeypatch.setattr(answer_wait, "time", self.clock)
         monkeypatch.setattr(remote, "DraftLink", Link)
         identity = TargetIdentity("t", "f", 64, 8, 2, torch.float32)
         self.drafter = RemoteDrafter(
@@ -154,7 +156,7 @@ def test_a_stopped_draft_is_found_faulty_though_nobody_waits(
         target.round()
     target.round()
     assert target.link.breaker.refuses_all
-    assert "owes an answer" in caplog.text
+    assert "has owed an answer" in caplog.text
     frames = target.connection.frames
     for _round in range(100):
         target.round()
