@@ -114,13 +114,13 @@ class RemoteDrafter(Drafter, DeviceDrafter):
     # ---- engine thread
 
     def feature_spec(self) -> FeatureSpec | None:
-        """Return the features to capture. Also process messages, since the engine calls this in every step."""
+        """Return the features to capture. Also process messages: the engine calls this in every step."""
         self._drain()
         return self._spec
 
     @property
     def device_resident(self) -> bool:
-        """True if rounds can stay on the device now: depends on connection, breaker and late rounds."""
+        """True if rounds can stay on the device now; False for a while after late rounds or a fault."""
         connection = self._connection
         return (
             connection is not None
