@@ -1,4 +1,4 @@
-"""Rounds over a gRPC stream that the target enqueues before their trees have come: whatever comes, the stream's wait ends."""
+"""Rounds over gRPC that are enqueued before their trees arrive: the device's wait ends whatever happens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ STATE_SIZE = 256 + 256 + COLUMNS * WIDTH * 4
 
 
 class Stream:
-    """A stream whose other end is the test: `answers` are called with what was sent last, and return a message or nothing."""
+    """A stream whose peer is the test.
+
+    Each function in `answers` is called with the last sent message and returns a reply or None.
+    """
 
     def __init__(self) -> None:
         self.sent: list[draft_pb2.SessionRequest] = []
@@ -50,7 +53,7 @@ class Stream:
 
 
 class Target:
-    """The target's side with a stream and a GPU that are the test's."""
+    """The target's side of the rounds, with a fake stream and a fake GPU relay."""
 
     def __init__(self) -> None:
         self.stream, self.relay = Stream(), Relay()
@@ -87,7 +90,7 @@ class Target:
 
 
 class Clock:
-    """The time of `stream_rounds`, which passes when somebody lies in wait."""
+    """Fake time for `stream_rounds`. It advances while a thread busy-polls."""
 
     STEP_S = 1e-5
 
@@ -102,12 +105,15 @@ class Clock:
 
 
 class TimedRounds:
-    """Rounds whose passes take what the test says, and when the GPU and the draft were told of it.
+    """Rounds whose passes take given times. Records when the early notice and the GPU switch happened.
 
     Attributes:
-        verify_s, draft_s, tell_s: How long the target's part of the next round takes, and the draft's, and to tell it that a state comes.
-        enqueued_at: When the last round's pass could begin.
-        soon_at, called_at: When the draft was told that the state comes, and when the GPU was called back; None: not.
+        verify_s: Duration of the target's part of the next round.
+        draft_s: Duration of the draft's part.
+        tell_s: Time to send the early notice.
+        enqueued_at: When the last round's pass could start.
+        soon_at: When the early notice was sent; None if it was not.
+        called_at: When the GPU was switched back; None if it was not.
     """
 
     def __init__(self, target: Target, clock: Clock) -> None:
@@ -165,7 +171,9 @@ def test_the_state_goes_out_and_the_trees_come_while_the_stream_waits(target: Ta
     for number in (1, 2, 3):
         target.exchange(number)
         assert target.relay.waits == {number}
-        assert target.stream.sent[-1].rounds_next.number == number, "the message goes ahead of the state"
+        assert target.stream.sent[-1].rounds_next.number == number, (
+            "the message must be sent before the state"
+        )
         target.answer(bytes([number]) * SIZE)
         target.carry()
         assert target.stream.sent[-1].round_state.state == bytes(target.packed.numpy())
@@ -197,7 +205,7 @@ def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest
         assert target.relay.calls == number
         kinds.append([message.WhichOneof("message") for message in target.stream.sent])
     unknown, known = ["rounds_next", "round_state"], ["rounds_next", "round_soon", "round_state"]
-    assert kinds == [unknown, unknown, known, known], "once it is known how long a pass takes"
+    assert kinds == [unknown, unknown, known, known], "notices start once the duration of a pass is known"
     assert not target.channel.broken
 
 
@@ -213,7 +221,7 @@ def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_t
     target: Target, clock: Clock
 ) -> None:
     rounds = TimedRounds(target, clock)
-    for number in (1, 2):  # how long a pass takes is known from the second on
+    for number in (1, 2):  # a pass's duration is known from the second round on
         rounds.run(number)
         assert rounds.soon_at is None
     for number in (3, 4, 5):
@@ -246,7 +254,7 @@ def test_the_draft_is_told_earlier_where_telling_takes_longer(
         rounds.enqueued_at + rounds.verify_s - lead_s, abs=3 * clock.STEP_S
     )
     assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=3 * clock.STEP_S), (
-        "and the state is not held up"
+        "the notice must not delay the state"
     )
 
 
@@ -288,7 +296,7 @@ def test_where_waits_sleep_nobody_is_told(target: Target, clock: Clock) -> None:
 
 
 def test_that_the_state_came_is_passed_over(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target.channel, "_dispatch", None)  # it costs nothing to take in
+    monkeypatch.setattr(target.channel, "_dispatch", None)  # RoundTaken must not reach the carrier
     target.exchange(1)
     target.stream.answers.append(lambda _request: draft_pb2.SessionReply.FromString(TAKEN))
     target.answer(bytes(SIZE))
@@ -298,7 +306,7 @@ def test_that_the_state_came_is_passed_over(target: Target, monkeypatch: pytest.
 
 
 def test_that_the_state_came_is_no_reply_to_anything() -> None:
-    """Where it comes when nobody waits for trees."""
+    """RoundTaken may also arrive while no thread waits for trees."""
     carrier = GrpcCarrier("127.0.0.1:1")
     carrier._dispatch(TAKEN)
     assert carrier.receive(0) is None
@@ -344,7 +352,7 @@ def test_what_fails_after_the_wait_was_enqueued_does_not_leave_it_standing(
         target.channel.hand_over()
     target.channel.carry(False)
     assert not target.relay.waits
-    target.carry()  # nothing is left to do
+    target.carry()  # must have nothing to do
 
 
 def test_trees_that_nobody_wants_any_more_are_not_waited_for(target: Target) -> None:
@@ -395,7 +403,9 @@ def test_a_driver_that_cannot_wait_costs_a_round(target: Target) -> None:
     assert target.channel.mend()
     target.answer(bytes([7]) * SIZE)
     target.exchange(2)
-    assert target.trees[:4].view(torch.int32).item() == target.expected.item() == 2, "without it"
+    assert target.trees[:4].view(torch.int32).item() == target.expected.item() == 2, (
+        "the second exchange must work without the relay"
+    )
     target.carry()
 
 
