@@ -1,7 +1,7 @@
 """Waits for the draft's trees up to each row's deadline, and decides what happens when an answer is late.
 
-- A late row falls back to plain decoding in this round: with reason "late", or "warming" if the draft has not
-  answered for its session yet.
+- A late row gets no drafts in this round. The reason is "late", or "warming" if the draft has not answered
+  for its session yet.
 - If a row without a deadline is late, or the draft has been silent for too long, the draft is faulty.
 - Otherwise a late answer for a known session counts as a miss for the circuit breaker.
 """
@@ -74,7 +74,7 @@ class AnswerWait:
     def _give_up(
         self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool, pong_s: float
     ) -> bool:
-        """End a wait that some rows got no answer in. Return False if that counts against the draft."""
+        """End a wait in which some rows got no answer. Return False if that counts against the draft."""
         now = time.monotonic()
         for _row, session in open_rows:
             session.reason = "late" if session.warm else "warming"

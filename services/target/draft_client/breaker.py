@@ -10,8 +10,7 @@ LAST_SLOW_BACKOFF_S = 0.2
 LAST_FAULTY_BACKOFF = 10.0
 """Longest back-off of a faulty draft, in fault deadlines.
 
-A draft may answer pings but nothing else. Rows without a deadline then lose less than a tenth of their time
-to it.
+If a draft answers pings but nothing else, rows without a deadline then lose less than a tenth of their time.
 """
 
 

@@ -77,7 +77,7 @@ class Residency:
     def for_capture(self, connection: Connection | None, shape: DraftShape, state: RoundState) -> RemoteBatch:
         """Return rounds without sessions and without a draft, to be recorded.
 
-        The draft is sent their size, so that it records its part, too.
+        The draft receives their size, so that it records its part, too.
         """
         size = size_message(shape, state)
         if size not in self._sizes:

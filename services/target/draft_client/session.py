@@ -95,7 +95,7 @@ class DraftSession:
         return ready and (not feature_size or rows == len(self.token_ids))
 
     def take_tree(self, tree: draft_pb2.Tree, vocab_size: int) -> bool:
-        """Keep a tree that answers the current request. Return False if it is late or a repetition.
+        """Keep a tree that answers the current request. Return False if it answers no current request.
 
         Raises:
             ProtocolError: The tree is invalid.

@@ -135,9 +135,9 @@ class DraftSessions:
             self._drafter.close([sequence.session_id])
 
     def catch_up(self, sequence: Sequence, base_len: int) -> Commit | None:
-        """Build one commit of all tokens since `base_len`, with the stored feature rows.
+        """Build one commit of all tokens since `base_len`, after rounds that sent the drafter no commits.
 
-        For a drafter that has received no commits since then. Return None if there is nothing to send.
+        It carries the stored feature rows. Return None if there is nothing to send.
         """
         if not sequence.drafted or sequence.committed_len == base_len:
             return None

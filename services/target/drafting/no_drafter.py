@@ -51,7 +51,7 @@ class NoDrafter(Drafter):
         """Do nothing."""
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
-        """Return trees that consist of their roots."""
+        """Return single-node trees."""
         return root_trees([row.root_token for row in request.rows], self._device)
 
     def wants_reopen(self) -> Sequence[int]:
@@ -59,7 +59,7 @@ class NoDrafter(Drafter):
         return ()
 
     def fallback_reason(self, session_id: int) -> str:
-        """Return the reason for every sequence."""
+        """Return "no_draft"."""
         return "no_draft"
 
     def close(self, session_ids: Sequence[int]) -> None:

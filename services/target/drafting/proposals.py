@@ -78,7 +78,7 @@ class Proposals:
         self.most_on_device = 0
 
     def announce(self, decodes: Seq[Sequence], round_number: int) -> Proposal | None:
-        """Choose the shape of every row and announce them, if any row wants drafts and can have them."""
+        """Choose every row's tree shape and announce the rows that can have drafts, if there are any."""
         shapes = self._shapes(decodes)
         rows = [index for index, shape in enumerate(shapes) if shape.drafts]
         if not rows:
@@ -122,9 +122,9 @@ class Proposals:
     def timed(
         self, proposal: Proposal | None, decodes: Seq[Sequence], drafts: DraftBatch, wait_s: float
     ) -> Proposal | None:
-        """Return the proposal if its waiting time measures what a proposal costs, else None.
+        """Return the proposal if the wait for it measures the cost of a proposal, else None.
 
-        It does not if the drafter owes an answer and the wait ended before its deadline.
+        It does not if the drafter still owes the answer and the wait ended before the deadline.
 
         Args:
             proposal: The proposal just collected, before anything else is announced.

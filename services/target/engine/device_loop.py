@@ -30,7 +30,7 @@ from outrider.shared.spec.drafter import Commit, Commits, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CATCH_UP_TOKENS = 128
-"""Plain rounds report to a drafter that follows their sequences after this many tokens."""
+"""Plain rounds send a drafter that follows their sequences one commit per this many tokens."""
 
 _log = logging.getLogger("outrider.target")
 
@@ -130,7 +130,8 @@ class DeviceLoop:
         """Launch the next round and finish the previous one.
 
         Returns:
-            False if no further round can be launched: call `drain` next; other work may be enqueued before.
+            False if no further round can be launched. Call `drain` next; other work may be enqueued before
+            it.
         """
         if not (self._stays() and self._launch()):
             return False
@@ -138,7 +139,7 @@ class DeviceLoop:
         if not self._places:
             self._leave()
         else:
-            self._rounds.carry()  # only now, when the tokens that were read are on their way to the clients
+            self._rounds.carry()  # last, because it may wait: the tokens are on their way to the clients
         return True
 
     def drain(self) -> None:
@@ -189,7 +190,7 @@ class DeviceLoop:
         )
 
     def _worth_another(self) -> bool:
-        """Return True unless the rounds in flight, at one token or more each, surely end every sequence."""
+        """Return True if a sequence may outlive the rounds in flight, each of which adds a token or more."""
         return any(
             sequence is not None and sequence.remaining > self._rounds.in_flight
             for sequence in self._sequences
@@ -213,7 +214,7 @@ class DeviceLoop:
         return self._rounds.launch(upper, self._wait_limit_s)
 
     def _fits_its_bucket(self) -> bool:
-        """Move to a smaller batch if enough rows have ended. Return False if sequences must enter again."""
+        """Move to a smaller batch if enough rows have ended. Return False if the drafter cannot."""
         bs = self._halved()
         if bs == self._bs:
             return True
@@ -240,7 +241,7 @@ class DeviceLoop:
         for row, (sequence, outcome) in enumerate(zip(before, finished.rows, strict=True)):
             if sequence is None:
                 continue
-            assert outcome is not None, "a sequence that goes on was verified"
+            assert outcome is not None, "a live sequence must have an outcome"
             chain = self._shape.topk == 1
             executed.append(
                 ExecutedRow(
@@ -282,7 +283,7 @@ class DeviceLoop:
     def _leave(self) -> None:
         remaining = [sequence for sequence in self._sequences if sequence is not None]
         self._rounds.leave()
-        if not self._shape.drafts:  # plain rounds do not report to the drafter
+        if not self._shape.drafts:  # plain rounds have sent the drafter no commits
             commits = [
                 self._parts.follower.catch_up(sequence, self._entered_len[sequence.session_id])
                 for sequence in remaining

@@ -46,7 +46,7 @@ from outrider.shared.spec.tree import DraftShape
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
 LOOK_S = 1.0
-"""Poll interval of an idle engine for a newly connected draft, whose graphs it would record."""
+"""Poll interval of an idle engine for a newly connected draft, for which it would record graphs."""
 
 
 class TargetEngine(Steppable):
@@ -242,7 +242,7 @@ class TargetEngine(Steppable):
         return not self._live and (self.again.waiting or (self.again.planned and self._follower.outdated))
 
     def next_wakeup(self) -> float | None:
-        """Return the `time.monotonic()` of the earliest deadline, or of the next poll for a changed draft."""
+        """Return when the engine must wake up: at the earliest deadline, or to poll for a changed draft."""
         if self._live or not self.again.planned or self._drafter.state() is DrafterState.NONE:
             return self._expiry.next_due
         # Poll while a draft is connected, too: another draft may replace it.

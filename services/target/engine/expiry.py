@@ -30,7 +30,7 @@ class Expiry:
     def overdue(
         self, live: Iterable[Sequence], now: float, pause_timeout_s: float
     ) -> Iterator[tuple[Sequence, OutriderError]]:
-        """Yield the requests that have to end now, each with its error; compute when the others are due."""
+        """Yield the requests that have to end now, each with its error. Update `next_due` for the others."""
         if self.next_due is None or now < self.next_due:
             return
         self.next_due = None

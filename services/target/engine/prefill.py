@@ -39,7 +39,8 @@ class Prefill:
         runner: Runs the forward passes.
         parts: The engine's parts.
         host: Sends commits to the drafter.
-        expects_drafts: Returns True if sequences in mode `auto` are likely drafted from their first round on.
+        expects_drafts: Returns True if sequences in mode `auto` will probably be drafted in their first
+            round.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from outrider.shared.engine.graphs import GraphCache
 _log = logging.getLogger("outrider.target")
 
 Plan = Callable[[], Iterable[Callable[[], None]]]
-"""Returns the functions that each record one graph. They return immediately if their graph exists."""
+"""Returns functions that each record one graph, or do nothing if the graph exists."""
 
 
 class Rerecording:
@@ -32,7 +32,7 @@ class Rerecording:
 
     @property
     def planned(self) -> bool:
-        """True if there is a plan, so that graphs are recorded again after a change."""
+        """True if graphs are to be recorded again after a change of the draft."""
         return self._plan is not None
 
     @property
@@ -47,7 +47,7 @@ class Rerecording:
         return asked
 
     def follow(self, plan: Plan) -> None:
-        """Set the plan to carry out after every change from now on."""
+        """Set the graphs to record after every change of the draft from now on."""
         self._plan = plan
 
     def renew(self) -> None:

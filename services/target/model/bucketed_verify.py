@@ -19,7 +19,7 @@ from outrider.shared.spec.tree import DraftBatch
 LEAST_CONTEXT = 1024
 """Context tokens that the narrowest page table covers. Shorter contexts share its graph."""
 MAX_PADDING = 2.0
-"""Padded nodes per actual node, at most, for a batch to go through a graph."""
+"""A graph is used if padding at most doubles the number of nodes (this is the factor)."""
 FREE_ROWS = 64
 """A pass of up to this many rows costs about as much as a single row, so padding up to here is free."""
 

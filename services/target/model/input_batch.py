@@ -1,7 +1,7 @@
 """Per-batch inputs of a verify pass at fixed addresses: page table, limits, sampling parameters, trees.
 
-All of them lie in one buffer, so that a single copy from the host loads them in stream order. A pass that is
-still running keeps its own inputs.
+All of them lie in one buffer, so that a single copy from the host loads them. The copy is in stream order, so
+a pass that still runs does not see the new values.
 """
 
 from __future__ import annotations

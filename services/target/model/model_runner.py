@@ -36,7 +36,10 @@ from outrider.shared.spec.tree import DraftBatch
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """Chosen tokens in flight to the host. `wait` does not wait for work enqueued after the copy."""
+    """Chosen tokens that are being copied to the host.
+
+    `wait` waits for the copy only, not for work that was enqueued after it.
+    """
 
     _tokens: torch.Tensor
     _copied: torch.cuda.Event | None
@@ -113,8 +116,7 @@ class ModelRunner:
             CheckpointError: The spec does not fit this model. Capturing is then off.
         """
         # These graphs read the projector and the feature plane. Graphs of plain decoding read neither and
-        # stay. They hold the projector and the feature plane. Those of plain decoding hold neither, and go
-        # on.
+        # stay.
         self.graphs.drop(
             [key for key in self.graphs.keys if isinstance(key, GraphKey) and key.draft_dependent]
         )

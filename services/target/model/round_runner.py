@@ -38,7 +38,7 @@ from outrider.shared.spec.tree import DraftShape
 RESULTS_KEPT = 5
 """Places for results, used in turn: two rounds may be in flight, and a recording runs two more."""
 MOST_TABLES = 512
-"""Number of input tables, about 10 KiB each, above which those that no graph reads are freed."""
+"""Limit for the number of input tables, about 10 KiB each. Above it, tables that no graph reads are freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +229,8 @@ class RoundRunner:
     def carry(self, wanted: bool = True) -> None:
         """Do the host's part of the last enqueued round, see `ExchangedBatch.carry`.
 
-        Call it before the next round is enqueued and before this one is read, but after the previous one was
-        read, as that one is complete.
+        Call it after the previous round was read, which is complete by then, but before the next round is
+        enqueued and before this one is read.
         """
         batch = self._entered()
         if batch.exchanged is not None:

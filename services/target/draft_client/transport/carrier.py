@@ -56,7 +56,7 @@ class Carrier(Protocol):
         ...
 
     def get_tensor(self, name: str) -> Iterable[common_pb2.TensorChunk]:
-        """Yield the chunks of one tensor of the draft's. Raises as `hello` does."""
+        """Yield the chunks of one of the draft's tensors. Raises as `hello` does."""
         ...
 
     def put_tensors(self, chunks: Iterable[common_pb2.TensorChunk]) -> draft_pb2.PutTensorReply:
@@ -72,7 +72,7 @@ class Carrier(Protocol):
         ...
 
     def send(self, message: draft_pb2.SessionRequest) -> None:
-        """Send on the session stream without waiting. If the connection is lost, it ends later."""
+        """Send on the session stream without waiting. A lost connection is noticed later."""
         ...
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:

@@ -76,7 +76,7 @@ class WeightCalls:
         self._stub = draft_pb2_grpc.DraftStub(channel)
 
     def get_tensor(self, name: str) -> Iterable[common_pb2.TensorChunk]:
-        """Yield the chunks of one tensor of the draft's."""
+        """Yield the chunks of one of the draft's tensors."""
         with lost():
             for reply in self._stub.GetTensor(
                 draft_pb2.GetTensorRequest(name=name), timeout=HANDSHAKE_TIMEOUT_S
@@ -244,7 +244,7 @@ class GrpcCarrier(Carrier):
         return stream
 
     def _dispatch(self, message: bytes) -> None:
-        """Pass a message on. Runs on the link's thread or on the engine's."""
+        """Pass a message to its receiver. Runs on the link's thread or on the engine's."""
         reply = _parse(message)
         if reply.HasField("round_trees") and self._stream_rounds is not None:
             self._stream_rounds.arrived(reply.round_trees)
@@ -264,7 +264,7 @@ class GrpcCarrier(Carrier):
         self._vigil.rest()
 
     def _take_in(self, message: bytes) -> None:
-        """Pass a message on, on the engine thread. A malformed message ends the connection."""
+        """Dispatch a message on the engine thread. A malformed message ends the connection."""
         try:
             self._dispatch(message)
         except ProtocolError as error:
@@ -274,8 +274,8 @@ class GrpcCarrier(Carrier):
     def _read_bulk(self) -> None:
         """Receive the acknowledgements of bulk chunks. The end of the bulk stream ends the connection.
 
-        While none is due, this thread stays out of gRPC's core, where only one of the waiting threads watches
-        the sockets for all.
+        In gRPC's core, only one of the waiting threads watches the sockets, for all of them. Therefore this
+        thread waits there only while an acknowledgement is due.
         """
         assert self._bulk is not None
         with contextlib.suppress(grpc.RpcError):

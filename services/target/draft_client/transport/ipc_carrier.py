@@ -216,8 +216,8 @@ class MailboxRounds(RoundsChannel):
 
     def __init__(self, mailbox: BlobMailbox, send: Callable[[draft_pb2.SessionRequest], None]) -> None:
         self._mailbox = mailbox
-        # The carrier owns this channel. A strong reference would keep the mailbox, which is much GPU memory,
-        # until the garbage collector runs.
+        # The carrier owns this channel. A strong reference would be a cycle, which keeps the mailbox and its
+        # large GPU memory until the garbage collector runs.
         self._send = weakref.WeakMethod(send)
 
     @property

@@ -37,7 +37,7 @@ from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
 from outrider.shared.spec.resident import PackedExtent, RoundState
 
 LOOK_S = 0.001
-"""Shortest wait for trees: they may have arrived before their time was over but not been read yet."""
+"""Shortest wait for trees: they may have arrived in time but not been read yet."""
 
 LEAD = 2.5
 """Lead time of the early notice (RoundSoon), as a multiple of the measured time to send it.
@@ -116,8 +116,8 @@ class StreamRounds(RoundsChannel):
     ) -> None:
         self._stream = stream
         self._vigil = vigil
-        # The carrier owns this channel. A strong reference would keep the relay until the garbage collector
-        # runs.
+        # The carrier owns this channel. A strong reference would be a cycle, which keeps the relay until the
+        # garbage collector runs.
         self._dispatch = weakref.WeakMethod(dispatch)
         self._relay = relay
         self._staging = BlobStaging()
