@@ -1,4 +1,4 @@
-"""A drafter that keeps its rounds on the device and knows the answers: what the engine's device loop is tested with."""
+"""A drafter for tests of the device loop: it keeps its rounds on the device and knows the answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The form of every tree of one shape: `topk` children of one node per level, as far as the nodes reach."""
+    """The form of all trees of one shape: on each level, `topk` children of one node, up to `max_nodes`."""
 
     parents: list[int]
     depths: list[int]
@@ -43,7 +43,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class StaticTrees:
-    """What `AnswerRounds.draft` reads: tensors that stay where they are."""
+    """Input tensors of `AnswerRounds.draft`, at fixed addresses."""
 
     truth: torch.Tensor
     depths: torch.Tensor
@@ -55,7 +55,9 @@ class StaticTrees:
     @classmethod
     def make(cls, bs: int, shape: DraftShape, device: torch.device) -> StaticTrees:
         template = Template.of(shape)
-        assert len(template.parents) == shape.max_nodes, "tests ask for shapes that their depth and topk fill"
+        assert len(template.parents) == shape.max_nodes, (
+            "tests must request shapes that depth and topk can fill"
+        )
         words = mask_words(shape.max_nodes)
         masks = [[0] * words for _ in template.parents]
         for node, parent in enumerate(template.parents):
@@ -78,15 +80,17 @@ class StaticTrees:
 
 
 def main_sibling(depth: int, topk: int) -> int:
-    """Which sibling of a level carries the guess; not always the first, so that K/V has to move."""
+    """Return the sibling that carries a level's guess. It is not always the first, so that K/V must move."""
     return depth * 7 % topk
 
 
 class AnswerDrafter(FakeDrafter):
-    """Guesses the known continuation of each sequence, right where ``(7 * index + 3 * depth) % 10 < 10 * accuracy``.
+    """Guesses the known continuation of each sequence.
 
-    It checks in every round what the engine left in the state, and keeps the feature rows that it was shown, unless `checked` is False:
-    what is recorded into a graph runs no Python.
+    A guess is right where ``(7 * index + 3 * depth) % 10 < 10 * accuracy``.
+
+    In every round it checks the engine's state and stores the feature rows, unless `checked` is False. Rounds
+    that are recorded into a graph run no Python and cannot be checked.
     """
 
     device_resident = True
@@ -140,7 +144,7 @@ class AnswerDrafter(FakeDrafter):
         self.entered += 1
         if self.refuse_every and self.entered % self.refuse_every == 0:
             return None
-        assert not state.counts.any(), "every row is idle at first"
+        assert not state.counts.any(), "every row must be idle at first"
         pending = [len(self.sequences[session_id]) - self.consumed[session_id] for session_id in session_ids]
         assert all(count >= 0 for count in pending)
         if any(not 1 <= count <= state.columns for count in pending):
@@ -152,7 +156,7 @@ class AnswerDrafter(FakeDrafter):
             state.counts[row] = count
             if self.spec.feature_size:
                 rows = self.rows[session_id]
-                assert len(rows) == len(tokens) - 1, "the last token has no feature yet"
+                assert len(rows) == len(tokens) - 1, "the last token must not have a feature yet"
                 state.features[row, :count] = torch.stack(rows[-count:]).to(state.features)
         return AnswerRounds(self, session_ids, shape, state)
 
@@ -180,7 +184,7 @@ class AnswerDrafter(FakeDrafter):
 
 
 class AnswerRounds:
-    """`ResidentBatch` of an `AnswerDrafter`."""
+    """The rounds of an `AnswerDrafter` on the device."""
 
     def __init__(
         self, drafter: AnswerDrafter, session_ids: Sequence[int], shape: DraftShape, state: RoundState
@@ -197,13 +201,16 @@ class AnswerRounds:
         self.static = self._fill_static()
 
     def _fill_static(self) -> StaticTrees:
-        """Return the one static set of this batch size and shape, as graphs hold the addresses, with the answers of these sessions."""
+        """Return the static tensors of this batch size and shape, filled with the answers of these sessions.
+
+        There is one set per size and shape, because graphs keep the addresses.
+        """
         drafter, key = self.drafter, (self.state.bs, self.shape)
         if key not in drafter.static:
             drafter.static[key] = StaticTrees.make(*key, self.state.tokens.device)
         rows = torch.zeros((self.state.bs, LONGEST), dtype=torch.int64)
         for row, session_id in enumerate(self.sessions):
-            assert session_id is not None, "nobody enters or moves who has ended"
+            assert session_id is not None, "sessions that enter or move must be live"
             answer = drafter.truth(drafter.sequences[session_id])
             rows[row, : len(answer)] = torch.tensor(answer)
         drafter.static[key].truth.copy_(rows)
@@ -213,7 +220,7 @@ class AnswerRounds:
         assert len(committed_upper) == len(self.sessions)
         for row, session_id in enumerate(self.sessions):
             assert (committed_upper[row] == 0) == (session_id is None)
-            assert session_id is None or committed_upper[row] >= self.upper[row], "bounds do not shrink"
+            assert session_id is None or committed_upper[row] >= self.upper[row], "bounds must not shrink"
         self.upper = list(committed_upper)
         self.drafter.reservations += 1
         return self.drafter.reservations != self.drafter.fail_reserve_at
@@ -240,12 +247,12 @@ class AnswerRounds:
         for row, session_id in enumerate(self.sessions):
             count, committed = int(state.counts[row]), int(state.committed_lens[row])
             if session_id is None:
-                assert count == 0, "a retired row is idle"
+                assert count == 0, "a retired row must be idle"
                 continue
             if count == 0:
-                continue  # it ended or failed; the host does not know yet
-            assert committed <= self.upper[row], "the bound holds"
-            assert committed - count == drafter.consumed[session_id], "rounds are gapless"
+                continue  # the sequence ended or failed, which the host has not read yet
+            assert committed <= self.upper[row], "committed_upper must be an upper bound"
+            assert committed - count == drafter.consumed[session_id], "rounds must be gapless"
             known = drafter.sequences[session_id][committed - count : committed]
             assert state.tokens[row, : len(known)].tolist()[:count] == known[:count]
             drafter.consumed[session_id] = committed
@@ -254,7 +261,7 @@ class AnswerRounds:
                 del rows[committed - 1 - count :]
                 rows.extend(state.features[row, :count].clone())
         for row in range(len(self.sessions), state.bs):
-            assert int(state.counts[row]) == 0, "padding is idle"
+            assert int(state.counts[row]) == 0, "padding must be idle"
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
         for row, (session_id, tokens) in enumerate(zip(self.sessions, tokens_per_row, strict=True)):
@@ -276,7 +283,7 @@ class AnswerRounds:
             return False
         assert state.bs < self.state.bs
         assert {row for row, session_id in enumerate(self.sessions) if session_id is not None} == set(rows), (
-            "nobody is left behind"
+            "all live sessions must move"
         )
         self.sessions, self.upper, self.told = (
             [field[row] for row in rows] for field in (self.sessions, self.upper, self.told)

@@ -1,4 +1,4 @@
-"""Caches of graphs for machines without CUDA: they replay by running again, and remember what was captured and run."""
+"""Graph caches for machines without CUDA: a replay runs the function again; captures and runs are listed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.shared.engine.graphs import GraphCache, RecordedGraph
+from outrider.shared.engine.graphs import GraphCache, GraphObserver, RecordedGraph
 
 
 class PlayedGraphs(GraphCache):
-    """As on CUDA, a key has to be captured before it is replayed; `captured` and `runs` list the keys in order."""
+    """Replays a key only if it was captured, as on CUDA. `captured` and `runs` list the keys in order."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -30,31 +30,30 @@ class PlayedGraphs(GraphCache):
         return record()
 
 
-class Observed:
-    """Hears of graphs, and remembers those that were dropped."""
+class Observed(GraphObserver):
+    """Records the numbers of dropped graphs."""
 
     def __init__(self) -> None:
         self.gone: list[int] = []
 
     def recording(self, graph: int) -> None:
-        """See `GraphObserver.recording`."""
+        """Do nothing."""
 
     def recorded(self, graph: int) -> None:
-        """See `GraphObserver.recorded`."""
+        """Do nothing."""
 
     def replaying(self, graph: int) -> None:
-        """See `GraphObserver.replaying`."""
+        """Do nothing."""
 
     def dropped(self, graph: int) -> None:
-        """See `GraphObserver.dropped`."""
         self.gone.append(graph)
 
     def forgotten(self) -> None:
-        """See `GraphObserver.forgotten`."""
+        """Do nothing."""
 
 
 class BoundedGraphs(GraphCache):
-    """Keeps and drops as on CUDA; `captured` lists all keys in order, with those that were recorded again."""
+    """Keeps and drops graphs as on CUDA. `captured` lists all keys in order, including repeated captures."""
 
     def __init__(self, most_late: int) -> None:
         self.observer = Observed()
@@ -64,7 +63,7 @@ class BoundedGraphs(GraphCache):
 
     @property
     def pool(self) -> object:
-        """What the next graph is captured into."""
+        """The memory pool of the next capture."""
         return self._pool
 
     def run(self, key: Hashable, record: Callable[[], Any]) -> Any:

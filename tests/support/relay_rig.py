@@ -1,4 +1,4 @@
-"""A relay without a GPU."""
+"""A fake `StreamRelay` without a GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError
 
 SIZE = 512
-"""Bytes of trees, and of a draft's states."""
+"""Bytes of the trees and of a draft's states."""
 
 
 class Relay:
-    """What a GPU's stream would see: what it was given, and whether it stands still."""
+    """Records what a GPU stream would receive, and the rounds that it waits for (`waits`)."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -34,7 +34,7 @@ class Relay:
 
     def take(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         if self.fails:
-            raise CudaError("this driver cannot")
+            raise CudaError("the driver does not support this")
         self.waits.add(number)
 
     def call(self) -> None:
@@ -48,7 +48,7 @@ class Relay:
 
     def put(self, number: int, data: bytes) -> None:
         if len(data) != SIZE:
-            raise ProtocolError("of another size", field="rounds")
+            raise ProtocolError("the trees have the wrong size", field="rounds")
         self.came[number] = data
         self.waits.remove(number)
 

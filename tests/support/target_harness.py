@@ -1,4 +1,4 @@
-"""A target engine on a toy model, driven step by step in the test's own thread, and drafters that propose whatever a test wants."""
+"""A target engine on a toy model, stepped in the test's own thread, and drafters that propose given trees."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from outrider.shared.spec.tree import DraftBatch, mask_words
 from support.compute_device import DEVICE
 
 Node = tuple[int, int]
-"""Token and parent index of a draft node; the root is node 0 and not listed."""
+"""Token and parent index of a draft node. The root is node 0 and is not listed."""
 
 
 @dataclass
 class Collector:
-    """An `EventSink` that keeps what each request was told."""
+    """An `EventSink` that stores the events of each request."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, FinishedEvent] = field(default_factory=dict)
@@ -60,8 +60,8 @@ class Collector:
     def deliver(self, events: Sequence[Event]) -> None:
         self.deliveries += 1
         for event in events:
-            assert event.request_id not in self.finished, "an event after the end"
-            assert event.request_id not in self.failed, "an event after the end"
+            assert event.request_id not in self.finished, "no event may follow the end"
+            assert event.request_id not in self.failed, "no event may follow the end"
             if isinstance(event, TokensEvent):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
                 self.rounds.setdefault(event.request_id, []).extend(event.rounds)
@@ -72,7 +72,10 @@ class Collector:
 
 
 class FakeDrafter:
-    """Follows sequences like a real drafter, checks what it is told, and proposes what `plan` returns for (tokens so far, row)."""
+    """Follows sequences like a real drafter and checks the engine's calls.
+
+    It proposes the nodes that `plan` returns for (tokens so far, row).
+    """
 
     device_resident = False
 
@@ -102,13 +105,13 @@ class FakeDrafter:
             self.rows[sequence.fence.session_id] = []
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        assert base == len(self.rows[session_id]), "rows arrive in order"
+        assert base == len(self.rows[session_id]), "rows must arrive in order"
         self.rows[session_id].extend(rows)
 
     def commit(self, result: Commits) -> None:
         for commit in result.commits:
             tokens = self.sequences[commit.fence.session_id]
-            assert commit.base_len == len(tokens), "commits are gapless"
+            assert commit.base_len == len(tokens), "commits must be gapless"
             tokens.extend(commit.token_ids)
             assert commit.fence.committed_len == len(tokens)
             if commit.features is not None:
@@ -149,7 +152,7 @@ class FakeDrafter:
 
 
 def trees_to_batch(trees: Sequence[tuple[int, list[Node]]]) -> DraftBatch:
-    """Return (root token, draft nodes) per row as padded tensors."""
+    """Convert (root token, draft nodes) per row to padded tensors."""
     width = 1 + max(len(nodes) for _, nodes in trees)
     bs, words = len(trees), mask_words(width)
     tokens = torch.zeros(bs, width, dtype=torch.int32)
@@ -173,7 +176,10 @@ def trees_to_batch(trees: Sequence[tuple[int, list[Node]]]) -> DraftBatch:
 def oracle_plan(
     answers: Sequence[Sequence[int]], vocab_size: int, accuracy: float = 1.0, seed: int = 0
 ) -> Callable[[list[int], ProposalRow], list[Node]]:
-    """Propose the true continuation (with probability `accuracy` per level) among `topk` siblings, as a tree of the asked shape."""
+    """Propose trees that contain the true continuation among `topk` siblings.
+
+    Each level contains it with probability `accuracy`. The trees have the requested shape.
+    """
     rng = random.Random(seed)
 
     def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
@@ -204,7 +210,7 @@ def oracle_plan(
 
 
 def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], ProposalRow], list[Node]]:
-    """Propose trees of random size and form with random tokens, equal siblings included."""
+    """Propose trees of random size and form with random tokens. Siblings may be equal."""
     rng = random.Random(seed)
 
     def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
@@ -216,7 +222,7 @@ def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], Proposal
 
 @dataclass
 class Harness:
-    """An engine over a loaded toy; `run` steps it until idle."""
+    """An engine with a toy model. `run` steps it until it is idle."""
 
     engine: TargetEngine
     scheduler: Scheduler
@@ -258,7 +264,7 @@ class Harness:
         self.scheduler.check()
 
     def check_idle(self) -> None:
-        """Assert that nothing leaked: every page is free when no request is live."""
+        """Assert that every page is free when no request is live."""
         self.scheduler.check()
         assert self.engine.num_live or self.scheduler.allocator.held_pages == 0
 
@@ -285,7 +291,10 @@ def make_harness(
     attention: AttentionBackend | None = None,
     **limits: int,
 ) -> Harness:
-    """Build an engine without a thread; with `overlap` its rounds stay on the device, with `buckets` verify passes are padded."""
+    """Make an engine without a thread.
+
+    With `overlap`, its rounds stay on the device. With `buckets`, verify passes are padded.
+    """
     pool = decoder.make_pool(num_pages, page_size)
     runner = ModelRunner(
         decoder, pool, attention or create_backend("auto", decoder.device), buckets=buckets, graphs=graphs
@@ -299,7 +308,7 @@ def make_harness(
 def generate_plain(
     decoder: Decoder, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int, **options: object
 ) -> list[int]:
-    """Return what plain decoding emits for one prompt alone."""
+    """Return the output of plain decoding for a single prompt."""
     harness = make_harness(decoder, drafter)
     harness.submit(prompt, max_new_tokens, request_id="plain", mode=SpeculationMode.OFF, **options)  # type: ignore[arg-type]
     harness.run()
@@ -307,12 +316,15 @@ def generate_plain(
 
 
 def load_toy(path: Path) -> Decoder:
-    """Load a toy target in fp32 where tests compute."""
+    """Load a toy target in fp32 on the device that tests use."""
     return load_decoder(path, DEVICE, torch.float32)
 
 
 def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
-    """Return ``[V]``, what the token after `tokens` is the argmax of, after filters and noise, from one pass over all of `tokens`."""
+    """Return the scores ``[V]`` whose argmax is the token after `tokens`: logits after filters and noise.
+
+    They come from one pass over all of `tokens`.
+    """
     pool = decoder.make_pool(-(-len(tokens) // 16), 16)
     lease = pool.lease(len(tokens))
     assert lease is not None
@@ -335,7 +347,7 @@ def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParam
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Return the index of the first token that differs, None for equal outputs."""
+    """Return the index of the first differing token, or None for equal outputs."""
     at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
     assert at is not None or len(expected) == len(found), (
         f"one output is a prefix of the other: {len(expected)} and {len(found)} tokens"
@@ -350,7 +362,10 @@ def assert_same_tokens(
     found: Sequence[int],
     sampling: SamplingParams | None = None,
 ) -> None:
-    """Token equality as the project defines it: the first difference is allowed where the plain run's top-two gap is under 1e-4."""
+    """Assert token equality as the project defines it.
+
+    The first difference is allowed where the two best scores of the plain run differ by less than 1e-4.
+    """
     at = first_difference(expected, found)
     if at is None:
         return
@@ -362,5 +377,5 @@ def assert_same_tokens(
     gap = float(best[0] - best[1])
     print(f"near-tie at token {at}: {expected[at]} or {found[at]}, top-two gap {gap:.2e}")
     assert gap < 1e-4, (
-        f"token {at} is {found[at]}, plain decoding says {expected[at]}; the top-two gap is {gap:.2e}"
+        f"token {at} is {found[at]}, plain decoding chose {expected[at]}; the top-two gap is {gap:.2e}"
     )

@@ -1,1 +1,1 @@
-"""The target's client of a remote draft: the drafter, its connection, what it remembers of a sequence, the check of trees."""
+"""The target's client of a draft in another process: connection, sessions, requests, tree checks."""

@@ -1,4 +1,4 @@
-"""The circuit breaker between the engine and a draft that does not answer."""
+"""Circuit breaker for a draft that misses deadlines: stops asking it, backs off, and tries it again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ MISSES_TO_OPEN = 3
 FIRST_BACKOFF_S = 0.1
 LAST_SLOW_BACKOFF_S = 0.2
 LAST_FAULTY_BACKOFF = 10.0
-"""Fault deadlines: what rows that wait as long as it takes lose to a draft that answers pings and nothing else stays below a tenth."""
+"""Longest back-off of a faulty draft, in fault deadlines.
+
+If a draft answers pings but nothing else, rows without a deadline then lose less than a tenth of their time.
+"""
 
 
 class BreakerState(Enum):
-    """CLOSED: drafting. OPEN: the draft is not asked. HALF_OPEN: it showed life, one sequence tries."""
+    """CLOSED: the draft is asked. OPEN: it is not. HALF_OPEN: it answered a ping; one sequence tries it."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -20,20 +23,27 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """Opens after three missed deadlines in a row, or at once on a fault; a sign of life after the back-off makes it half-open.
+    """Opens after three missed deadlines in a row, or immediately on a fault.
 
-    Missed deadlines may mean that the draft is too slow to be worth waiting for, so `faulty` tells the two apart: rows that wait as
-    long as it takes are refused by a faulty draft only. `sign_of_life` may come from another thread: it only moves OPEN to HALF_OPEN.
+    After a back-off, a sign of life (an answered ping) makes it half-open; an answer in time closes it.
 
-    The first fault may be a pause of the draft: it is asked again as soon as it shows life. Each further one without an answer in between
-    costs another deadline, so the back-off starts at one deadline then and doubles.
+    A missed deadline may only mean that the draft is too slow to be worth waiting for. `faulty` marks the
+    other case: rows without a deadline give up on the draft only if it is faulty.
+
+    The first fault may be a short pause of the draft, so it is asked again as soon as it shows life. Each
+    further fault without an answer in between costs another deadline; from then on the back-off is at least
+    one deadline and doubles.
+
+    `sign_of_life` may be called from any thread. It only moves OPEN to HALF_OPEN.
 
     Args:
-        fault_deadline_s: How long a faulty draft is waited for before `trip` is called.
+        fault_deadline_s: Longest time that a draft may owe an answer before `trip` is called.
 
     Attributes:
+        state: The current state.
+        faulty: True since the last fault, until an answer or a new connection.
+        faults: Faults in a row, counted over all connections.
         fault_deadline_s: As given.
-        faults: How many in a row, over all connections.
     """
 
     def __init__(self, fault_deadline_s: float) -> None:
@@ -46,7 +56,7 @@ class Breaker:
         self._closed_until = 0.0
 
     def miss(self, now: float) -> None:
-        """A deadline passed without an answer."""
+        """Record that a deadline passed without an answer."""
         self._misses += 1
         if self.state is BreakerState.HALF_OPEN:
             self._backoff_s = max(self._backoff_s, min(2 * self._backoff_s, LAST_SLOW_BACKOFF_S))
@@ -55,7 +65,7 @@ class Breaker:
         self._open(now)
 
     def trip(self, now: float) -> None:
-        """Open at once: the draft is faulty."""
+        """Record a fault of the draft and open immediately."""
         self.faulty = True
         self.faults += 1
         if self.faults > 1:
@@ -65,7 +75,7 @@ class Breaker:
 
     @property
     def refuses_all(self) -> bool:
-        """Whether even rows that wait as long as it takes must do without the draft."""
+        """True if even rows without a deadline must do without the draft."""
         return self.faulty and self.state is BreakerState.OPEN
 
     def _open(self, now: float) -> None:
@@ -74,22 +84,22 @@ class Breaker:
         self.state = BreakerState.OPEN
 
     def success(self) -> None:
-        """An answer came in time."""
+        """Record an answer in time, and close."""
         self.reset()
         self.faults = 0
         self._backoff_s = FIRST_BACKOFF_S
 
     def reset(self) -> None:
-        """A new connection, which may be to another draft: it is tried, but what faults there were is remembered until it answers."""
+        """Close for a new connection, possibly to another draft. `faults` stays until an answer."""
         self._misses = 0
         self.faulty = False
         self.state = BreakerState.CLOSED
 
     def wants_probe(self, now: float) -> bool:
-        """Whether the draft should be asked for a sign of life."""
+        """Return True if the draft should be pinged."""
         return self.state is BreakerState.OPEN and now >= self._closed_until
 
     def sign_of_life(self, now: float) -> None:
-        """The draft answered a probe."""
+        """Record that the draft answered a ping."""
         if self.wants_probe(now):
             self.state = BreakerState.HALF_OPEN

@@ -1,4 +1,4 @@
-"""One life of the streams to a remote draft, whatever carries them: gRPC, or sockets of this host."""
+"""One connection to a draft over any transport: its carrier and the results of the handshake."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from outrider.shared.spec.drafter import FeatureSpec
 
 
 class Connection:
-    """A carrier and what was agreed over it."""
+    """A carrier and the results of its handshake.
+
+    Attributes:
+        hello: The draft's answer to Hello; None before the handshake.
+        spec: The features that the draft wants; None before the handshake.
+        ended: Set once the connection has ended.
+        last_pong: Nonce of the last answered ping.
+        last_sign_s: `time.monotonic()` of the last answered ping.
+        carrier: Carries the messages.
+        send, receive, close: The carrier's methods.
+    """
 
     def __init__(self, carrier: Carrier) -> None:
         self.hello: draft_pb2.HelloAck | None = None

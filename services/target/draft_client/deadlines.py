@@ -1,4 +1,4 @@
-"""How long answers of a draft are waited for: never longer than waiting can pay, and once where there was none before."""
+"""Decides how long the engine waits for a draft's answers, and when a silent draft counts as faulty."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from outrider.services.target.draft_client.session import DraftSession
 from outrider.shared.spec.drafter import ProposalRow
 
 WARMING_PATIENCE = 5.0
-"""A draft that shows life may take this many fault deadlines to open a session."""
+"""Fault deadlines that a draft may take to open a session, as long as it answers pings."""
 
 
 @dataclass(slots=True)
 class AnswerDeadlines:
-    """Belongs to the engine thread. Times are of the monotonic clock.
+    """Deadlines for answers of one draft. Engine thread only. Times are `time.monotonic()`.
 
-    A session that the draft has not answered for yet (it may be computing the prompt, or be stopped) is waited for in one round, no more:
-    in the rounds after that the trees that came meanwhile are looked at. So the draft may take its time, and costs none.
+    The engine waits in one round for the first answer of a new session, but no longer: the draft may be
+    computing the prompt, or may have stopped. In later rounds it only uses trees that have arrived meanwhile.
+    A slow prompt on the draft therefore delays no further round.
 
     Attributes:
         fault_deadline_s: A draft that owes an answer for longer is faulty.
-        heard_s: When the last message came, signs of life on other streams apart.
-        owed_s: Since when a first answer is owed and no message has come, for whichever sessions; they may have ended since.
+        heard_s: When the last message arrived, not counting answered pings.
+        owed_s: Since when a first answer is owed and no message has arrived, for any session, even one that
+            has ended since; None if none is owed.
     """
 
     fault_deadline_s: float
@@ -29,24 +31,24 @@ class AnswerDeadlines:
     owed_s: float | None = None
 
     def asked(self, now: float) -> None:
-        """A session was asked for that has had no answer yet."""
+        """Record that a tree was requested for a session that has had no answer yet."""
         if self.owed_s is None:
             self.owed_s = now
 
     def heard(self, now: float) -> None:
-        """A message came."""
+        """Record the arrival of a message."""
         self.heard_s, self.owed_s = now, None
 
     def until(
         self, row: ProposalRow, session: DraftSession, started: float, deadline_s: float | None, pong_s: float
     ) -> float:
-        """Return until when a row's answer is waited for.
+        """Return the time until which to wait for a row's answer.
 
         Args:
-            row: Asked for.
+            row: The requested row.
             session: Its session.
             started: When this wait began.
-            deadline_s: What waiting can pay for; None: as long as it takes.
+            deadline_s: How long waiting can pay off; None for no deadline.
             pong_s: When the draft last answered a ping.
         """
         if deadline_s is not None and not row.must_wait:
@@ -54,7 +56,7 @@ class AnswerDeadlines:
         return started + self.fault_deadline_s if session.warm else self._opened_by(started, pong_s)
 
     def is_over(self, now: float, pong_s: float) -> bool:
-        """Whether a draft that is not waited for has shown no life for so long, though it owes first answers, that it is faulty."""
+        """Return True if the draft owes first answers and has shown no life for a fault deadline."""
         return self.owed_s is not None and now >= max(self.owed_s, pong_s) + self.fault_deadline_s
 
     def _opened_by(self, since: float, pong_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Fences as messages."""
+"""Converts fences between `Fence` and its protobuf message."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from outrider.shared.spec.fence import Fence
 
 
 def fence_from_proto(fence: draft_pb2.Fence) -> Fence:
-    """Return the fence of a message."""
+    """Convert from protobuf."""
     return Fence(fence.session_id, fence.epoch, fence.committed_len, fence.prefix_hash)
 
 
 def fence_to_proto(fence: Fence) -> draft_pb2.Fence:
-    """The inverse of `fence_from_proto`."""
+    """Convert to protobuf."""
     return draft_pb2.Fence(
         session_id=fence.session_id,
         epoch=fence.epoch,

@@ -1,7 +1,7 @@
-"""Keeps a connection to a remote draft: connects, shakes hands, asks for signs of life, and reconnects for ever.
+"""Keeps the target connected to a remote draft: connects, shakes hands, pings, and reconnects.
 
-The engine thread never waits for anything here: it looks at every step which `Connection` is the present one. Nothing else keeps one that
-has ended, so that drafts which come and go cost no memory, however long the engine has nothing to do.
+The engine thread never waits here: it checks in every step which `Connection` is current. Nothing else keeps
+an ended connection, so drafts that come and go cost no memory, however long the engine is idle.
 """
 
 from __future__ import annotations
@@ -33,18 +33,26 @@ REFUSED_RETRY_S = 1.0
 PROBE_INTERVAL_S = 0.1
 KEEP_ALIVE_S = 3.0
 MAX_PROJECTOR_BYTES = 1 << 30
+"""Limit for the projector tensors that a draft sends."""
 
 _log = logging.getLogger("outrider.target.draft")
 
 Weight = Callable[[str], torch.Tensor]
-"""Returns a weight of the target by its name, for drafts that borrow it."""
+"""Returns a tensor of the target by name, for drafts that borrow weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetIdentity:
-    """What a target says of itself in Hello. `target_id` is unique per process.
+    """Describes a target in its Hello.
 
-    `algorithm` is what it was told that the draft is, and compared with what the draft says; AUTO takes any.
+    Attributes:
+        target_id: Unique per process.
+        fingerprint: Fingerprint of the target's weights.
+        vocab_size, hidden_size, num_layers: Sizes of the target's model.
+        feature_dtype: Data type of the feature rows that the target sends.
+        model_type: Family of the target's model.
+        tokenizer: Fingerprint of the target's tokenizer.
+        algorithm: The expected algorithm of the draft; AUTO accepts any.
     """
 
     target_id: str
@@ -76,40 +84,39 @@ class TargetIdentity:
 
 
 def _check_algorithm(asked: Algorithm, found: str) -> None:
-    """Refuse a draft that drafts otherwise than this target was told.
+    """Check that the draft's algorithm is the one that this target expects.
 
     Raises:
-        ConfigurationError: names both.
+        ConfigurationError: It is not. The message names both.
     """
     wanted = {
         Algorithm.NEXTN: (Algorithm.MTP.value,),
-        Algorithm.EAGLE: (
-            Algorithm.EAGLE.value,
-            Algorithm.MTP.value,
-        ),  # without a head, EAGLE means the target's own layers
+        # Without a draft head, EAGLE drafts with the target's own MTP layers.
+        Algorithm.EAGLE: (Algorithm.EAGLE.value, Algorithm.MTP.value),
     }.get(asked, (asked.value,))
     if asked is not Algorithm.AUTO and found not in wanted:
         raise ConfigurationError(
-            f"speculative_algorithm is {asked.value} here, and the draft is {found or 'of an unknown kind'}: start the draft with "
-            f"--speculative-algorithm {asked.value}, or leave the option of the target out.",
+            f"This target expects speculative_algorithm {asked.value}, but the draft reports "
+            f"{found or 'an unknown kind'}. Start the draft with --speculative-algorithm {asked.value}, "
+            "or remove the option from the target.",
             field=FIELD,
         )
 
 
 class DraftLink:
-    """Keeps one connection alive.
+    """Maintains one connection on a thread of its own.
 
     Args:
-        address: For the logs.
-        identity: Who asks.
-        weight: Lends weights of the target.
-        breaker: Hears of signs of life.
-        make_carrier: Makes what carries the next connection.
+        address: The draft's address, for logs.
+        identity: Describes this target.
+        weight: Returns tensors of the target for drafts that borrow them.
+        breaker: Is notified of answered pings.
+        make_carrier: Makes the carrier of the next connection.
 
     Attributes:
-        connection: The present one, ready for use when it was set, or None.
-        ever_connected: Whether there ever was one.
-        refusal: Why the draft cannot be used with this target, if it said so.
+        connection: The current connection, ready for use, or None.
+        ever_connected: True once a connection has been made.
+        refusal: Why the draft and this target do not match; None if they do or no draft has answered.
     """
 
     def __init__(
@@ -134,7 +141,7 @@ class DraftLink:
         self._thread = threading.Thread(target=self._keep_connected, name="draft-link", daemon=True)
 
     def start(self) -> None:
-        """Start connecting."""
+        """Start to connect."""
         self._thread.start()
 
     def close(self) -> None:
@@ -156,7 +163,7 @@ class DraftLink:
                 self.refusal = error
                 _log.error("the draft at %s cannot be used: %s", self._address, error.message)
                 self._closed.wait(REFUSED_RETRY_S)
-            except Exception:  # whatever a peer's bytes provoke here must not end the thread that reconnects
+            except Exception:  # Nothing that a peer sends may end the thread that reconnects.
                 _log.exception("the connection to the draft at %s failed", self._address)
                 self._closed.wait(REFUSED_RETRY_S)
             finally:
@@ -164,7 +171,7 @@ class DraftLink:
                 connection.carrier.release()
 
     def _converse(self, connection: Connection) -> None:
-        """One life of the connection; returns or raises when it is over."""
+        """Run one connection from the handshake to its end. Return or raise when it is over."""
         if self._closed.is_set():
             return
         self._shake_hands(connection)
@@ -188,7 +195,7 @@ class DraftLink:
             connection.close()
             probe.join(5.0)
             if not self._closed.is_set():
-                _log.warning("lost the draft at %s; decoding plainly until it is back", self._address)
+                _log.warning("lost the draft at %s; decoding without drafts until it is back", self._address)
 
     def _shake_hands(self, connection: Connection) -> None:
         identity, carrier = self._identity, connection.carrier
@@ -213,7 +220,7 @@ class DraftLink:
         connection.hello = ack
 
     def _feature_spec(self, carrier: Carrier, ack: draft_pb2.HelloAck) -> FeatureSpec:
-        """Return what the head wants captured; the projector's weights are fetched once per fingerprint."""
+        """Return the features that the draft wants. Fetch the projector's weights once per fingerprint."""
         key = f"{ack.projector_fingerprint}/{list(ack.aux_layer_ids)}/{ack.feature_size}"
         known = self._specs.get(key)
         if known is not None:
@@ -223,7 +230,9 @@ class DraftLink:
             tensors |= dict(join_tensors(carrier.get_tensor(name), max_bytes=MAX_PROJECTOR_BYTES))
         missing = set(ack.projector_tensors) - set(tensors)
         if missing:
-            raise ProtocolError(f"the draft did not send {sorted(missing)[0]}", field="projector_tensors")
+            raise ProtocolError(
+                f"the draft did not send the projector tensor {sorted(missing)[0]}", field="projector_tensors"
+            )
         spec = FeatureSpec(
             aux_layer_ids=tuple(ack.aux_layer_ids),
             final_hidden=ack.feature_size > 0 and not ack.aux_layer_ids,
@@ -232,7 +241,7 @@ class DraftLink:
             norm_eps=ack.projector_norm_eps or FeatureSpec().norm_eps,
             fingerprint=key,
         )
-        if spec.feature_size:  # fails here, on this thread, if the head does not fit
+        if spec.feature_size:  # Check on this thread, not the engine's, that the projector fits this model.
             FeatureProjector(
                 spec,
                 "cpu",
@@ -248,18 +257,19 @@ class DraftLink:
             chunk for name in names for chunk in split_tensor(name, self._weight(name))
         )
         if reply.still_missing:
-            raise ProtocolError(f"the draft still misses {reply.still_missing[0]}", field="missing_tensors")
+            raise ProtocolError(
+                f"the draft still reports {reply.still_missing[0]} as missing", field="missing_tensors"
+            )
 
     def _probe(self, connection: Connection) -> None:
-        """Ask for a sign of life while the breaker is open, and now and then to keep the sessions' lease.
+        """Ping the draft while the breaker is open, and otherwise now and then to renew the sessions' lease.
 
-        One ping at a time, or a stopped draft would find a heap of them.
+        At most one ping is unanswered at a time, so that a stopped draft does not find a backlog.
         """
         nonce = 0
         last_ping = time.monotonic()
-        interval_s = min(
-            KEEP_ALIVE_S, self._breaker.fault_deadline_s / 2
-        )  # a draft that lives is heard of before it counts as faulty
+        # Short enough that a draft that is alive answers before it counts as faulty.
+        interval_s = min(KEEP_ALIVE_S, self._breaker.fault_deadline_s / 2)
         while not connection.ended.wait(PROBE_INTERVAL_S):
             now = time.monotonic()
             due = self._breaker.wants_probe(now) or now - last_ping >= interval_s

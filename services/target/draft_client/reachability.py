@@ -1,5 +1,8 @@
-"""Whether a draft is away altogether: a start waits longer for one that listens, which is at its own start, than for one that may never
-come. A draft's socket listens from when its weights are loaded; it answers once it is warmed up."""
+"""Decides when start-up stops waiting for a draft: sooner if nothing listens at its address.
+
+A draft's socket listens once its weights are loaded. The draft answers once it is warmed up. Start-up
+therefore waits longer for a draft that listens, which is about to be ready, than for one that may never come.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ from collections.abc import Callable
 from outrider.shared.rpc.address import grpc_address
 
 ABSENT_S = 20.0
-"""For so long a draft may not even listen: target and draft are started together, and one may load longer than the other."""
+"""Grace period in which a draft need not listen: target and draft start together, and one may load longer."""
 LOOK_S = 1.0
 CONNECT_S = 0.25
 
 
 class Reachability:
-    """Says when to give up a draft that does not listen.
+    """Decides when to give up a draft that does not listen.
 
     Args:
-        address: Of the draft; None: there is nothing that could listen.
-        now: Monotonic seconds.
+        address: The draft's address; None if there is no address to try.
+        now: Returns monotonic seconds.
     """
 
     def __init__(self, address: str | None, now: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +34,10 @@ class Reachability:
         self._listens = False
 
     def is_long(self) -> bool:
-        """Whether nothing listens now, `ABSENT_S` after this was asked first. Looks at most every `LOOK_S`."""
+        """Return True if nothing listens and `ABSENT_S` have passed since the first call.
+
+        Connects at most once per `LOOK_S`.
+        """
         now = self._now()
         if self._since is None:
             self._since = now
@@ -44,7 +50,11 @@ class Reachability:
 
 
 def listens(address: str) -> bool:
-    """Whether anything takes connections at the address of a draft (``host:port``, ``unix:/path`` or ``ipc:///path``)."""
+    """Return True if a socket accepts connections at a draft's address.
+
+    Args:
+        address: ``host:port``, ``unix:/path`` or ``ipc:///path``.
+    """
     where = grpc_address(address, "draft")
     try:
         if where.startswith("unix:"):

@@ -1,8 +1,14 @@
-"""Rounds that stay on the device with a draft in another process: `ExchangedBatch` over a connection.
+"""Rounds on the device with a remote draft: sends RoundsEnter, RoundsNext, RoundsLeave; checks the trees.
 
-What is told when: the draft learns of a batch by RoundsEnter; of each round by RoundsNext, as soon as it is enqueued here, so that it can
-enqueue its part; of what rounds chose by the messages after they were read. What the last round chose stays pending in the sessions with
-its features, as if it had come the host's way, when the rounds are left.
+The draft receives:
+
+- RoundsEnter when a batch starts;
+- RoundsNext for each round as soon as it is enqueued here, so that the draft can enqueue its part. It also
+  carries the tokens of the rounds that have been read since the last message;
+- RoundsLeave at the end.
+
+When the rounds end, the tokens and features of the last round stay pending in the sessions, as after a round
+through the host.
 """
 
 from __future__ import annotations
@@ -20,17 +26,17 @@ from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.fence import Fence, extend_prefix_hash
-from outrider.shared.spec.resident import RoundState, TreesBlob
+from outrider.shared.spec.resident import ExchangedBatch, RoundState, TreesBlob
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
 @dataclass(frozen=True, slots=True)
 class TreesBuffer:
-    """Where the trees of rounds of one size come to.
+    """Device memory that receives the trees of rounds of one size.
 
     Attributes:
-        trees: What came.
-        expected: ``[1] int32``, the number that it must have.
+        trees: The received trees.
+        expected: ``[1] int32``; the round number that the trees must carry.
     """
 
     trees: TreesBlob
@@ -38,13 +44,13 @@ class TreesBuffer:
 
     @classmethod
     def make(cls, bs: int, nodes: int, device: torch.device) -> TreesBuffer:
-        """Make one of zeros."""
+        """Return a buffer of zeros."""
         with torch.inference_mode(False):
             return cls(TreesBlob.make(bs, nodes, device), torch.zeros(1, dtype=torch.int32, device=device))
 
 
 def size_message(shape: DraftShape, state: RoundState) -> draft_pb2.RoundsEnter:
-    """Return what names a size of rounds: the message that would begin them, without rows."""
+    """Return a RoundsEnter message without rows. It names a size of rounds."""
     return draft_pb2.RoundsEnter(
         shape=draft_pb2.Shape(depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes),
         batch=state.bs,
@@ -55,15 +61,16 @@ def size_message(shape: DraftShape, state: RoundState) -> draft_pb2.RoundsEnter:
 
 
 ENTER_LIMIT_S = 0.2
-"""How long decoding stands still for the draft's answer, which comes when it has taken in the prompts' rows."""
+"""Longest wait for the answer to RoundsEnter, which the draft sends once it has processed the prompts."""
 MAX_ROUND_NUMBER = 1 << 30
-"""Half of what an int32 header holds, and what the words of a mailbox end with lies above: months of rounds."""
+"""Numbers restart here, after months of rounds: half the range of int32, below a mailbox's end words."""
 
 
 class ExchangeNumbers:
-    """Numbers of rounds, not used twice until they are spent: a header of an older connection is not taken for one of this.
+    """Issues round numbers. A number is not reused before `restart`.
 
-    They ascend as long as a connection lasts, since streams wait for a number or a greater one.
+    Therefore a header of an older connection never matches. Numbers ascend during a connection, because
+    streams wait for a number "or greater".
     """
 
     def __init__(self) -> None:
@@ -71,38 +78,39 @@ class ExchangeNumbers:
 
     @property
     def spent(self) -> bool:
-        """Whether it is time to `restart`; those of rounds that are under way may still be taken."""
+        """True if it is time to `restart`. Rounds in flight may still take numbers."""
         return self._last >= MAX_ROUND_NUMBER
 
     def restart(self) -> None:
-        """Begin again, for a connection that has not seen any."""
+        """Start again at 1, for a connection that has seen no number."""
         self._last = 0
 
     def take(self) -> int:
-        """Return the next one."""
+        """Return the next number."""
         self._last += 1
         return self._last
 
 
-class RemoteBatch:
-    """See `ExchangedBatch`.
+class RemoteBatch(ExchangedBatch):
+    """One batch of rounds on the device whose drafts come from another process.
 
     Args:
-        channel: Of the connection; None to record rounds without any.
+        channel: Carries states and trees; None to record rounds without a connection.
         sessions: In the order of the state's rows, each with 1 to R pending tokens.
-        shape: Of every tree.
-        buffer: Where trees come to.
-        vocab_size: Of the target.
-        patience_s: How long the trees of a round are waited for at most.
-        numbers: Of rounds.
-        left: Called at the end with the message for the draft.
+        shape: Shape of every tree.
+        buffer: Receives the trees.
+        vocab_size: The target's vocabulary size.
+        patience_s: Longest wait for the trees of a round.
+        numbers: Issues round numbers.
+        left: Called at the end with the RoundsLeave message for the draft.
 
     Attributes:
-        id: Names these rounds.
-        answered: The draft has said whether it takes part. What it has yet to do before the first trees is waited for with them else.
-        ended: The draft wants them to end, or knows nothing of them.
-        num_exchanged: Rounds so far.
-        patient: The last of them was to be waited for as long as it takes.
+        id: Identifies this batch to the draft.
+        answered: True once the draft has answered RoundsEnter. Before that, the wait for trees also covers
+            the draft's remaining preparations.
+        ended: True if the draft wants the rounds to end or does not know them.
+        num_exchanged: Number of rounds so far.
+        patient: True if the last round could wait for the full `patience_s`.
     """
 
     def __init__(
@@ -137,18 +145,21 @@ class RemoteBatch:
         self._state: RoundState | None = None
 
     def entering(self, state: RoundState) -> draft_pb2.RoundsEnter:
-        """Return the message that begins them."""
+        """Return the RoundsEnter message that starts the rounds."""
         message = size_message(self._shape, state)
         message.rounds = self.id
         for session in self._sessions:
-            assert session is not None, "all rows are there at the beginning"
+            assert session is not None, "no row has ended before the first round"
             message.rows.add(
                 fence=fence_to_proto(session.fence), base_len=session.base_len, token_ids=session.token_ids
             )
         return message
 
     def fill(self, state: RoundState) -> None:
-        """Move what is pending into the first rows of the state, in stream order; it stays pending until a round was read."""
+        """Copy the pending tokens and features into the first rows of the state, in stream order.
+
+        They stay pending until a round was read.
+        """
         self._state = state
         pending = [session for session in self._sessions if session is not None]
         state.fill(
@@ -157,14 +168,18 @@ class RemoteBatch:
         )
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
-        """See `ResidentBatch.reserve`. False too when the draft has had enough, or has been late, and when the numbers are spent."""
+        """Note the bounds for the next RoundsNext.
+
+        Return False if the draft has ended the rounds, was late, or has lost a session, and once the numbers
+        are used up.
+        """
         self._upper = committed_upper
         if self.ended or self._numbers.spent or self._channel is None or self._channel.broken:
             return False
         return all(session is None or session.live for session in self._sessions)
 
     def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
-        """See `ExchangedBatch.exchange`."""
+        """Send RoundsNext and the state; receive the trees in stream order."""
         assert self._channel is not None, "rounds without a connection are only recorded"
         message = draft_pb2.RoundsNext(
             rounds=self.id,
@@ -180,17 +195,15 @@ class RemoteBatch:
         self._channel.exchange(message, state, self._buffer.trees.blob, self._buffer.expected, limit_s, ahead)
 
     def hand_over(self) -> None:
-        """See `ExchangedBatch.hand_over`."""
         if self._channel is not None:
             self._channel.hand_over()
 
     def carry(self, wanted: bool) -> None:
-        """See `ExchangedBatch.carry`."""
         if self._channel is not None:
             self._channel.carry(wanted)
 
     def draft(self, state: RoundState) -> DraftBatch:
-        """See `ResidentBatch.draft`: what came, if it is of this round and a tree."""
+        """Enqueue the check of the received trees. Late or invalid trees are replaced by their roots."""
         trees = self._buffer.trees
         checked = tree_check(
             trees.number,
@@ -208,7 +221,6 @@ class RemoteBatch:
         )
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
-        """See `ResidentBatch.committed`."""
         self._num_committed += 1
         self._untold.append([list(tokens) for tokens in tokens_per_row])
         for session, tokens in zip(self._sessions, tokens_per_row, strict=True):
@@ -220,16 +232,18 @@ class RemoteBatch:
                 )
 
     def retire(self, rows: Sequence[int]) -> None:
-        """See `ResidentBatch.retire`."""
         for row in rows:
             self._sessions[row] = None
 
     def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """See `ResidentBatch.move`; the draft has tables of its own, made for the rows of `enter`."""
+        """Return False: the draft's own tables are made for the rows of `enter`."""
         return False
 
     def leave(self) -> None:
-        """See `ResidentBatch.leave`. The draft is told all that was not told, but for what the last round chose, which is pending."""
+        """End the rounds and leave the tokens of the last round pending in the sessions.
+
+        The draft receives all earlier tokens that it has not received yet.
+        """
         for row, session in enumerate(self._sessions):
             if session is None or not session.live or not self.num_exchanged:
                 continue

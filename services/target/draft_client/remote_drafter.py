@@ -1,8 +1,12 @@
-"""The remote drafter: the engine's side of the draft protocol, as a state machine that only the engine thread drives.
+"""The drafter in another process: opens sessions, sends commits, requests trees, processes the replies.
 
-A session is *live* once Open went out on the present connection. Commits of live sessions are kept until a frame carries them (they are
-cumulative); a session that falls behind too far, or that the draft lost, is reopened by the engine from its feature plane. No fault of
-the draft raises: the rows concerned get trees of one node and a reason.
+This is the engine's side of the draft protocol, a state machine that only the engine thread drives.
+
+A session is *live* once Open was sent over the current connection. Commits of a live session are kept until a
+frame carries them; they are cumulative. The engine reopens a session from its feature plane if the session
+falls too far behind or the draft has lost it.
+
+No fault of the draft raises an exception: the affected rows get single-node trees and a reason.
 """
 
 from __future__ import annotations
@@ -14,53 +18,55 @@ from collections.abc import Sequence
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.answer_wait import AnswerWait
 from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
-from outrider.services.target.draft_client.fences import fence_from_proto, fence_to_proto
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
 from outrider.services.target.draft_client.residency import Residency
-from outrider.services.target.draft_client.session import DraftSession, send_frame
+from outrider.services.target.draft_client.session import DraftSession, open_message, send_frame
 from outrider.services.target.draft_client.transport.create import carrier_of
-from outrider.services.target.draft_client.trees import check_tree, fits
+from outrider.services.target.draft_client.trees import fits
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.drafter import (
     Commits,
+    Drafter,
     DrafterState,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.resident import ResidentBatch, RoundState
+from outrider.shared.spec.resident import DeviceDrafter, ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import HostTree, pad_trees
 
 HOST = torch.device("cpu")
-"""Where trees are made: the pass that verifies them copies them with all else that it reads."""
+"""Trees are made on the host. The pass that verifies them uploads them with its other inputs."""
 MAX_PENDING_TOKENS = 256
-"""Commits kept for a session that is not asked for drafts; above, they are sent without asking, or the session is given up."""
+"""Pending tokens of a session, above which they are sent without a request, or the session is lost."""
 BAD_TREES_TO_TRIP = 3
+"""Invalid trees in a row that make the draft faulty."""
 FAULTS_TO_RECONNECT = 3
-"""So many in a row without one answer: what the two sides know of each other may be damaged, and a new connection knows nothing."""
+"""Faults in a row after which to reconnect: the state that both sides keep per connection may be damaged."""
 NO_DEADLINE_US = 0
 FIRST_EPOCH = 1
 REJECTED_FOR_S = 5.0
-"""How long a session is not offered again after a refusal that names no time."""
+"""Pause before a refused session is offered again, if the refusal names no time."""
 
 _log = logging.getLogger("outrider.target.draft")
 
 
-class RemoteDrafter:
-    """`Drafter` of another process. `state`, `describe` and `refusal` may be called from any thread, the rest from the engine thread.
+class RemoteDrafter(Drafter, DeviceDrafter):
+    """Drafts in another process. Engine thread only, except for `state`, `describe` and `refusal`.
 
     Args:
-        address: Of the draft.
-        identity: Of the target.
-        weight: Lends weights of the target.
-        device: Of the target.
+        address: The draft's address.
+        identity: Describes the target.
+        weight: Returns tensors of the target for drafts that borrow them.
+        device: The target's device.
         fault_deadline_s: A draft that owes an answer for longer is faulty.
-        rounds: Keep rounds on the device where the transport can.
+        rounds: Keep rounds on the device if the transport can.
     """
 
     def __init__(
@@ -85,34 +91,36 @@ class RemoteDrafter:
         self._announced: ProposalRequest | None = None
         self._draft_ms = 0.0
         self._bad_trees = 0
+        self._answers = AnswerWait(
+            self._patience, self._breaker, lambda: self._connection, self._take_reply, self._fault
+        )
         self._link.start()
 
     # ---- any thread
 
     def state(self) -> DrafterState:
-        """See `Drafter.state`."""
         if self._link.connection is None:
             return DrafterState.DOWN if self._link.ever_connected else DrafterState.CONNECTING
         return DrafterState.DOWN if self._breaker.refuses_all else DrafterState.ON
 
     def refusal(self) -> OutriderError | None:
-        """Return why the draft cannot be used with this target, if it said so."""
+        """Return why the draft and this target do not match; None if they do or no draft has answered."""
         return self._link.refusal
 
     def describe(self) -> tuple[str, str]:
-        """Return the draft's algorithm and model id; empty before the first connection."""
+        """Return the draft's algorithm and model id. Both are empty before the first connection."""
         return self._hello.algorithm, self._hello.model_id
 
     # ---- engine thread
 
     def feature_spec(self) -> FeatureSpec | None:
-        """See `Drafter.feature_spec`. Called every step, so this is also where messages are taken in."""
+        """Return the features to capture. Also process messages: the engine calls this in every step."""
         self._drain()
         return self._spec
 
     @property
     def device_resident(self) -> bool:
-        """See `Drafter.device_resident`; comes and goes with the connection."""
+        """True if rounds can stay on the device now; False for a while after late rounds or a fault."""
         connection = self._connection
         return (
             connection is not None
@@ -121,7 +129,6 @@ class RemoteDrafter:
         )
 
     def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
-        """See `DeviceDrafter.enter`."""
         self._drain()
         connection = self._usable()
         found = [self._sessions.get(session_id) for session_id in session_ids]
@@ -140,31 +147,22 @@ class RemoteDrafter:
         return self._gate.enter(connection, sessions, shape, state, self._take_reply)
 
     def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
-        """See `DeviceDrafter.rounds_for_capture`."""
         return self._gate.for_capture(self._usable(), shape, state)
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
-        """See `Drafter.open`."""
         for sequence in sequences:
             session = self._sessions[sequence.fence.session_id] = DraftSession(sequence.fence)
             connection = self._usable()
             if connection is None:
                 session.lost = True
                 continue
-            message = draft_pb2.Open(
-                fence=fence_to_proto(sequence.fence),
-                token_ids=sequence.token_ids,
-                seed=sequence.seed,
-                temperature=sequence.temperature,
-                choice_index=sequence.choice_index,
-            )
-            connection.send(draft_pb2.SessionRequest(open=message))
+            connection.send(open_message(sequence))
             session.live = True
-            # Of a sequence that it has followed before the draft may have kept rows: its answer says so.
+            # A draft that followed the sequence before may have kept rows; its OpenAck says how many.
             session.acked = connection.carrier.rows_follow_open and sequence.fence.epoch == FIRST_EPOCH
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        """See `Drafter.features`: they travel once the draft has taken the session up."""
+        """Send feature rows of a prompt, or keep them until the draft has opened the session."""
         session = self._sessions.get(session_id)
         if session is not None and session.live and not session.acked:
             self._drain()
@@ -177,7 +175,7 @@ class RemoteDrafter:
         session.send_rows(connection, self._identity.target_id, base, rows)
 
     def commit(self, result: Commits) -> None:
-        """See `Drafter.commit`. Kept until the next frame; rows of prompts that are computed by now are sent."""
+        """Keep commits until the next frame, and send prompt rows that have been computed by now."""
         self._drain()
         for commit in result.commits:
             session = self._sessions.get(commit.fence.session_id)
@@ -195,13 +193,16 @@ class RemoteDrafter:
                     session.send_unasked(connection, result.round)
 
     def announce(self, request: ProposalRequest) -> None:
-        """See `Drafter.announce`: one frame with every commit that its rows need."""
+        """Request trees: send one frame with the pending commits of all requested rows."""
+        # 1. Take in messages: a row may be obsolete, or its session lost.
         self._announced = request
         self._drain()
         connection = self._usable()
         frame = draft_pb2.TargetFrame(round=request.round)
         features: list[torch.Tensor] = []
         deadline_us = NO_DEADLINE_US if request.deadline_s is None else int(request.deadline_s * 1e6)
+
+        # 2. Add each row that can be drafted now; note the reason for the others.
         asked = 0
         for row in request.rows:
             session = self._sessions.get(row.fence.session_id)
@@ -212,33 +213,34 @@ class RemoteDrafter:
             if session.reason:
                 continue
             asked += 1
-            session.wanted = row
             if not session.warm:
                 self._patience.asked(time.monotonic())
-            commit = session.take_commit(features)
-            commit.shape.CopyFrom(
-                draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes)
-            )
-            commit.deadline_us = NO_DEADLINE_US if row.must_wait else deadline_us
-            commit.want = draft_pb2.WANT_DRAFT
-            frame.commits.append(commit)
+            row_deadline_us = NO_DEADLINE_US if row.must_wait else deadline_us
+            frame.commits.append(session.take_request(row, row_deadline_us, features))
+
+        # 3. Send the frame.
         if connection is not None and frame.commits:
             send_frame(connection, frame, features)
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
-        """See `Drafter.propose`."""
+        """Return one tree per row, waiting at most until the deadline."""
+        # 1. Announce the request, unless the engine already did.
         if self._announced is not request:
             self.announce(request)
         self._announced = None
+
+        # 2. Wait for the rows without an answer.
         rows = [(row, self._sessions.get(row.fence.session_id)) for row in request.rows]
         awaited = [
             (row, session)
             for row, session in rows
             if session is not None and session.wanted is not None and session.tree is None
         ]
-        in_time = not awaited or self._wait(awaited, request.deadline_s)
+        in_time = not awaited or self._answers.run(awaited, request.deadline_s)
         if in_time and any(session is not None and session.tree is not None for _row, session in rows):
             self._breaker.success()
+
+        # 3. Collect the trees; rows without one get their root.
         trees: list[HostTree] = []
         for row, session in rows:
             tree = session.tree if session is not None else None
@@ -248,7 +250,7 @@ class RemoteDrafter:
         return pad_trees(trees, HOST, self._draft_ms)
 
     def wants_reopen(self) -> Sequence[int]:
-        """See `Drafter.wants_reopen`; nothing while the draft is away."""
+        """Return the lost sessions, except those that the draft refused recently; none while it is away."""
         if self._usable() is None:
             return ()
         now = time.monotonic()
@@ -259,46 +261,22 @@ class RemoteDrafter:
         ]
 
     def fallback_reason(self, session_id: int) -> str:
-        """See `Drafter.fallback_reason`."""
         session = self._sessions.get(session_id)
         return session.reason if session is not None else "not_followed"
 
     def close(self, session_ids: Sequence[int]) -> None:
-        """See `Drafter.close`."""
         for session_id in session_ids:
             session = self._sessions.pop(session_id, None)
             if session is not None and session.live and self._connection is not None:
                 self._connection.send(draft_pb2.SessionRequest(close=draft_pb2.Close(session_id=session_id)))
 
     def shutdown(self) -> None:
-        """See `Drafter.shutdown`."""
         self._link.close()
 
-    # ---- waiting
-
-    def _wait(self, awaited: list[tuple[ProposalRow, DraftSession]], deadline_s: float | None) -> bool:
-        """Take in messages until every awaited row is answered or its time is over; returns whether that is nothing against the draft."""
-        started = time.monotonic()
-        while (connection := self._connection) is not None:
-            open_rows = [
-                (row, session)
-                for row, session in awaited
-                if session.wanted is not None and session.tree is None
-            ]
-            if not open_rows:
-                break
-            pong_s = connection.last_sign_s
-            until = max(
-                self._patience.until(row, session, started, deadline_s, pong_s) for row, session in open_rows
-            )
-            remaining = until - time.monotonic()
-            if remaining <= 0:
-                return self._missed(open_rows, deadline_s is None, pong_s)
-            self._take_reply(connection, remaining)
-        return True
+    # ---- messages
 
     def _take_reply(self, connection: Connection, timeout_s: float) -> bool:
-        """Take in one message, if one comes in time; False when the connection has ended."""
+        """Wait for one message and process it. Return False if the connection has ended."""
         reply = connection.receive(timeout_s)
         if reply is not None:
             self._handle(connection, reply)
@@ -306,43 +284,16 @@ class RemoteDrafter:
             self._go_over(None)
         return not connection.ended.is_set()
 
-    def _missed(
-        self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool, pong_s: float
-    ) -> bool:
-        """Some rows got no answer in time: a fault if they could wait, else a miss, unless the draft is still opening them."""
-        now = time.monotonic()
-        for _row, session in open_rows:
-            session.reason = "late" if session.warm else "warming"
-            session.wanted = None
-            session.in_vain = not session.warm
-        if (
-            patient
-            or any(row.must_wait for row, _session in open_rows)
-            or self._patience.is_over(now, pong_s)
-        ):
-            deadline_s = self._patience.fault_deadline_s
-            _log.warning(
-                "the draft owes an answer for more than %.1f s; decoding plainly until it shows life",
-                deadline_s,
-            )
-            self._fault()
-            return False
-        late = any(session.warm for _row, session in open_rows)
-        if late:
-            self._breaker.miss(now)
-        return not late
-
     def _fault(self) -> None:
-        """Leave the draft alone for a while; after some faults in a row make a new connection."""
+        """Leave a faulty draft alone for a while. Reconnect after some faults in a row."""
         self._breaker.trip(time.monotonic())
         self._patience.owed_s = None
         if self._breaker.faults % FAULTS_TO_RECONNECT == 0 and self._connection is not None:
-            _log.warning("%d faults of the draft in a row; making a new connection", self._breaker.faults)
+            _log.warning("%d faults of the draft in a row; reconnecting", self._breaker.faults)
             self._connection.close()
 
-    # ---- messages
-
     def _drain(self) -> None:
+        """Adopt the link's current connection and process all messages that have arrived."""
         connection = self._link.connection
         if connection is not None and connection.ended.is_set():
             connection = None
@@ -356,11 +307,11 @@ class RemoteDrafter:
         try:
             self._reply(reply)
         except ProtocolError as error:
-            _log.warning("the draft broke the protocol: %s", error.message)
+            _log.warning("the draft violated the protocol: %s", error.message)
             connection.close()
 
     def _go_over(self, connection: Connection | None) -> None:
-        """Use another connection from now on, or none: what the last one followed is lost."""
+        """Switch to another connection or to none. The sessions of the previous one are lost."""
         self._connection = connection
         if connection is not None:
             assert connection.hello is not None
@@ -387,14 +338,12 @@ class RemoteDrafter:
         elif kind == "reject":
             session = self._sessions.get(reply.reject.session_id)
             if session is not None:
-                session.lose(reply.reject.reason or "rejected")
-                session.rejected_until = time.monotonic() + (
-                    reply.reject.retry_after_ms / 1e3 or REJECTED_FOR_S
-                )
+                retry_s = reply.reject.retry_after_ms / 1e3 or REJECTED_FOR_S
+                session.reject(reply.reject.reason, time.monotonic() + retry_s)
         elif kind in ("rounds_entered", "rounds_ended"):
             self._gate.hear(reply)
         elif kind == "hello":
-            raise ProtocolError("a second Hello", field="hello")
+            raise ProtocolError("the draft sent a second Hello", field="hello")
 
     def _opened(self, ack: draft_pb2.OpenAck) -> None:
         session = self._sessions.get(ack.session_id)
@@ -409,23 +358,16 @@ class RemoteDrafter:
         session.opened(self._connection, self._identity.target_id, ack.have_len)
 
     def _take_tree(self, tree: draft_pb2.Tree) -> None:
-        """Keep a tree if it answers what is asked now; anything late, twice or of another epoch is dropped."""
+        """Keep a tree that answers the current request; drop late, repeated and outdated ones."""
         session = self._sessions.get(tree.fence.session_id)
         if session is None or not session.live or session.fence.epoch != tree.fence.epoch:
             return
-        session.answered()
-        row = session.wanted
-        if row is None or fence_from_proto(tree.fence) != row.fence:
-            return
         try:
-            session.tree = check_tree(tree, row.root_token, row.shape, self._identity.vocab_size)
-            session.reason = "" if len(session.tree.tokens) > 1 else "empty_tree"
-            self._bad_trees = 0
+            if session.take_tree(tree, self._identity.vocab_size):
+                self._bad_trees = 0
         except ProtocolError as error:
-            session.wanted = None
-            session.reason = "bad_tree"
             self._bad_trees += 1
-            _log.warning("dropped a tree of the draft: %s", error.message)
+            _log.warning("dropped an invalid tree of the draft: %s", error.message)
             if self._bad_trees >= BAD_TREES_TO_TRIP:
                 self._bad_trees = 0
                 self._fault()
@@ -433,12 +375,13 @@ class RemoteDrafter:
     # ---- helpers
 
     def _usable(self) -> Connection | None:
-        """Return the connection if the draft may be talked to."""
+        """Return the connection, unless the draft is faulty."""
         return None if self._breaker.refuses_all else self._connection
 
     def _obstacle(
         self, session: DraftSession, row: ProposalRow, connection: Connection | None, asked: int
     ) -> str:
+        """Return the reason why a row cannot be requested now, or an empty string."""
         if connection is None:
             return DrafterState.DOWN.value
         if not session.live:

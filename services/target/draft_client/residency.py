@@ -1,4 +1,4 @@
-"""When rounds stay on the device with a draft elsewhere, and how they begin; what is late or refused goes the host's way for a while."""
+"""Starts rounds on the device with a remote draft; falls back to the host after late or refused rounds."""
 
 from __future__ import annotations
 
@@ -22,46 +22,50 @@ from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftShape
 
 FIRST_PAUSE_S = 0.1
+"""First pause after late or refused rounds. Each further pause doubles."""
 SHORT_PAUSE_S = 1.0
+"""A late acceptance ends a pause early, unless the next pause would be longer than this."""
 LAST_PAUSE_S = 5.0
+"""Longest pause."""
 GOOD_ROUNDS = 64
-"""So many in a row make a draft that was late as good as any."""
+"""Rounds in a row that reset the pause of a draft that was late."""
 
 _log = logging.getLogger("outrider.target.draft")
 
 
 class Residency:
-    """Engine thread only.
+    """Decides when rounds may run on the device with a remote draft, and starts them. Engine thread only.
 
     Args:
-        device: Of the target.
-        vocab_size: Of the target.
-        patience_s: How long the draft may take for anything.
-        late: Told when a draft that was waited for as long as it takes gave no trees.
+        device: The target's device.
+        vocab_size: The target's vocabulary size.
+        patience_s: Longest time that the draft may take for any answer.
+        on_fault: Called when a wait without a deadline ended without trees.
     """
 
     def __init__(
-        self, device: torch.device, vocab_size: int, patience_s: float, late: Callable[[], None]
+        self, device: torch.device, vocab_size: int, patience_s: float, on_fault: Callable[[], None]
     ) -> None:
         self._device = device
         self._vocab_size = vocab_size
         self._patience_s = patience_s
-        self._late = late
+        self._on_fault = on_fault
         self._numbers = ExchangeNumbers()
         self._buffers: dict[tuple[int, int], TreesBuffer] = {}
         self._sizes: list[draft_pb2.RoundsEnter] = []
         self._rounds: RemoteBatch | None = None
-        # Sizes that the draft has begun rounds of, over this connection and since the last pause: rows, columns, shape, and about how long
-        # the longest sequence is, as longer ones may cost the draft a recording.
+        # Sizes for which the draft has started rounds over this connection and since the last pause: rows,
+        # columns, shape and the bit length of the longest sequence. A longer sequence may force the draft to
+        # record a graph.
         self._welcome: set[tuple[int, int, DraftShape, int]] = set()
         self._answer: draft_pb2.RoundsEntered | None = None
-        self._awaited = False
+        self._awaited = False  # whether `enter` waits for the answer
         self._unanswered: int | None = None
         self._pause_s = FIRST_PAUSE_S
         self._not_before = 0.0
 
     def is_open(self, connection: Connection) -> bool:
-        """Whether rounds may begin, or go on, over a connection."""
+        """Return True if rounds may start or continue over a connection."""
         if connection.carrier.rounds is None:
             return False
         if self._rounds is not None:
@@ -71,7 +75,10 @@ class Residency:
         return not connection.ended.is_set() and time.monotonic() >= self._not_before
 
     def for_capture(self, connection: Connection | None, shape: DraftShape, state: RoundState) -> RemoteBatch:
-        """Return rounds without sessions and without a draft, which is told of their size: it records its part too."""
+        """Return rounds without sessions and without a draft, to be recorded.
+
+        The draft receives their size, so that it records its part, too.
+        """
         size = size_message(shape, state)
         if size not in self._sizes:
             self._sizes.append(size)
@@ -80,7 +87,7 @@ class Residency:
         return self._make(None, (), shape, state)
 
     def connected(self, connection: Connection) -> None:
-        """Tell a draft of the sizes that are recorded here."""
+        """Send a new draft the sizes that are recorded here."""
         self._welcome.clear()
         self._tell(connection, self._sizes)
 
@@ -92,28 +99,33 @@ class Residency:
         state: RoundState,
         take_reply: Callable[[Connection, float], bool],
     ) -> RemoteBatch | None:
-        """Begin rounds; None if the draft cannot, which is not asked again for a while.
+        """Start rounds. Return None if the draft cannot take part; it is then not asked again for a while.
 
-        Where it could before, and has nothing to wait for, its answer is not waited for: if it says no, their first round has no trees.
+        If the draft has accepted this size before and has no prompt rows to receive, do not wait for its
+        answer. Should it refuse, the first round has no trees.
 
         Args:
-            connection: Usable.
-            sessions: Live, with 1 to R pending tokens and their features.
-            shape: Of every tree.
-            state: With idle rows; filled, whether the draft agrees or not.
-            take_reply: Waits so many seconds for a message, takes it in, and says whether the connection goes on.
+            connection: A usable connection.
+            sessions: Live sessions with 1 to R pending tokens and their features.
+            shape: Shape of every tree.
+            state: A state of idle rows. It is filled whether the draft accepts or not.
+            take_reply: Waits up to the given seconds for a message and processes it. Returns False if the
+                connection has ended.
         """
+        # 1. Check that the state and the trees fit into the channel.
         channel = connection.carrier.rounds
-        assert channel is not None, "asked of a gate that is closed"
+        assert channel is not None, "is_open() comes first"
         assert state.packed is not None, "the engine's states are packed"
         buffer = self._buffer(state.bs, shape.max_nodes)
         if not channel.mend() or not channel.fits(state.packed, buffer.trees.blob):
             self._pause("the batch is too large, or the last rounds are not over")
             return None
+        # 2. Ask the draft, and fill the state while it prepares.
         rounds = self._rounds = self._make(connection, sessions, shape, state)
         self._answer = None
         connection.send(draft_pb2.SessionRequest(rounds_enter=rounds.entering(state)))
-        rounds.fill(state)  # while the draft makes ready
+        rounds.fill(state)
+        # 3. Wait for the answer, unless it is most likely yes.
         longest = max((session.fence.committed_len for session in sessions), default=0)
         size = (state.bs, state.columns, shape, longest.bit_length())
         self._awaited = size not in self._welcome or connection.carrier.rows_behind
@@ -131,7 +143,7 @@ class Residency:
         return None
 
     def hear(self, reply: draft_pb2.SessionReply) -> None:
-        """Take in whether rounds have begun, or that the draft wants them to end."""
+        """Process the draft's answer to RoundsEnter, or its request to end the rounds."""
         rounds, entered, ended = self._rounds, reply.rounds_entered, reply.rounds_ended
         if rounds is not None and reply.HasField("rounds_entered") and entered.rounds == rounds.id:
             self._answer = entered
@@ -143,7 +155,9 @@ class Residency:
         elif reply.HasField("rounds_entered") and entered.rounds == self._unanswered:
             self._unanswered = None
             if entered.accepted and self._pause_s <= SHORT_PAUSE_S:
-                self._not_before = 0.0  # it had to record this size, or had long prompts to take in, and will be in time from now on
+                # The draft was late because it had to record this size or process long prompts. It will be in
+                # time from now on, so end the pause.
+                self._not_before = 0.0
         elif rounds is not None and reply.HasField("rounds_ended") and ended.rounds == rounds.id:
             if not rounds.ended:
                 self._pause(ended.reason)
@@ -156,8 +170,12 @@ class Residency:
                 connection.send(draft_pb2.SessionRequest(rounds_prepare=size))
 
     def _restart_numbers(self, connection: Connection) -> None:
-        """End the connection, whose words and slots know greater numbers; the link makes another. What trees have come is forgotten."""
-        _log.info("numbers of rounds begin again, over a new connection")
+        """Close the connection, so that numbers can restart; the link makes a new one.
+
+        The old connection's streams and slots have seen greater numbers. Trees that have arrived are
+        discarded.
+        """
+        _log.info("round numbers restart over a new connection")
         connection.close()
         self._numbers.restart()
         self._unanswered = None
@@ -200,15 +218,15 @@ class Residency:
             self._unanswered = rounds.id
         channel = connection.carrier.rounds
         if channel is not None and channel.broken and not connection.ended.is_set():
-            self._pause("trees came late")
+            self._pause("trees arrived late")
             if rounds.patient:
-                self._late()
+                self._on_fault()
         elif rounds.num_exchanged >= GOOD_ROUNDS:
             self._pause_s = FIRST_PAUSE_S
 
     def _pause(self, reason: str) -> None:
         self._welcome.clear()
-        _log.info("rounds by way of the host for %.1f s: %s", self._pause_s, reason)
+        _log.info("running rounds through the host for %.1f s: %s", self._pause_s, reason)
         self._not_before = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
 

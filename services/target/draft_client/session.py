@@ -1,4 +1,4 @@
-"""What the remote drafter remembers of one followed sequence."""
+"""The target's record of one sequence that a remote draft follows: pending commits, rows, awaited tree."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.connection import Connection
-from outrider.services.target.draft_client.fences import fence_to_proto
+from outrider.services.target.draft_client.fences import fence_from_proto, fence_to_proto
+from outrider.services.target.draft_client.trees import check_tree
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.spec.drafter import ProposalRow
+from outrider.shared.spec.drafter import ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.trees import HostTree
 
@@ -18,20 +19,23 @@ _log = logging.getLogger("outrider.target.draft")
 
 
 class DraftSession:
-    """A followed sequence.
+    """A sequence that the draft follows.
 
     Attributes:
-        live: Open went out on the present connection and the draft has not lost it since.
-        acked: The draft has taken it up, or rows cannot overtake Open; they are held until then.
-        held: Rows that wait for that, by their first position.
-        lost: The engine must reopen it.
-        warm: The draft has answered for it since it was opened.
-        in_vain: Its first answer was waited for, and did not come in time.
-        base_len, token_ids, features: Commits not sent yet, joined.
-        wanted: The fence and shape that an answer must match; None when none is awaited.
+        fence: The latest committed state.
+        live: True if Open was sent over the current connection and the draft has not lost the session since.
+        acked: True if the draft has opened the session, or if rows cannot overtake Open.
+        held: Rows that wait until the session is acked, each with its first position.
+        lost: True if the engine must reopen the session.
+        warm: True if the draft has answered for the session since it was opened.
+        in_vain: True if a wait for the session's first answer has timed out.
+        base_len: committed_len before the first pending commit.
+        token_ids: Tokens of the commits that were not sent yet.
+        features: Feature rows of these commits.
+        wanted: Request with the fence and shape that an answer must match; None if no answer is awaited.
         tree: The answer.
         reason: Why the last proposal was empty.
-        rejected_until: The draft is full and asked to be left alone until then.
+        rejected_until: Time until which a full draft must not be offered this session again.
     """
 
     __slots__ = (
@@ -68,7 +72,7 @@ class DraftSession:
         self.rejected_until = 0.0
 
     def lose(self, reason: str = "") -> None:
-        """Forget everything that the draft was told; the engine reopens the sequence."""
+        """Discard all pending data. The engine reopens the session."""
         self.live, self.lost, self.warm, self.acked = False, True, False, False
         self.in_vain = False
         self.wanted, self.tree = None, None
@@ -78,17 +82,44 @@ class DraftSession:
         self.features.clear()
 
     def answered(self) -> None:
-        """The draft gave a tree for it, in time or not: it is worth waiting for."""
+        """Record that the draft has sent a tree, in time or not: waiting for this session pays off."""
         self.warm, self.in_vain = True, False
 
     def can_enter(self, columns: int, feature_size: int) -> bool:
-        """Whether rounds on the device may begin with what is pending: 1 to `columns` tokens, with their features if there are any."""
+        """Return True if rounds on the device can start with the pending commits.
+
+        They must consist of 1 to `columns` tokens, each with its feature row if there are features.
+        """
         rows = sum(part.shape[0] for part in self.features)
         ready = self.live and self.acked and 1 <= len(self.token_ids) <= columns
         return ready and (not feature_size or rows == len(self.token_ids))
 
+    def take_tree(self, tree: draft_pb2.Tree, vocab_size: int) -> bool:
+        """Keep a tree that answers the current request. Return False if it answers no current request.
+
+        Raises:
+            ProtocolError: The tree is invalid.
+        """
+        self.answered()
+        row = self.wanted
+        if row is None or fence_from_proto(tree.fence) != row.fence:
+            return False
+        try:
+            self.tree = check_tree(tree, row.root_token, row.shape, vocab_size)
+        except ProtocolError:
+            self.wanted = None
+            self.reason = "bad_tree"
+            raise
+        self.reason = "" if len(self.tree.tokens) > 1 else "empty_tree"
+        return True
+
+    def reject(self, reason: str, until: float) -> None:
+        """Lose the session because the draft refused it. Do not offer it again before `until`."""
+        self.lose(reason or "rejected")
+        self.rejected_until = until
+
     def take_commit(self, frame_features: list[torch.Tensor]) -> draft_pb2.Commit:
-        """Return the pending commits as one message; appends their rows to the frame's."""
+        """Return the pending commits as one message, and append their feature rows to `frame_features`."""
         commit = draft_pb2.Commit(
             fence=fence_to_proto(self.fence),
             base_len=self.base_len,
@@ -102,8 +133,20 @@ class DraftSession:
         self.features = []
         return commit
 
+    def take_request(
+        self, row: ProposalRow, deadline_us: int, frame_features: list[torch.Tensor]
+    ) -> draft_pb2.Commit:
+        """Like `take_commit`, but also request a tree, which becomes the awaited answer."""
+        self.wanted = row
+        commit = self.take_commit(frame_features)
+        shape = draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes)
+        commit.shape.CopyFrom(shape)
+        commit.deadline_us = deadline_us
+        commit.want = draft_pb2.WANT_DRAFT
+        return commit
+
     def send_rows(self, connection: Connection, target_id: str, base: int, rows: torch.Tensor) -> None:
-        """Send feature rows, or hold them back until the draft has taken the sequence up."""
+        """Send feature rows, or hold them back until the draft has opened the session."""
         if not self.acked:
             self.held.append((base, rows))
             return
@@ -113,7 +156,13 @@ class DraftSession:
         connection.carrier.send_rows(place, rows)
 
     def opened(self, connection: Connection, target_id: str, have_len: int) -> None:
-        """The draft has taken the sequence up: send the rows that were held back, without the first `have_len`, which it has kept."""
+        """Record that the draft has opened the session, and send the rows that were held back.
+
+        Args:
+            connection: The current connection.
+            target_id: This target's id.
+            have_len: Positions whose rows the draft already has; these rows are skipped.
+        """
         self.acked = True
         held, self.held = self.held, []
         for base, rows in held:
@@ -122,20 +171,33 @@ class DraftSession:
                 self.send_rows(connection, target_id, base + known, rows[known:])
 
     def send_unasked(self, connection: Connection, round_number: int) -> None:
-        """Send what is pending without asking for a tree."""
+        """Send the pending commits without asking for a tree."""
         features: list[torch.Tensor] = []
         commit = self.take_commit(features)
         commit.want = draft_pb2.WANT_NOTHING
         send_frame(connection, draft_pb2.TargetFrame(round=round_number, commits=[commit]), features)
 
 
+def open_message(sequence: SequenceOpen) -> draft_pb2.SessionRequest:
+    """Return the message that opens a sequence's session at the draft."""
+    return draft_pb2.SessionRequest(
+        open=draft_pb2.Open(
+            fence=fence_to_proto(sequence.fence),
+            token_ids=sequence.token_ids,
+            seed=sequence.seed,
+            temperature=sequence.temperature,
+            choice_index=sequence.choice_index,
+        )
+    )
+
+
 def send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: list[torch.Tensor]) -> None:
-    """Send a frame with the feature rows of its commits; a connection whose mailbox the draft has damaged ends instead."""
+    """Send a frame with the feature rows of its commits. Disconnect if the draft has damaged its mailbox."""
     if features:
         try:
             frame.features.CopyFrom(connection.carrier.tensors.write(features))
         except ProtocolError as error:
-            _log.warning("the draft broke the protocol: %s", error.message)
+            _log.warning("the draft violated the protocol: %s", error.message)
             connection.close()
             return
     connection.send(draft_pb2.SessionRequest(frame=frame))

@@ -1,4 +1,4 @@
-"""Checks the trees that a remote draft sent, before they are used."""
+"""Validates the trees that a remote draft sends: parents, depth, size and vocabulary."""
 
 from __future__ import annotations
 
@@ -9,27 +9,32 @@ from outrider.shared.spec.trees import HostTree
 
 
 def check_tree(tree: draft_pb2.Tree, root_token: int, shape: DraftShape, vocab_size: int) -> HostTree:
-    """Return the tree with its root, depths and masks.
+    """Return the tree with its root, depths and ancestor masks.
 
     Raises:
-        ProtocolError: A parent does not precede its child, a token is not in the vocabulary, or the tree is larger than asked for.
+        ProtocolError: A parent does not precede its child, a token is outside the vocabulary, or the tree is
+            larger than requested.
     """
     count = len(tree.token_ids)
     if len(tree.parents) != count:
-        raise ProtocolError(f"a tree of {count} tokens names {len(tree.parents)} parents", field="parents")
+        raise ProtocolError(f"the tree has {count} tokens but {len(tree.parents)} parents", field="parents")
     if count >= shape.max_nodes:
         raise ProtocolError(
-            f"a tree of {count + 1} nodes; at most {shape.max_nodes} were asked for", field="token_ids"
+            f"the tree has {count + 1} nodes; at most {shape.max_nodes} were requested", field="token_ids"
         )
     tokens, parents, depths, masks = [root_token], [-1], [0], [1]
     for index, (token, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True), 1):
         if token >= vocab_size:
-            raise ProtocolError(f"token {token} is not in the vocabulary of {vocab_size}", field="token_ids")
+            raise ProtocolError(f"token {token} is outside the vocabulary of {vocab_size}", field="token_ids")
         if parent >= index:
-            raise ProtocolError(f"node {index} names node {parent} as its parent", field="parents")
+            raise ProtocolError(
+                f"the parent of node {index} is node {parent}, which does not precede it", field="parents"
+            )
         depth = depths[parent] + 1
         if depth > shape.depth:
-            raise ProtocolError(f"a tree deeper than the {shape.depth} levels asked for", field="parents")
+            raise ProtocolError(
+                f"the tree is deeper than the {shape.depth} levels that were requested", field="parents"
+            )
         tokens.append(token)
         parents.append(parent)
         depths.append(depth)
@@ -39,6 +44,6 @@ def check_tree(tree: draft_pb2.Tree, root_token: int, shape: DraftShape, vocab_s
 
 
 def fits(shape: DraftShape, hello: draft_pb2.HelloAck) -> bool:
-    """Whether the draft that said hello makes trees of this shape."""
+    """Return True if the draft, according to its HelloAck, can make trees of this shape."""
     caps = ((shape.depth, hello.max_steps), (shape.topk, hello.max_topk), (shape.max_nodes, hello.max_nodes))
     return all(not cap or value <= cap for value, cap in caps)

@@ -1,1 +1,1 @@
-"""The part of a step that deals with speculation: which drafts to request, and the drafter's view of each sequence."""
+"""Requests drafts for each round and keeps the drafter's sessions in step with the engine's sequences."""

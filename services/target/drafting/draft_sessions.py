@@ -1,4 +1,4 @@
-"""Keeps the drafter's view of the sequences in step with the engine's: opens, closes, features, resyncs."""
+"""Opens, closes and resyncs the drafter's sessions; adopts its feature spec; sends features and commits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ _log = logging.getLogger("outrider.target")
 
 
 class DraftSessions:
-    """Engine thread only. A sequence is `drafted` from its admission until it ends or is retracted."""
+    """Keeps the drafter's sessions in step with the engine's sequences. Engine thread only.
+
+    A sequence is `drafted` from its admission until it ends or is retracted.
+
+    Attributes:
+        num_resyncs: Sessions that were opened again because the drafter had lost them.
+        misfit: Why the drafter's features do not fit this model; None if they do.
+    """
 
     def __init__(self, drafter: Drafter, runner: ModelRunner, scheduler: Scheduler) -> None:
         self._drafter = drafter
@@ -29,9 +36,13 @@ class DraftSessions:
         self.misfit: OutriderError | None = None
 
     def refresh(self) -> bool:
-        """Adopt the drafter's feature spec when it becomes known or changes, and return whether it did.
+        """Adopt the drafter's feature spec when it becomes known or changes.
 
-        Running sequences whose rows were not captured under it are prefilled again (which is exact), and drafted from then on.
+        Running sequences whose features were not captured under this spec are prefilled again, which changes
+        no token, and are drafted from then on.
+
+        Returns:
+            True if the spec has changed.
         """
         spec = self._drafter.feature_spec()
         if spec is self._offered:
@@ -45,7 +56,7 @@ class DraftSessions:
         try:
             self._runner.set_feature_spec(spec)
         except OutriderError as error:
-            _log.error("the draft does not fit this target, decoding plainly: %s", error.message)
+            _log.error("the draft does not fit this target; decoding without drafts: %s", error.message)
             self.misfit = error
             self._spec = spec = None
         for sequence in self._scheduler.active:
@@ -57,11 +68,11 @@ class DraftSessions:
 
     @property
     def outdated(self) -> bool:
-        """Whether `refresh` would find another spec."""
+        """True if `refresh` would find another spec."""
         return self._drafter.feature_spec() is not self._offered
 
     def follow(self, plan: StepPlan) -> None:
-        """Close what was retracted, open what was admitted, and reopen what the drafter lost."""
+        """Close retracted sequences, open admitted ones, and reopen those that the drafter has lost."""
         for sequence in plan.retracted:
             self.unfollow(sequence)
         for sequence in plan.admitted:
@@ -77,12 +88,12 @@ class DraftSessions:
 
     @property
     def settled(self) -> bool:
-        """Whether `refresh` and `follow` would find nothing new: the drafter's spec is adopted, and it lost no sequence."""
+        """True if `refresh` and `follow` would find nothing new: no other spec and no lost sequence."""
         self._hear()
         return not self._lost and not self.outdated
 
     def obstacle(self, sequence: Sequence) -> str:
-        """Return why a sequence cannot be drafted for now, or an empty string."""
+        """Return the reason why a sequence cannot be drafted now, or an empty string."""
         if self.misfit is not None:
             return "misfit"
         state = self._drafter.state()
@@ -93,10 +104,10 @@ class DraftSessions:
         return ""
 
     def send_prefill_features(self, chunk: PrefillChunk) -> torch.Tensor | None:
-        """Hand over the rows of a finished chunk; the very last row of a prompt belongs to its first commit.
+        """Send the feature rows of a finished chunk. The last row of a prompt travels with its first commit.
 
         Returns:
-            The row that the commit shall carry, ``[1, feature_size]``; None if there is none.
+            The row for the first commit, ``[1, feature_size]``; None if there is none.
         """
         sequence = chunk.sequence
         if not sequence.drafted or sequence.feature_len != chunk.stop or not self._wants_features:
@@ -112,19 +123,22 @@ class DraftSessions:
     def commit(
         self, sequence: Sequence, base_len: int, token_ids: list[int], features: torch.Tensor | None
     ) -> Commit | None:
-        """Return what to tell the drafter of a sequence that goes on, or None if it does not follow it."""
+        """Build the commit of a sequence that continues; None if the drafter does not follow the sequence."""
         if not sequence.drafted or (self._wants_features and features is None):
             return None
         return Commit(sequence.fence(), base_len, token_ids, features)
 
     def unfollow(self, sequence: Sequence) -> None:
-        """Tell the drafter to forget a sequence."""
+        """Close the drafter's session of a sequence."""
         if sequence.drafted:
             sequence.drafted = False
             self._drafter.close([sequence.session_id])
 
     def catch_up(self, sequence: Sequence, base_len: int) -> Commit | None:
-        """Return one commit of everything since `base_len`, with the stored feature rows, for a drafter that was told nothing of it."""
+        """Build one commit of all tokens since `base_len`, after rounds that sent the drafter no commits.
+
+        It carries the stored feature rows. Return None if there is nothing to send.
+        """
         if not sequence.drafted or sequence.committed_len == base_len:
             return None
         features = None

@@ -1,4 +1,4 @@
-"""The drafter of a server without a draft, and what every drafter answers when it has nothing to offer."""
+"""The drafter of a server without a draft: plain decoding."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.shared.spec.drafter import Commits, DrafterState, FeatureSpec, ProposalRequest, SequenceOpen
+from outrider.shared.spec.drafter import (
+    Commits,
+    Drafter,
+    DrafterState,
+    FeatureSpec,
+    ProposalRequest,
+    SequenceOpen,
+)
 from outrider.shared.spec.tree import DraftBatch
 from outrider.shared.spec.trees import root_trees
 
 
-class NoDrafter:
-    """Proposes nothing, follows nothing, captures nothing: plain decoding."""
+class NoDrafter(Drafter):
+    """Proposes single-node trees, follows no sequence and captures no features."""
 
     device_resident = False
 
@@ -20,43 +27,43 @@ class NoDrafter:
         self._device = torch.device(device)
 
     def describe(self) -> tuple[str, str]:
-        """Return the algorithm and the model id."""
+        """Return the algorithm ("none") and an empty model id."""
         return "none", ""
 
     def feature_spec(self) -> FeatureSpec | None:
-        """See `Drafter.feature_spec`."""
+        """Return None: no features are wanted."""
         return None
 
     def state(self) -> DrafterState:
-        """See `Drafter.state`."""
+        """Return `DrafterState.NONE`."""
         return DrafterState.NONE
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
-        """See `Drafter.open`."""
+        """Do nothing."""
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        """See `Drafter.features`."""
+        """Do nothing."""
 
     def commit(self, result: Commits) -> None:
-        """See `Drafter.commit`."""
+        """Do nothing."""
 
     def announce(self, request: ProposalRequest) -> None:
-        """See `Drafter.announce`."""
+        """Do nothing."""
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
-        """See `Drafter.propose`."""
+        """Return single-node trees."""
         return root_trees([row.root_token for row in request.rows], self._device)
 
     def wants_reopen(self) -> Sequence[int]:
-        """See `Drafter.wants_reopen`."""
+        """Return no session."""
         return ()
 
     def fallback_reason(self, session_id: int) -> str:
-        """See `Drafter.fallback_reason`."""
+        """Return "no_draft"."""
         return "no_draft"
 
     def close(self, session_ids: Sequence[int]) -> None:
-        """See `Drafter.close`."""
+        """Do nothing."""
 
     def shutdown(self) -> None:
-        """See `Drafter.shutdown`."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""What the drafter is asked for in a round, and the trees that come of it."""
+"""Requests trees from the drafter: chooses tree shapes, announces, collects trees, counts fallbacks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 from outrider.shared.spec.trees import root_trees, scatter_trees
 
 HOST = torch.device("cpu")
-"""Where trees of one node are made: they travel with all else that a pass reads."""
+"""Single-node trees are made on the host: they are uploaded with the other inputs of a pass."""
 
 ANSWERED = ("", "empty_tree")
-"""Reasons of a drafter that answered, with the root alone."""
+"""Fallback reasons that still count as an answer: the drafter answered, though with the root alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What was announced, and when: the request, its rows' places in the batch, its deepest tree."""
+    """An announced request.
+
+    Attributes:
+        request: The request as sent.
+        rows: Index in the batch of each row of the request.
+        depth: Depth of the deepest tree.
+        announced_at: `time.monotonic()` of the announcement.
+    """
 
     request: ProposalRequest
     rows: list[int]
@@ -34,11 +41,11 @@ class Proposal:
 
     @property
     def chains(self) -> set[int]:
-        """Places in the batch of the rows that were to have chains."""
+        """Batch indices of the rows that asked for chains."""
         return {place for place, row in zip(self.rows, self.request.rows, strict=True) if row.shape.topk == 1}
 
     def among(self, decodes: Seq[Sequence]) -> Proposal | None:
-        """Return what holds of it for a batch that is not quite the one it was announced for; None if nothing does."""
+        """Return the part of the proposal that applies to a slightly different batch; None if no row does."""
         places = {sequence.session_id: index for index, sequence in enumerate(decodes)}
         found = [places.get(row.fence.session_id) for row in self.request.rows]
         rows = [place for place in found if place is not None]
@@ -49,7 +56,11 @@ class Proposal:
 
 
 class Proposals:
-    """Chooses how much each sequence drafts, asks the drafter, and counts why a sequence got nothing. Belongs to the engine thread."""
+    """Chooses how much each sequence drafts, asks the drafter, and counts fallbacks. Engine thread only.
+
+    Attributes:
+        most_on_device: Largest batch whose rounds may stay on the device.
+    """
 
     def __init__(
         self,
@@ -65,10 +76,9 @@ class Proposals:
 
         self._chosen: tuple[list[int], list[DraftShape]] = ([], [])
         self.most_on_device = 0
-        """The largest batch whose rounds may stay on the device."""
 
     def announce(self, decodes: Seq[Sequence], round_number: int) -> Proposal | None:
-        """Choose every row's shape and tell the drafter, if any row wants draft nodes and can have them."""
+        """Choose every row's tree shape and announce the rows that can have drafts, if there are any."""
         shapes = self._shapes(decodes)
         rows = [index for index, shape in enumerate(shapes) if shape.drafts]
         if not rows:
@@ -94,7 +104,7 @@ class Proposals:
         return Proposal(request, rows, max(shapes[index].depth for index in rows), announced_at)
 
     def collect(self, proposal: Proposal | None, decodes: Seq[Sequence]) -> DraftBatch:
-        """Return a tree per sequence: what the drafter proposed, or the root alone."""
+        """Return one tree per sequence: the drafter's, or the root alone."""
         roots = [sequence.tokens[-1] for sequence in decodes]
         if proposal is None:
             return root_trees(roots, HOST)
@@ -112,13 +122,15 @@ class Proposals:
     def timed(
         self, proposal: Proposal | None, decodes: Seq[Sequence], drafts: DraftBatch, wait_s: float
     ) -> Proposal | None:
-        """Return the proposal if the wait for it says what proposals cost: not if the drafter owes it and was not waited for to the end.
+        """Return the proposal if the wait for it measures the cost of a proposal, else None.
+
+        It does not if the drafter still owes the answer and the wait ended before the deadline.
 
         Args:
-            proposal: What was collected just now, before anything else is announced.
+            proposal: The proposal just collected, before anything else is announced.
             decodes: The batch.
-            drafts: What `collect` returned.
-            wait_s: How long the batch stood still for it.
+            drafts: The result of `collect`.
+            wait_s: How long the batch waited for the proposal.
         """
         if proposal is None or drafts.tokens.shape[1] > 1:
             return proposal
@@ -130,9 +142,9 @@ class Proposals:
         return proposal if answered else None
 
     def common_shape(self, decodes: Seq[Sequence]) -> DraftShape | None:
-        """Return the one shape with which these sequences can stay on the device, `NO_DRAFT` for plain decoding; None if there is none.
+        """Return the one tree shape with which all these sequences can stay on the device, or None.
 
-        Counts, as `announce` does, why sequences that want drafts get none.
+        `NO_DRAFT` stands for plain decoding. Like `announce`, this counts the fallbacks.
         """
         if any(sequence.request.speculation.trace for sequence in decodes):
             return None
@@ -158,7 +170,10 @@ class Proposals:
         )
 
     def may_stay_on_device(self, decodes: Seq[Sequence]) -> bool:
-        """Whether the next round of these sequences may be one on the device, so that nothing should be announced ahead of it."""
+        """Return True if the next round of these sequences may run on the device.
+
+        Nothing should be announced ahead of such a round.
+        """
         if not self._drafter.device_resident or len(decodes) > self.most_on_device:
             return False
         if any(
@@ -170,13 +185,16 @@ class Proposals:
         return len(kinds) == 1
 
     def wait_limit_s(self, decodes: Seq[Sequence]) -> float | None:
-        """Return how long the device may stand still for the trees of a batch; None: as long as it takes."""
+        """Return the longest time that the device may wait for the trees of a batch; None for no limit."""
         if any(sequence.controller_row is None for sequence in decodes):
             return None
         return self._controller.wait_cap_s([self._bound(sequence) for sequence in decodes], len(decodes))
 
     def _plain_by_choice(self, decodes: Seq[Sequence], wanting: Seq[Sequence]) -> DraftShape | None:
-        """Return `NO_DRAFT` if the controller wants no drafts for any row of a draft elsewhere; `announce` keeps to a choice for some."""
+        """Return `NO_DRAFT` if the controller chooses no drafts for all rows of a remote draft.
+
+        Otherwise keep its choice for the next `announce` and return None.
+        """
         if any(sequence.controller_row is None for sequence in wanting):
             return None
         shapes = self._shapes(decodes)

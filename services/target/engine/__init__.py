@@ -1,1 +1,1 @@
-"""One step of the engine: receive, schedule, run a round, commit, emit."""
+"""The target's engine loop: receives requests, schedules, prefills, runs rounds, commits and emits tokens."""

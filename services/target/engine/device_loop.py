@@ -1,12 +1,15 @@
-"""Overlap scheduling: while the device runs one round, the host delivers the one before and prepares the one after.
+"""Overlap scheduling of rounds on the device: launches round n + 1 before round n is read and delivered.
 
     device    | round n          | round n + 1      | round n + 2
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
-The loop is entered when every decoding sequence can have the same shape and the drafter (if there is drafting) lives on the device, and
-left when anything else must be done: a sequence that comes, another shape, no page left, a prefill (which the engine enqueues before the
-last round is read). What ends a sequence is seen one round late; the tokens of that round are dropped, so they are never emitted, billed
-or cached. Its row stays idle until the others fit into the next smaller batch, to which they move in stream order.
+The loop starts when every decoding sequence can have the same tree shape and the drafter, if any, lives on
+the device. It stops when other work comes up: a new sequence, another shape, no free page, or a prefill. The
+engine enqueues that prefill before it reads the last round.
+
+The host sees the end of a sequence one round late. It drops the tokens of that extra round, so they are
+never emitted, billed or cached. The row stays idle until the remaining sequences fit into the next smaller
+batch; they then move there in stream order.
 """
 
 from __future__ import annotations
@@ -27,19 +30,19 @@ from outrider.shared.spec.drafter import Commit, Commits, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CATCH_UP_TOKENS = 128
-"""Tokens of plain rounds after which a drafter that follows is told of them."""
+"""Plain rounds send a drafter that follows their sequences one commit per this many tokens."""
 
 _log = logging.getLogger("outrider.target")
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapPlan:
-    """Which rounds stay on the device.
+    """Configures which rounds stay on the device.
 
     Attributes:
-        batch_sizes: What batches are padded to, ascending; larger ones go the host's way.
-        columns: The most tokens of a round that drafts by the usual shape: its depth + 1.
-        recorded: The largest batch whose rounds are recorded; None for all.
+        batch_sizes: Sizes to pad batches to, ascending. Larger batches run through the host.
+        columns: Maximum number of tokens of a round with the default shape: its depth + 1.
+        recorded: Largest batch whose rounds are recorded as CUDA graphs; None for all.
     """
 
     batch_sizes: tuple[int, ...]
@@ -48,12 +51,12 @@ class OverlapPlan:
 
 
 class DeviceLoop:
-    """The steady state of one engine. Engine thread only.
+    """Launches, reads and ends the rounds on the device. Engine thread only.
 
     Args:
         rounds: Enqueues and reads rounds.
-        batch_sizes: Ascending; larger batches go the host's way.
-        parts: The engine's.
+        batch_sizes: Sizes to pad batches to, ascending. Larger batches run through the host.
+        parts: The engine's parts.
     """
 
     def __init__(self, rounds: RoundRunner, batch_sizes: Seq[int], parts: EngineParts) -> None:
@@ -68,22 +71,25 @@ class DeviceLoop:
 
     @property
     def active(self) -> bool:
-        """Whether rounds are kept on the device now."""
+        """True if rounds are currently kept on the device."""
         return self._rounds.active
 
     @property
     def drafts(self) -> bool:
-        """Whether the rounds are drafted, or those that were on the device last."""
+        """True if the current rounds on the device, or else the last ones, use drafts."""
         return self._shape.drafts
 
     @property
     def takes_prefilled(self) -> bool:
-        """Whether a sequence can enter in the step that prefilled it: there is no draft, or its rounds are on the device too."""
+        """True if a sequence can join right after its prefill: without a draft, or with one on the device."""
         return self._parts.drafter.device_resident or self._parts.drafter.state() is DrafterState.NONE
 
     @property
     def undisturbed(self) -> bool:
-        """Whether all that decodes is here, and nobody elsewhere takes part: other work may then be enqueued behind the rounds."""
+        """True if every decoding sequence is in this batch and no remote draft takes part.
+
+        Prefills may then be enqueued behind the running round.
+        """
         parts = self._parts
         return (
             self.takes_prefilled
@@ -93,15 +99,15 @@ class DeviceLoop:
         )
 
     def takes(self, shape: DraftShape) -> bool:
-        """Whether rounds of this shape can stay on the device."""
+        """Return True if rounds of this shape can stay on the device."""
         return not shape.drafts or self._parts.drafter.device_resident
 
     def capture(self, bs: int, shape: DraftShape, mode: SamplingMode, capture: bool) -> None:
-        """Record the round of one size before anybody is served."""
+        """Record the round of one size before the first request."""
         self._rounds.capture(bs, shape, mode, capture)
 
     def enter(self, decodes: Seq[Sequence]) -> bool:
-        """Start with these sequences, if they can stay on the device."""
+        """Start rounds with these sequences. Return False if they cannot stay on the device."""
         if not decodes or len(decodes) > self._batch_sizes[-1]:
             return False
         shape = self._parts.proposals.common_shape(decodes)
@@ -121,39 +127,44 @@ class DeviceLoop:
         return True
 
     def step(self) -> bool:
-        """Launch the next round and finish the one before; False when that cannot be: `drain` then, with other work begun or not."""
+        """Launch the next round and finish the previous one.
+
+        Returns:
+            False if no further round can be launched. Call `drain` next; other work may be enqueued before
+            it.
+        """
         if not (self._stays() and self._launch()):
             return False
         self._finish(self._rounds.read())
         if not self._places:
             self._leave()
         else:
-            self._rounds.carry()  # when what was read is on its way to who waits for it
+            self._rounds.carry()  # last, because it may wait: the tokens are on their way to the clients
         return True
 
     def drain(self) -> None:
-        """Finish what is on its way and go back to the host's way."""
+        """Finish the rounds in flight and leave the device."""
         while self._rounds.in_flight and self._places:
             self._finish(self._rounds.read())
         self._leave()
 
     def abandon(self) -> None:
-        """Leave after a failure: results on their way are dropped, all sequences have ended."""
+        """Leave after a failure. Results in flight are dropped; all sequences have ended."""
         if self._rounds.active:
             try:
                 self._leave()
             except Exception:
-                _log.exception("the drafter could not end its rounds")
+                _log.exception("the drafter could not end its rounds on the device")
 
     def retire(self, sequence: Sequence) -> None:
-        """Take out a sequence that is about to end; it may be one that is not here."""
+        """Remove a sequence that is about to end. Sequences of other batches are ignored."""
         row = self._places.pop(sequence.session_id, None)
         if row is not None:
             self._sequences[row] = None
             self._rounds.retire(row)
 
     def _stays(self) -> bool:
-        """Whether the next round can be one more of the same."""
+        """Return True if the next round can have the same sequences and shape."""
         if not self._places or not self._parts.follower.settled or self._parts.scheduler.has_other_work():
             return False
         decoding = self._parts.scheduler.decoding()
@@ -164,13 +175,13 @@ class DeviceLoop:
         return self._parts.proposals.common_shape(decoding) == self._shape
 
     def _holds(self, decoding: Seq[Sequence]) -> bool:
-        """Whether exactly these sequences are here."""
+        """Return True if the batch consists of exactly these sequences."""
         return len(decoding) == len(self._places) and all(
             sequence.session_id in self._places for sequence in decoding
         )
 
     def _drafter_falls_behind(self, decoding: Seq[Sequence]) -> bool:
-        """Whether plain rounds have gone on for so long that the drafter should be told of them: `catch_up` is one message."""
+        """Return True if the drafter lags so far behind plain rounds that it should catch up."""
         if self._shape.drafts:
             return False
         return any(
@@ -179,14 +190,14 @@ class DeviceLoop:
         )
 
     def _worth_another(self) -> bool:
-        """Whether some sequence is not certain to end with the rounds on their way: each brings at least one token."""
+        """Return True if a sequence may outlive the rounds in flight, each of which adds a token or more."""
         return any(
             sequence is not None and sequence.remaining > self._rounds.in_flight
             for sequence in self._sequences
         )
 
     def _launch(self) -> bool:
-        """Enqueue a round behind those on their way, unless those end every sequence; False when there is no room."""
+        """Enqueue a round, unless those in flight end every sequence. Return False if there is no room."""
         if not self._worth_another():
             return True
         if not self._fits_its_bucket():
@@ -203,7 +214,7 @@ class DeviceLoop:
         return self._rounds.launch(upper, self._wait_limit_s)
 
     def _fits_its_bucket(self) -> bool:
-        """Go on in a smaller batch where so many rows have ended that one holds the others; False when they have to enter anew."""
+        """Move to a smaller batch if enough rows have ended. Return False if the drafter cannot."""
         bs = self._halved()
         if bs == self._bs:
             return True
@@ -223,14 +234,14 @@ class DeviceLoop:
         )
 
     def _finish(self, finished: FinishedRound) -> None:
-        """Advance, deliver and learn from a round that was read."""
+        """Advance the sequences by a round that was read, deliver its tokens and update the controller."""
         kept: list[list[int]] = [[] for _ in self._sequences]
         executed: list[ExecutedRow] = []
         before = list(self._sequences)
         for row, (sequence, outcome) in enumerate(zip(before, finished.rows, strict=True)):
             if sequence is None:
                 continue
-            assert outcome is not None, "a sequence that goes on was verified"
+            assert outcome is not None, "a live sequence must have an outcome"
             chain = self._shape.topk == 1
             executed.append(
                 ExecutedRow(
@@ -272,7 +283,7 @@ class DeviceLoop:
     def _leave(self) -> None:
         remaining = [sequence for sequence in self._sequences if sequence is not None]
         self._rounds.leave()
-        if not self._shape.drafts:  # the drafter was told nothing of what was decoded plainly
+        if not self._shape.drafts:  # plain rounds have sent the drafter no commits
             commits = [
                 self._parts.follower.catch_up(sequence, self._entered_len[sequence.session_id])
                 for sequence in remaining
@@ -283,7 +294,10 @@ class DeviceLoop:
         self._sequences, self._places, self._entered_len = [], {}, {}
 
     def _halved(self) -> int:
-        """Return the smallest size that halving leads to and that holds the rows that go on: few sizes are met then, and few moves made."""
+        """Return the smallest size, by repeated halving, that holds the remaining rows.
+
+        Halving keeps the number of distinct sizes and of moves small.
+        """
         bs = self._bs
         while len(self._places) <= (half := self._bucket(max(1, bs // 2))) < bs:
             bs = half

@@ -1,8 +1,9 @@
-"""The target's engine: receive, schedule, announce, deliver, prefill, propose, verify, commit.
+"""The target's engine and its `step`: receive, schedule, announce, deliver, prefill, propose, verify, commit.
 
-The draft works on a round from `announce` on, while the events of the round before are delivered and prompts are prefilled. A round
-without draft nodes is a step of plain decoding through the same code. All state belongs to the engine thread; other threads only append
-to the inbox.
+The draft works on a round from `announce` on, while the target delivers the events of the previous round and
+prefills prompts. A round without draft nodes is plain decoding through the same code.
+
+All state belongs to the engine thread. Other threads only append to the inbox.
 """
 
 from __future__ import annotations
@@ -12,71 +13,60 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.proposals import Proposals
 from outrider.services.target.engine.device_loop import DeviceLoop, OverlapPlan
 from outrider.services.target.engine.engine_parts import EngineParts
+from outrider.services.target.engine.engine_stats import EngineStats
+from outrider.services.target.engine.expiry import Expiry
 from outrider.services.target.engine.host_rounds import HostRounds
 from outrider.services.target.engine.inbox import Cancel, Pause, Submit
 from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.engine.prefill import Prefill
+from outrider.services.target.engine.recordings import device_recordings, host_recordings
 from outrider.services.target.engine.rerecording import Rerecording
 from outrider.services.target.engine.rounds import RoundCounter
 from outrider.services.target.metrics import TargetMetrics
-from outrider.services.target.model.input_batch import SamplingMode
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.controller import SpeculationController
-from outrider.services.target.policy.speculation_stats import SpeculationStats
 from outrider.services.target.request import EventSink, GenerationRequest
 from outrider.services.target.scheduling.limits import EngineLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.services.target.step_times import StepTimes
-from outrider.shared.base.errors import (
-    DeadlineExceededError,
-    ErrorCode,
-    OutriderError,
-    UnavailableError,
-)
+from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.engine.loop import Steppable
 from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.resident import DeviceDrafter
 from outrider.shared.spec.tree import DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
-USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
-"""What passes are recorded for before anybody is served."""
 LOOK_S = 1.0
-"""How often an engine that has nothing to do looks whether a draft has come that it would record for."""
+"""Poll interval of an idle engine for a newly connected draft, for which it would record graphs."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot for GetStats; read from other threads."""
+class TargetEngine(Steppable):
+    """One model, its KV pool and all live requests.
 
-    running: int
-    waiting: int
-    pages_total: int
-    pages_free: int
-    pages_held: int
-    draft_state: DrafterState
-    generated_tokens: int
-    rounds: int
-    speculation: SpeculationStats
-    speedup_estimate: float | None
-
-
-class TargetEngine:
-    """One model, its pool, and every live request. `submit`, `cancel`, `pause`, `resume` and `stats` may be called from any thread.
+    `submit`, `cancel`, `pause`, `resume` and `stats` may be called from any thread.
 
     Args:
-        runner, scheduler, drafter, limits, metrics, controller: Its parts.
-        wake: Makes the engine's thread look for work.
-        overlap: How rounds are kept on the device; None takes every round by way of the host.
+        runner: Runs the forward passes.
+        scheduler: Owns the KV pages and decides which sequences run.
+        drafter: Proposes trees.
+        limits: Checks requests on arrival.
+        metrics: Prometheus metrics; new ones by default.
+        controller: Chooses how much to draft; a new one by default.
+        wake: Wakes the engine thread.
+        overlap: Which rounds stay on the device; None sends every round through the host.
+
+    Attributes:
+        draining: True from the start of a shutdown: new requests are refused.
+        again: Records CUDA graphs again after the draft has changed.
     """
 
     def __init__(
@@ -102,13 +92,12 @@ class TargetEngine:
         self._drafts = drafter.state() is not DrafterState.NONE
         self._follower = DraftSessions(drafter, runner, scheduler)
         self.again = Rerecording(runner.graphs)
-        """What is recorded anew when the draft becomes another."""
         self._delivery = OutputProcessor(scheduler, self._follower, self.metrics, self.controller)
         self._proposals = Proposals(drafter, self._follower, self.controller, self.metrics)
         self._inbox: deque[Submit | Cancel | Pause] = deque()
         self._session_ids = itertools.count(1)
         self._live: dict[int, Sequence] = {}
-        self._next_check: float | None = None
+        self._expiry = Expiry()
         self._counter = RoundCounter()
         self._parts = EngineParts(
             drafter=drafter,
@@ -131,19 +120,19 @@ class TargetEngine:
     # ---- any thread
 
     def submit(self, request: GenerationRequest, sink: EventSink) -> int:
-        """Queue a request; its events go to `sink`.
+        """Queue a request; its events are delivered to `sink`.
 
         Returns:
             A handle for `cancel`, `pause` and `resume`.
 
         Raises:
-            InvalidRequestError: It does not fit this model; names the field.
+            InvalidRequestError: The request does not fit this model. The error names the field.
             OverloadedError: The queue is full.
             UnavailableError: The service is draining.
         """
         if self.draining:
             raise UnavailableError(
-                "This server is shutting down; send the request to another one.",
+                "This server is shutting down; send the request to another server.",
                 retry_after_s=DRAIN_RETRY_AFTER_S,
             )
         sequence = Sequence(
@@ -161,21 +150,26 @@ class TargetEngine:
         return sequence.session_id
 
     def cancel(self, handle: int, keep_tokens: int | None = None) -> None:
-        """End a request; tokens after `keep_tokens` are not billed (a stop string ended the text there). Unknown handles are ignored."""
+        """End a request. Unknown handles are ignored.
+
+        Args:
+            handle: From `submit`.
+            keep_tokens: Tokens to bill if a stop string ended the text; None if the client cancels.
+        """
         self._inbox.append(Cancel(handle, keep_tokens))
         self.wake()
 
     def pause(self, handle: int) -> None:
-        """Skip a request whose reader is slow; its K/V is kept unless others need the pages."""
+        """Skip a request while its reader is slow. It keeps its KV pages unless other requests need them."""
         self._inbox.append(Pause(handle, True))
 
     def resume(self, handle: int) -> None:
-        """Go on with a paused request."""
+        """Continue a paused request."""
         self._inbox.append(Pause(handle, False))
         self.wake()
 
     def prometheus_text(self) -> str:
-        """Return the metrics as of now."""
+        """Return the current metrics in Prometheus text format."""
         return self.metrics.render(
             self._scheduler,
             self._drafter.state(),
@@ -184,7 +178,7 @@ class TargetEngine:
         )
 
     def stats(self) -> EngineStats:
-        """Return a snapshot; cheap and approximate while the engine runs."""
+        """Return a snapshot. It is cheap, and approximate while the engine runs."""
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.active),
@@ -201,44 +195,36 @@ class TargetEngine:
 
     @property
     def num_live(self) -> int:
-        """Requests that are queued or running, those in the inbox included."""
+        """Number of queued and running requests, including those in the inbox."""
         return len(self._live) + sum(isinstance(message, Submit) for message in tuple(self._inbox))
 
     def ask_recorded(self) -> threading.Event:
-        """Return what is set when nothing is left to record for the draft that is there now. Any thread."""
+        """Return an event that is set once all graphs for the current draft are recorded. Any thread."""
         asked = self.again.ask()
         self.wake()
         return asked
 
     def forget_warm_up(self) -> None:
-        """Start all counters over; what the controller has learnt of costs stays. Call while no request is live."""
+        """Reset all counters, but keep the costs that the controller has learned. No request may be live."""
         self.controller.forget_acceptance()
         self.metrics.reset()
         self._delivery.start_counting()
         self._counter.value = 0
 
     def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
-        """Return what records the passes of one size, see `record_graphs`. Call them before the engine's thread runs, or on it."""
+        """Return functions that each record one CUDA graph for a batch size and tree shape.
+
+        Call them on the engine thread, or before it runs.
+        """
         self._follower.refresh()
-        runner = self._runner
-        if self._loop is None or not self._loop.takes(shape):
-            if shape.drafts and not self._drafts:
-                return []
-            return [
-                lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode)  # type: ignore[misc]
-                for mode in USUAL_MODES
-            ]
-        loop = self._loop
-        # Plain rounds store feature rows for sequences that are drafted at times, and none for others.
-        kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
-        return [
-            lambda mode=mode, capture=kind: loop.capture(bs, shape, mode, capture)  # type: ignore[misc]
-            for mode in USUAL_MODES
-            for kind in kinds
-        ]
+        if self._loop is not None and self._loop.takes(shape):
+            return device_recordings(self._runner, self._loop, bs, shape)
+        if shape.drafts and not self._drafts:
+            return []
+        return host_recordings(self._runner, bs, shape)
 
     def prefill_recording(self, size: int) -> Callable[[], None]:
-        """Return what records the pass over prompts of up to `size` tokens; see `recordings`."""
+        """Return a function that records the pass over prompts of up to `size` tokens. See `recordings`."""
         self._follower.refresh()
         return lambda: self._runner.capture_prefill(size)
 
@@ -246,42 +232,51 @@ class TargetEngine:
 
     @property
     def on_device(self) -> bool:
-        """Whether rounds are kept on the device now."""
+        """True if rounds are currently kept on the device."""
         return self._loop is not None and self._loop.active
 
     def has_work(self) -> bool:
-        """See `Steppable.has_work`."""
+        """Return True if `step` has anything to do, including graphs to record while no request is live."""
         if self._inbox or self._delivery.pending or self.on_device or self._scheduler.has_work():
             return True
         return not self._live and (self.again.waiting or (self.again.planned and self._follower.outdated))
 
     def next_wakeup(self) -> float | None:
-        """See `Steppable.next_wakeup`: the earliest deadline, or the next look for another draft, which may replace one that is on too."""
+        """Return when the engine must wake up: at the earliest deadline, or to poll for a changed draft."""
         if self._live or not self.again.planned or self._drafter.state() is DrafterState.NONE:
-            return self._next_check
+            return self._expiry.next_due
+        # Poll while a draft is connected, too: another draft may replace it.
         return time.monotonic() + LOOK_S
 
     def step(self) -> None:
-        """One step of every request that can advance."""
+        """Run one step for every request that can advance."""
+        # 1. Receive new requests, cancellations and pauses; end expired requests.
         started = time.monotonic()
         self._receive(started)
+
+        # 2. Continue the rounds on the device, if there are any. In the steady state this is the whole step.
         if (
             self._loop is not None
             and self._loop.active
             and (self._loop.step() or self._leaves_and_enters(self._loop, started))
         ):
             return
+
+        # 3. Adopt a changed draft. Its graphs are recorded one per step, and only while no request is live.
         if self._follower.refresh():
             self.again.renew()
         if not self._live and self.again.waiting and not self._delivery.pending:
             self.again.record_next()
             return
+
+        # 4. Schedule.
         plan = self._scheduler.schedule(started)
         self._follower.follow(plan)
         loop, prefills = None if self._host.announced else self._loop, plan.prefills
-        if (
-            loop is not None and loop.takes_prefilled
-        ):  # a draft elsewhere is asked first, and works while the target prefills
+
+        # 5. Prefill now if the sequences can join rounds on the device afterwards. Otherwise the draft is in
+        #    another process: announce first (step 7), so that it drafts while the target prefills.
+        if loop is not None and loop.takes_prefilled:
             self._delivery.flush()
             if prefills:
                 self._prompts.finish(self._prompts.begin(prefills))
@@ -289,10 +284,14 @@ class TargetEngine:
                     self._delivery.flush()
                     return
             prefills = []
+
+        # 6. Start rounds on the device, if all decoding sequences can take part.
         if loop is not None and not prefills and loop.enter(self._scheduler.decoding()):
             self._host.drop()
             self._delivery.flush()
             return
+
+        # 7. Otherwise run a round through the host: announce, deliver, prefill, propose, verify, commit.
         times = StepTimes(started)
         proposal = self._host.announce(plan.decodes)
         times.announced = time.monotonic()
@@ -304,10 +303,12 @@ class TargetEngine:
             self._host.run(plan.decodes, proposal, times)
 
     def _leaves_and_enters(self, loop: DeviceLoop, now: float) -> bool:
-        """End the rounds on the device; prompts that have come are enqueued behind them first, and take part in those that follow.
+        """End the rounds on the device and start new ones that include newly arrived prompts.
+
+        The prompts are enqueued behind the running round, so the device does not idle.
 
         Returns:
-            Whether others have begun; else the step goes on.
+            True if new rounds have started. Otherwise the step continues on the host.
         """
         if not (loop.undisturbed and self._scheduler.has_other_work()):
             loop.drain()
@@ -325,7 +326,10 @@ class TargetEngine:
         return entered
 
     def step_failed(self, error: Exception) -> None:
-        """See `Steppable.step_failed`: requests in the batch fail, queued ones go on. A lost rank is no fault of the request: try again."""
+        """Fail the requests in the batch after an exception; queued requests stay.
+
+        An UnavailableError (a lost rank) keeps its code and reason, so that clients retry.
+        """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)
         )
@@ -360,9 +364,9 @@ class TargetEngine:
                 self._forget(sequence)
             else:
                 sequence.paused_at = now if message.paused else None
-                self._due_at(now + self.limits.pause_timeout_s if message.paused else None)
-        if self._next_check is not None and now >= self._next_check:
-            self._expire(now)
+                self._expiry.due_at(now + self.limits.pause_timeout_s if message.paused else None)
+        for sequence, error in self._expiry.overdue(self._live.values(), now, self.limits.pause_timeout_s):
+            self._fail(sequence, error)
 
     def _accept(self, sequence: Sequence) -> None:
         self._live[sequence.session_id] = sequence
@@ -371,26 +375,11 @@ class TargetEngine:
             sequence.stats.fell_back(NO_DRAFT_REASON)
         if sequence.wants_drafts and sequence.request.speculation.mode is SpeculationMode.AUTO:
             sequence.controller_row = self.controller.new_row()
-        self._due_at(sequence.request.deadline)
-
-    def _expire(self, now: float) -> None:
-        self._next_check = None
-        for sequence in list(self._live.values()):
-            deadline, paused_at = sequence.request.deadline, sequence.paused_at
-            if deadline is not None and now >= deadline:
-                self._fail(
-                    sequence, DeadlineExceededError("The deadline passed before the answer was complete.")
-                )
-            elif paused_at is not None and now >= paused_at + self.limits.pause_timeout_s:
-                message = f"The reader was too slow for {self.limits.pause_timeout_s:.0f} s."
-                self._fail(sequence, OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"))
-            else:
-                self._due_at(deadline)
-                self._due_at(None if paused_at is None else paused_at + self.limits.pause_timeout_s)
+        self._expiry.due_at(sequence.request.deadline)
 
     def _poisoned(self, sequence: Sequence) -> None:
         self._runner.scrub(sequence)
-        message = "The model's output for this request is not a number (NaN or infinity); other requests are not affected."
+        message = "The model computed NaN or infinity for this request. Other requests are not affected."
         self._fail(sequence, OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error"))
 
     def _fail(self, sequence: Sequence, error: OutriderError) -> None:
@@ -401,8 +390,4 @@ class TargetEngine:
         assert sequence.status is SequenceStatus.ENDED
         self._live.pop(sequence.session_id, None)
         if not self._live:
-            self._next_check = None
-
-    def _due_at(self, moment: float | None) -> None:
-        if moment is not None and (self._next_check is None or moment < self._next_check):
-            self._next_check = moment
+            self._expiry.clear()

@@ -1,4 +1,4 @@
-"""What the ways of taking rounds share: by way of the host (`host_rounds`), and on the device (`device_loop`)."""
+"""The engine's parts that rounds through the host (`host_rounds`) and on the device (`device_loop`) share."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from outrider.shared.spec.drafter import Drafter
 
 @dataclass(slots=True)
 class EngineParts:
-    """The parts of one engine. All belong to its thread.
+    """The parts of one engine. All of them belong to the engine thread.
 
     Attributes:
-        drafter, follower, scheduler, delivery, proposals, controller: The engine's.
-        metrics: What rounds are counted into.
-        poisoned: Fails a sequence whose logits are not numbers.
-        forget: Told of every sequence that ended.
-        counter: Of the engine's rounds.
+        drafter: Proposes trees.
+        follower: Opens, closes and resyncs the drafter's sessions.
+        scheduler: Owns the KV pages and decides which sequences run.
+        delivery: Collects events for the clients and ends sequences.
+        proposals: Requests trees from the drafter.
+        controller: Chooses how much to draft.
+        metrics: Counts rounds.
+        poisoned: Called with a sequence whose logits are NaN or infinite; fails it.
+        forget: Called with every sequence that has ended.
+        counter: Counts the engine's rounds.
     """
 
     drafter: Drafter

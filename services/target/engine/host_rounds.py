@@ -1,10 +1,11 @@
-"""Rounds by way of the host: what the drafter proposes is verified, then committed, and the drafter works on the next round at once.
+"""Runs rounds through the host: collects the trees, verifies, commits, and announces the next round early.
 
-    device of the target    | verify n           |                            | verify n + 1
-    host                    wait for n · commit n, announce n + 1 · deliver n … wait for the proposal · launch n + 1
-    a draft elsewhere                             | extend by n, draft n + 1  |
+    target device   | verify n      |                       | verify n + 1
+    host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
+    remote draft                           | extend by n, draft n + 1  |
 
-Nothing that can wait stands between the end of a verify pass and the announcement: a draft in another process idles that long.
+The announcement follows the end of a verify pass immediately, because a draft in another process idles until
+it arrives. Everything that can wait, such as delivery, comes later.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ from outrider.shared.spec.drafter import Commit, Commits, DrafterState
 
 @dataclass(frozen=True, slots=True)
 class _Early:
-    """What was announced for the sequences that were expected to decode next; None if none of them wanted drafts."""
+    """An announcement for the sequences that are expected to decode next.
+
+    `proposal` is None if none of them wanted drafts.
+    """
 
     session_ids: list[int]
     proposal: Proposal | None
 
 
 class HostRounds:
-    """Drives the rounds of one engine that the host takes part in. Engine thread only.
+    """Runs the rounds of one engine in which the host takes part. Engine thread only.
 
     Args:
-        runner: The model.
-        parts: The engine's.
+        runner: Runs the forward passes.
+        parts: The engine's parts.
     """
 
     def __init__(self, runner: ModelRunner, parts: EngineParts) -> None:
@@ -47,15 +51,15 @@ class HostRounds:
 
     @property
     def announced(self) -> bool:
-        """Whether the drafter works on a round already."""
+        """True if the drafter already works on a round."""
         return self._early is not None and self._early.proposal is not None
 
     def drop(self) -> None:
-        """Forget what was announced early: the sequences go on without the host, or have failed."""
+        """Discard the early announcement, because its sequences continue on the device or have failed."""
         self._early = None
 
     def announce(self, decodes: Seq[Sequence]) -> Proposal | None:
-        """Ask the drafter for trees of the sequences that decode now, unless it has been asked already."""
+        """Request trees for the sequences that decode now, unless an early announcement already did."""
         early, self._early = self._early, None
         if not self._drafts:
             return None
@@ -69,12 +73,15 @@ class HostRounds:
         return self._parts.proposals.announce(decodes, self._parts.counter.value)
 
     def run(self, decodes: Seq[Sequence], proposal: Proposal | None, times: StepTimes) -> None:
-        """Wait for the proposal, verify it, commit and deliver what was chosen."""
+        """Wait for the proposal, verify it, commit and deliver the chosen tokens."""
+        # 1. Propose: wait for the drafter's trees.
         drafts = self._parts.proposals.collect(proposal, decodes)
         times.proposed = time.monotonic()
         timed = self._parts.proposals.timed(proposal, decodes, drafts, times.draft_wait_s)
+        # 2. Verify.
         outcomes, features = self._runner.verify(decodes, drafts)
         times.verified = time.monotonic()
+        # 3. Commit: advance each sequence and send its commit to the drafter.
         base_lens = [sequence.committed_len for sequence in decodes]
         steps: list[Advance | None] = []
         commits: list[Commit | None] = []
@@ -95,6 +102,7 @@ class HostRounds:
         self.commit(commits)
         round_number = self._parts.counter.value
         self._parts.counter.value += 1
+        # 4. Announce the next round, before anything that can wait.
         self._announce_early(
             {
                 sequence.session_id
@@ -102,6 +110,7 @@ class HostRounds:
                 if done and done.finish
             }
         )
+        # 5. Deliver the tokens.
         for index, (sequence, outcome, done) in enumerate(zip(decodes, outcomes, steps, strict=True)):
             if done is None:
                 continue
@@ -112,12 +121,13 @@ class HostRounds:
             if self._parts.delivery.tokens(sequence, done, trace):
                 self._parts.forget(sequence)
         times.committed = time.monotonic()
+        # 6. Feed the timings to the controller and the metrics.
         depth, chains = (timed.depth, timed.chains) if timed else (0, ())
         executed = executed_step(decodes, outcomes, drafts, depth, chains, times)
         if self._drafts:
             self._parts.controller.observe(executed)
             if timed is not None:
-                # Without an answer it would have taken longer than it was waited for.
+                # Without an answer, the draft would have needed longer than the wait: count it double.
                 answered = max(outcome.num_nodes for outcome in outcomes) > 1
                 self._parts.controller.costs.observe_answer(
                     (times.proposed - timed.announced_at) * (1.0 if answered else 2.0)
@@ -125,13 +135,13 @@ class HostRounds:
         self._parts.metrics.observe_round(executed, times)
 
     def commit(self, commits: Seq[Commit | None]) -> None:
-        """Tell the drafter of the sequences that it follows."""
+        """Send commits to the drafter; None stands for a sequence that the drafter does not follow."""
         followed = [commit for commit in commits if commit is not None]
         if followed:
             self._parts.drafter.commit(Commits(self._parts.counter.value, followed))
 
     def _announce_early(self, ended: set[int]) -> None:
-        """Let the drafter begin with the next round of the sequences that go on, if it works beside this process."""
+        """Announce the next round of the sequences that continue, unless they may move to the device."""
         if not self._drafts:
             return
         expected = [

@@ -1,4 +1,4 @@
-"""What other threads leave for the engine's."""
+"""Messages from other threads to the engine thread: submit, cancel, pause and resume."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from outrider.services.target.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A new request; it has passed the queue's gate."""
+    """A new request that has passed the queue gate."""
 
     sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The end of a request; tokens after `keep_tokens` are not billed."""
+    """Ends a request. Tokens after `keep_tokens` are not billed."""
 
     session_id: int
     keep_tokens: int | None
@@ -24,7 +24,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A reader that became slow, or goes on."""
+    """Pauses a request whose reader became slow (`paused`), or resumes it."""
 
     session_id: int
     paused: bool

@@ -1,4 +1,4 @@
-"""What leaves the engine: events by sink, one delivery per step, and the end of every sequence."""
+"""Emits token, finish and error events, one delivery per step; ends sequences and frees their KV pages."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from outrider.shared.base.generation import FinishReason, RoundTrace
 
 
 class OutputProcessor:
-    """Collects the events of a step and hands them over at once. Every exit of a sequence passes here and frees its pages.
+    """Collects the events of a step and delivers them together. Every sequence ends here and frees its pages.
 
-    `before_end` is called first with every sequence that ends.
+    Attributes:
+        generated_tokens: Tokens emitted since the start or the last `start_counting`.
+        totals: Speculation statistics of the ended sequences over the same time.
+        before_end: Called with every sequence before it ends.
     """
 
     def __init__(
@@ -40,24 +43,24 @@ class OutputProcessor:
         self.before_end: Callable[[Sequence], None] = lambda sequence: None
 
     def start_counting(self) -> None:
-        """Start the totals over."""
+        """Reset the totals."""
         self.generated_tokens = 0
         self.totals = SpeculationStats()
 
     @property
     def pending(self) -> bool:
-        """Whether events wait for `flush`."""
+        """True if events wait for `flush`."""
         return bool(self._events)
 
     def flush(self) -> None:
-        """Hand every sink its events, in order."""
+        """Deliver the collected events to their sinks, in order."""
         if self._events:
             batches, self._events = self._events, {}
             for sink, events in batches.values():
                 sink.deliver(events)
 
     def tokens(self, sequence: Sequence, step: Advance, trace: RoundTrace | None) -> bool:
-        """Emit what a prefill or a round kept; returns whether the sequence ended with it."""
+        """Emit the tokens that a prefill or round kept. Return True if the sequence ended with them."""
         now = time.monotonic()
         if not sequence.first_token_at:
             sequence.first_token_at = now
@@ -77,7 +80,7 @@ class OutputProcessor:
         return True
 
     def cancel(self, sequence: Sequence, keep_tokens: int | None) -> None:
-        """End a sequence at the client's wish; tokens after `keep_tokens` are not billed."""
+        """End a sequence at the client's request. Tokens after `keep_tokens` are not billed."""
         emitted = sequence.committed_len - sequence.prompt_len
         kept = emitted if keep_tokens is None else min(keep_tokens, emitted)
         sequence.stats.tokens_cut += emitted - kept

@@ -1,7 +1,9 @@
-"""Prompts of a step: one pass of the target is enqueued, the drafter takes in what it can of it, and only then are its tokens waited for.
+"""Prefills the prompts of a step: enqueues one target pass, feeds the drafter, then reads the first tokens.
 
-device    | prompts                        | rows into the drafter's K/V | round
-host      enqueue · features, drafter's rows · wait for the tokens · deliver, commit, enqueue the round
+The drafter's own work on the prompt is enqueued before the host waits for the tokens:
+
+    device    | target prefill     | drafter extends its KV cache | round
+    host      enqueue · features · drafter's part · wait for tokens · deliver, commit, enqueue the round
 """
 
 from __future__ import annotations
@@ -24,20 +26,21 @@ from outrider.shared.spec.drafter import Commit, EagerDrafter
 
 @dataclass(frozen=True, slots=True)
 class PrefillPass:
-    """Prompt chunks on their way, and the tokens behind those that are the last of their prompt."""
+    """Prompt chunks in flight, and the first tokens of the prompts that they complete."""
 
     chunks: Seq[PrefillChunk]
     chosen: ChosenTokens
 
 
 class Prefill:
-    """Engine thread only.
+    """Prefills prompt chunks. Engine thread only.
 
     Args:
-        runner: The model.
-        parts: The engine's.
-        host: Tells the drafter of commits.
-        expects_drafts: Whether a sequence that leaves it to the controller is likely to be drafted from its first round on.
+        runner: Runs the forward passes.
+        parts: The engine's parts.
+        host: Sends commits to the drafter.
+        expects_drafts: Returns True if sequences in mode `auto` will probably be drafted in their first
+            round.
     """
 
     def __init__(
@@ -49,11 +52,11 @@ class Prefill:
         self._expects_drafts = expects_drafts
 
     def begin(self, chunks: Seq[PrefillChunk]) -> PrefillPass:
-        """Enqueue prompt chunks; nothing is waited for."""
+        """Enqueue prompt chunks without waiting for them."""
         return PrefillPass(chunks, self._runner.begin_prefill(chunks))
 
     def finish(self, prompts: PrefillPass) -> None:
-        """Hand the drafter the features, wait for the tokens, deliver them, and tell the drafter of those that go on."""
+        """Send the features, wait for the tokens, deliver them, and commit the sequences that continue."""
         parts = self._parts
         features = [self._captured(chunk) for chunk in prompts.chunks]
         self._absorb([chunk.sequence for chunk in prompts.chunks])
@@ -76,7 +79,11 @@ class Prefill:
         self._host.commit(commits)
 
     def _captured(self, chunk: PrefillChunk) -> torch.Tensor | None:
-        """Note what a chunk stores, and hand its features over but for the row that belongs to the first commit, which is returned."""
+        """Record what a chunk has stored and send its feature rows to the drafter.
+
+        Returns:
+            The last row of the prompt, which travels with the first commit; None for earlier chunks.
+        """
         sequence = chunk.sequence
         if self._runner.captures and sequence.wants_drafts and sequence.feature_len == chunk.start:
             sequence.feature_len = chunk.stop

@@ -1,4 +1,4 @@
-"""Graphs that are recorded anew while a target serves: those that a change of its draft made void, one at a time when nobody is served."""
+"""Re-records CUDA graphs after the draft has changed, one at a time, while the target has no live request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from outrider.shared.engine.graphs import GraphCache
 _log = logging.getLogger("outrider.target")
 
 Plan = Callable[[], Iterable[Callable[[], None]]]
-"""Makes the pieces of a recording; those that are recorded already take no time."""
+"""Returns functions that each record one graph, or do nothing if the graph exists."""
 
 
 class Rerecording:
-    """Engine thread only, but for `ask`.
+    """The graphs that are left to record. Engine thread only, except for `ask`.
 
     Args:
-        graphs: Of the target.
+        graphs: The target's CUDA graphs.
     """
 
     def __init__(self, graphs: GraphCache) -> None:
@@ -32,38 +32,38 @@ class Rerecording:
 
     @property
     def planned(self) -> bool:
-        """Whether anything would be recorded after a change."""
+        """True if graphs are to be recorded again after a change of the draft."""
         return self._plan is not None
 
     @property
     def waiting(self) -> bool:
-        """Whether something is left to record, or somebody wants to hear that nothing is."""
+        """True if graphs are left to record, or a caller of `ask` waits for an answer."""
         return bool(self._pieces or self._asked)
 
     def ask(self) -> threading.Event:
-        """Return what is set when nothing is left to record. Any thread."""
+        """Return an event that is set once no graph is left to record. Any thread."""
         asked = threading.Event()
         self._asked.append(asked)
         return asked
 
     def follow(self, plan: Plan) -> None:
-        """Record what `plan` says after every change from now on."""
+        """Set the graphs to record after every change of the draft from now on."""
         self._plan = plan
 
     def renew(self) -> None:
-        """Begin again: the draft's features have changed."""
+        """Start over, because the draft's features have changed."""
         if self._plan is not None:
             self._started = time.monotonic()
             self._pieces = deque(self._plan())
 
     def record_next(self) -> None:
-        """Record one piece, if there is one; a request that comes meanwhile waits for no more than that."""
+        """Record one graph, if any is left. A request that arrives meanwhile waits only for this one."""
         if self._pieces:
             with self._graphs.keeping():
                 self._pieces.popleft()()
             if not self._pieces:
                 _log.info(
-                    "CUDA graphs recorded anew: %d in %.1f s",
+                    "re-recorded %d CUDA graphs in %.1f s",
                     len(self._graphs.keys),
                     time.monotonic() - self._started,
                 )

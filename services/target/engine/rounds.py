@@ -1,4 +1,4 @@
-"""What a finished round means: the cut at a stop token or the length limit, the timings, the trace."""
+"""Cuts a round's tokens at stop tokens and the length limit; summarises rounds for trace and controller."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from outrider.shared.spec.tree import DraftBatch
 
 @dataclass(slots=True)
 class RoundCounter:
-    """Decode steps so far."""
+    """Counts decode steps."""
 
     value: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """How far a sequence got: tokens kept (and emitted), how many the cut dropped, and whether it ends with them."""
+    """Progress of one sequence in one round.
+
+    Attributes:
+        kept: Tokens that are kept and emitted.
+        num_cut: Tokens dropped after a stop token or the length limit.
+        finish: Why the sequence ends with these tokens; None if it continues.
+        matched_token: The stop token that ended it, if one did.
+    """
 
     kept: list[int]
     num_cut: int
@@ -32,9 +39,9 @@ class Advance:
 
 
 def advance(sequence: Sequence, emitted: list[int]) -> Advance:
-    """Append chosen tokens to a sequence up to the first stop token or its length limit.
+    """Append chosen tokens to a sequence, up to the first stop token or its length limit.
 
-    What is cut leaves no trace in lengths, usage or noise positions.
+    Dropped tokens do not count in lengths, usage or noise positions.
     """
     kept, finish, matched = emitted, None, None
     stop_ids, remaining = sequence.stop_ids, sequence.remaining
@@ -58,7 +65,7 @@ def round_trace(
     emitted: list[int],
     times: StepTimes,
 ) -> RoundTrace:
-    """Describe one row of a verified batch; copies its tree to the host."""
+    """Describe one row of a verified batch for the client. Copies the row's tree to the host."""
     num_nodes = outcome.num_nodes
     tokens, parents, depths = (
         field[index, :num_nodes].tolist() for field in (drafts.tokens, drafts.parents, drafts.depths)
@@ -83,7 +90,16 @@ def executed_step(
     chains: Collection[int],
     times: StepTimes,
 ) -> ExecutedStep:
-    """Sum up a step for the controller; `depth` is the deepest tree that was asked for, 0 if none was, `chains` are rows to have chains."""
+    """Summarise a step for the controller.
+
+    Args:
+        decodes: The batch.
+        outcomes: One per sequence.
+        drafts: The verified trees.
+        depth: Depth of the deepest requested tree; 0 if none was requested.
+        chains: Rows that requested chains.
+        times: Timestamps of the step.
+    """
     offered = [0] * len(decodes) if depth == 0 else drafts.depths.amax(dim=1).tolist()
     return ExecutedStep(
         rows=[

@@ -1,4 +1,4 @@
-"""The verify pass of host-driven rounds through CUDA graphs: batches and trees are padded to a few sizes, each recorded once."""
+"""Replays CUDA graphs for the verify pass of host rounds: pads batches and trees to a few recorded sizes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.tree import DraftBatch
 
 LEAST_CONTEXT = 1024
-"""Tokens that the narrowest page table covers: shorter contexts share its graph."""
+"""Context tokens that the narrowest page table covers. Shorter contexts share its graph."""
 MAX_PADDING = 2.0
+"""A graph is used if padding at most doubles the number of nodes (this is the factor)."""
 FREE_ROWS = 64
-"""A pass of so few rows costs about as much as one of a single row: padding up to here is free."""
+"""A pass of up to this many rows costs about as much as a single row, so padding up to here is free."""
 
 
 def table_pages(sequences: Seq[Sequence], page_size: int, nodes: int) -> int:
-    """Return the columns of a page table that holds these leases with room to grow: a power of two, so that few graphs serve all."""
+    """Return the number of columns of a page table for these leases, with room to grow.
+
+    It is a power of two, so that few graphs serve all contexts.
+    """
     most = max((len(sequence.lease.pages) for sequence in sequences if sequence.lease is not None), default=0)
     least = -(-max(LEAST_CONTEXT, nodes) // page_size)
     return power_of_2(max(most, least))
 
 
 class BucketedVerify:
-    """Runs `verify_step` on trees that the host handed over. Engine thread only; under inference mode.
+    """Runs `verify_step` on trees from the host. Engine thread only; under inference mode.
 
     Args:
-        model: Returns what runs, with or without feature rows.
-        graphs: Where the passes are recorded.
-        buckets: Sizes.
-        max_depth: The deepest tree that is cut nowhere.
+        model: Returns the model to run, with or without feature rows.
+        graphs: Records and replays the passes.
+        buckets: Sizes to pad batches and trees to.
+        max_depth: Depth of the deepest tree that is verified without a cut.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class BucketedVerify:
         self._results: dict[tuple[int, int], torch.Tensor] = {}
 
     def fits(self, counts: Seq[int]) -> bool:
-        """Whether trees of these sizes go through a graph without too much padding."""
+        """Return True if trees of these sizes go through a graph without too much padding."""
         bs, nodes = self._buckets.batch_size(len(counts)), self._buckets.num_nodes(max(counts))
         return (
             bs is not None and nodes is not None and bs * nodes <= max(FREE_ROWS, MAX_PADDING * sum(counts))
@@ -63,7 +67,8 @@ class BucketedVerify:
         """Verify one tree per sequence.
 
         Returns:
-            What was accepted per sequence, and ``[bs, R, feature_size]`` feature rows of the accepted nodes, a copy, if they are captured.
+            The outcome of each sequence, and a copy of the accepted nodes' feature rows,
+            ``[bs, R, feature_size]``, if they are captured.
         """
         bs, nodes = self._buckets.batch_size(len(sequences)), self._buckets.num_nodes(drafts.tokens.shape[1])
         assert bs is not None
@@ -76,7 +81,7 @@ class BucketedVerify:
         tables.load(sequences, drafts)
         step = (self._run if due else self._step)(tables, mode, capture)
         rows = unpack(self._on_host(step.packed)[: len(sequences)].tolist())
-        assert all(row is not None for row in rows), "a sequence that is verified has not ended"
+        assert all(row is not None for row in rows), "no sequence in a verify pass has ended"
         features = None if step.features is None else step.features[: len(sequences)].clone()
         return [row for row in rows if row is not None], features
 
@@ -85,7 +90,7 @@ class BucketedVerify:
         self._prepare(self._at(*self._key(bs, nodes, ())), mode, capture)
 
     def _on_host(self, packed: torch.Tensor) -> torch.Tensor:
-        """Wait for what a pass chose; pinned memory takes it without a detour."""
+        """Copy the result of a pass to the host and wait for it. Pinned memory avoids a staging copy."""
         if not packed.is_cuda:
             return packed
         size = (packed.shape[0], packed.shape[1])

@@ -1,4 +1,4 @@
-"""Names the CUDA graphs of the target: rounds, verify passes and prompts."""
+"""Keys of the target's CUDA graphs: rounds on the device, verify passes and prompt passes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from outrider.shared.spec.tree import DraftShape
 
 
 class GraphKey(NamedTuple):
-    """Identifies one recorded pass: passes with equal keys replay the same graph.
+    """Identifies one recorded pass. Passes with equal keys replay the same graph.
 
     Attributes:
-        kind: A round that stays on the device, a verify pass of a round through the host, or a pass over a prompt.
+        kind: "round" for a round on the device, "verify" for the verify pass of a host round, "prefill" for a
+            pass over a prompt.
         rows: Sequences of a batch, or tokens of a prompt.
-        nodes: Nodes of each tree, the root included.
+        nodes: Nodes of each tree, including the root.
         pages: Columns of the page table.
-        mode: How tokens are sampled; None where the graph serves every mode.
-        shape: The shape of the draft trees of a round.
-        columns: The most tokens that a round may choose.
-        capture: Whether feature rows are computed and stored.
+        mode: Sampling mode; None where the graph serves every mode.
+        shape: Shape of the draft trees of a round.
+        columns: Maximum number of tokens that a round may choose.
+        capture: True if feature rows are computed and stored.
         drafter: The drafter's own part of the key, see `ResidentBatch.key`.
-        draft_dependent: Whether the graph reads the drafter's tensors, the feature plane or the projector. Such graphs are void once
-            another draft connects; those of plain decoding stay valid.
+        draft_dependent: True if the graph reads the drafter's tensors, the feature plane or the projector.
+            Such graphs become invalid when another draft connects; those of plain decoding stay valid.
     """
 
     kind: Literal["round", "verify", "prefill"]

@@ -1,6 +1,7 @@
-"""What a verify pass reads of its sequences beside tokens and lengths, as tensors that never move: pages, limits, sampling parameters.
+"""Per-batch inputs of a verify pass at fixed addresses: page table, limits, sampling parameters, trees.
 
-All of it lies in one buffer, so that one copy from the host loads it, in stream order: a pass that still runs sees what it was given.
+All of them lie in one buffer, so that a single copy from the host loads them. The copy is in stream order, so
+a pass that still runs does not see the new values.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from outrider.shared.base.generation import SamplingParams
 from outrider.shared.spec.tree import DraftBatch, mask_words
 
 STAGES = 4
-"""Pinned buffers in turn: a copy may still be on its way when the next one is prepared."""
+"""Pinned buffers used in turn, because a copy may still be in flight when the next one is prepared."""
 
 
 class SamplingMode(Enum):
-    """What the rows of a batch need: a graph holds the code of one mode."""
+    """The sampling code that a batch needs. A CUDA graph contains the code of one mode."""
 
     GREEDY = "greedy"
     NOISE = "noise"
@@ -30,7 +31,7 @@ class SamplingMode(Enum):
 
     @classmethod
     def of(cls, sequences: Seq[Sequence]) -> SamplingMode:
-        """Return the least that serves all of them."""
+        """Return the cheapest mode that serves all sequences."""
         warm = [
             sequence.request.sampling for sequence in sequences if sequence.request.sampling.temperature > 0
         ]
@@ -42,7 +43,7 @@ class SamplingMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _HostTrees:
-    """The fields of `DraftBatch` in the buffer of the host."""
+    """The fields of `DraftBatch` in the host buffer."""
 
     tokens: np.ndarray
     parents: np.ndarray
@@ -51,7 +52,7 @@ class _HostTrees:
     ancestors: np.ndarray
 
     def clear(self) -> None:
-        """Write trees of one node."""
+        """Write single-node trees."""
         self.parents[:] = -1
         self.num_nodes[:] = 1
         self.ancestors[:, :, 0] = 1
@@ -67,22 +68,23 @@ class _HostTrees:
 
 
 class InputBatch:
-    """The tables of one size of batch. Rows past the sequences are idle: their limit is 0.
+    """The inputs of one batch size. Rows past the sequences are idle: their limit is 0.
 
     Args:
         bs: Rows.
-        nodes: Tree nodes of a row; sampling parameters are repeated for each.
+        nodes: Tree nodes per row; sampling parameters are repeated for each node.
         pages: Columns of the page table.
-        page_size: Tokens of a page.
-        device: Where the tensors live.
+        page_size: Tokens per page.
+        device: Device of the tensors.
 
     Attributes:
         page_table: ``[bs, pages] int32``.
-        limits: ``[bs] int32``; a round runs for a row while its committed_len is below this: where the sequence ends, or 0 (idle).
+        limits: ``[bs] int32``; the length at which each sequence ends, or 0 for idle rows. A round runs for a
+            row while its committed_len is below this limit.
         committed_lens: ``[bs] int32``, as of `load`; 1 for idle rows.
         query_start: ``[bs + 1] int32``, multiples of `nodes`.
-        trees: ``[bs, nodes]``, as of `load`; trees of one node where none were loaded.
-        nothing, ones, no_parent: ``[bs] int32``, 0, 1 and -1.
+        trees: ``[bs, nodes]``, as of `load`; single-node trees where none were loaded.
+        nothing, ones, no_parent: ``[bs] int32`` constants 0, 1 and -1.
     """
 
     def __init__(self, bs: int, nodes: int, pages: int, page_size: int, device: torch.device) -> None:
@@ -91,7 +93,7 @@ class InputBatch:
         self.pages = pages
         self.page_size = page_size
         rows = bs * nodes
-        # 64-bit seeds first, where they are aligned.
+        # 64-bit seeds come first, because they need alignment.
         sizes = {
             "seeds": 2 * rows,
             "limits": bs,
@@ -135,7 +137,7 @@ class InputBatch:
         )
         self._top_k, self._choices = host["top_k"], host["choices"]
         self._table = host["page_table"].reshape(bs, pages)
-        self._held = [0] * bs  # pages of each row that the table has
+        self._held = [0] * bs  # per row, pages already in the table
         self.limits, self.committed_lens = tensors["limits"], tensors["committed_lens"]
         self.page_table = tensors["page_table"].view(bs, pages)
         self.trees = DraftBatch(
@@ -166,14 +168,14 @@ class InputBatch:
         self._upload()
 
     def sampling(self, mode: SamplingMode) -> SamplingTensors:
-        """Return the parameters of all ``bs * nodes`` rows."""
+        """Return the sampling parameters of all ``bs * nodes`` rows."""
         return replace(
             self._rows, all_greedy=mode is SamplingMode.GREEDY, any_filter=mode is SamplingMode.FILTERED
         )
 
     @property
     def first_rows(self) -> SamplingTensors:
-        """The parameters of each sequence once: views, ``[bs]`` each."""
+        """The sampling parameters of each sequence once: ``[bs]`` views."""
         rows, step = self._rows, self.nodes
         return replace(
             rows,
@@ -186,11 +188,12 @@ class InputBatch:
         )
 
     def load(self, sequences: Seq[Sequence | None], drafts: DraftBatch | None = None) -> None:
-        """Describe the sequences to the device; None is an idle row, and so are all rows behind them.
+        """Upload the inputs of the sequences. None is an idle row, and so are all rows past the list.
 
         Args:
             sequences: One per row.
-            drafts: Their trees: in memory of the host they travel with the rest, on the device they are copied there.
+            drafts: Their trees. Trees in host memory travel with the other inputs; trees on the device are
+                copied there.
         """
         self._clear()
         if drafts is not None and not drafts.tokens.is_cuda:
@@ -206,7 +209,7 @@ class InputBatch:
             _copy_trees(self.trees, drafts)
 
     def refresh(self, sequences: Seq[Sequence | None]) -> None:
-        """Tell the device what changed since `load`: rows that ended, and pages that were added."""
+        """Upload the changes since `load`: rows that ended and pages that were added."""
         changed = False
         for row, sequence in enumerate(sequences):
             if sequence is None:
@@ -247,7 +250,7 @@ class InputBatch:
         self._held = [0] * self.bs
 
     def _upload(self) -> None:
-        """Copy everything to the device; on a CPU it is there."""
+        """Copy the host buffer to the device. On a CPU the two are the same memory."""
         if not self._pinned:
             return
         stage = self._stage = (self._stage + 1) % STAGES
@@ -258,7 +261,7 @@ class InputBatch:
 
 
 def _copy_trees(static: DraftBatch, drafts: DraftBatch) -> None:
-    """Copy trees to their place, which holds trees of one node."""
+    """Copy trees into their fixed place, which must contain single-node trees."""
     bs, width, words = drafts.ancestors.shape
     static.num_nodes[:bs].copy_(drafts.num_nodes)
     static.tokens[:bs, :width].copy_(drafts.tokens)

@@ -1,6 +1,6 @@
-"""Forward passes of the target: prompt chunks and trees in, chosen tokens out; K/V and feature rows into the pool.
+"""Runs the target model: prefills prompt chunks, verifies trees, samples tokens, stores K/V and feature rows.
 
-Everything that touches tensors of the model is here; the engine sees token ids, lengths and feature rows.
+Only this module touches the model's tensors. The engine handles token ids, lengths and feature rows.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ from outrider.shared.spec.tree import DraftBatch
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """Tokens on their way to the host: what is enqueued after them is not waited for."""
+    """Chosen tokens that are being copied to the host.
+
+    `wait` waits for the copy only, not for work that was enqueued after it.
+    """
 
     _tokens: torch.Tensor
     _copied: torch.cuda.Event | None
 
     @classmethod
     def of(cls, chosen: torch.Tensor) -> ChosenTokens:
-        """Enqueue the copy of ``chosen [n] int64``."""
+        """Enqueue the copy of ``chosen [n] int64`` to the host."""
         if not chosen.is_cuda:
             return cls(chosen, None)
         host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
@@ -53,22 +56,26 @@ class ChosenTokens:
         return cls(host, copied)
 
     def wait(self) -> list[int]:
-        """Return the tokens when they are there."""
+        """Wait for the copy and return the tokens."""
         if self._copied is not None:
             self._copied.synchronize()
         return [int(token) for token in self._tokens.tolist()]
 
 
 class ModelRunner:
-    """Runs the decoder over the pool. Engine thread only; everything under inference mode.
+    """Runs the decoder on the KV pool. Engine thread only; everything under inference mode.
 
     Args:
-        decoder, pool, attention: What runs.
-        synthetic: Decides how many drafts a round accepts instead of the model; measurements with random weights alone make one.
-        graphs: Where passes are recorded; none are by default.
-        buckets: Sizes that `verify` pads its batches to, so that they can be recorded; None runs every batch as it is, without padding.
-        max_depth: The deepest tree that any request may ask for.
-        prefill_sizes: Rows of the passes over short prompts that may be recorded, ascending; none are by default.
+        decoder: The model.
+        pool: Stores K/V and feature rows.
+        attention: Computes attention.
+        synthetic: Replaces the model's choice of how many drafts a round accepts. Only benchmarks with random
+            weights pass one.
+        graphs: Records and replays passes; by default nothing is recorded.
+        buckets: Sizes that `verify` pads batches to, so that they can be recorded. None runs every batch
+            unpadded.
+        max_depth: Depth of the deepest tree that a request may ask for.
+        prefill_sizes: Rows of the passes over short prompts that may be recorded, ascending; none by default.
     """
 
     def __init__(
@@ -99,16 +106,17 @@ class ModelRunner:
 
     @property
     def captures(self) -> bool:
-        """Whether feature rows are computed and stored for sequences that want them."""
+        """True if feature rows are computed and stored for sequences that want them."""
         return self._projector is not None
 
     def set_feature_spec(self, spec: FeatureSpec | None) -> None:
-        """Start, change or stop capturing; rows stored before are void, and the caller forgets them.
+        """Start, change or stop capturing features. Rows stored before are invalid; the caller discards them.
 
         Raises:
-            CheckpointError: The spec does not fit this model; nothing is captured then.
+            CheckpointError: The spec does not fit this model. Capturing is then off.
         """
-        # They hold the projector and the feature plane. Those of plain decoding hold neither, and go on.
+        # These graphs read the projector and the feature plane. Graphs of plain decoding read neither and
+        # stay.
         self.graphs.drop(
             [key for key in self.graphs.keys if isinstance(key, GraphKey) and key.draft_dependent]
         )
@@ -128,28 +136,28 @@ class ModelRunner:
         self.pool.resize_features(spec.feature_size)
 
     def step_model(self, capture: bool) -> StepModel:
-        """Return what `verify_step` runs with; `capture` computes feature rows."""
+        """Return the inputs of `verify_step`; `capture` also computes feature rows."""
         return StepModel(
             self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic
         )
 
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
-        """Compute prompt chunks, see `begin_prefill`, and wait for their tokens."""
+        """Prefill prompt chunks and wait for their tokens. See `begin_prefill`."""
         return self.begin_prefill(chunks).wait()
 
     @torch.inference_mode()
     def begin_prefill(self, chunks: Seq[PrefillChunk]) -> ChosenTokens:
-        """Enqueue prompt chunks in one pass, causal within each; rounds that are on their way are not waited for.
+        """Enqueue prompt chunks in one pass, causal within each. Does not wait for rounds in flight.
 
         Stores K/V, and feature rows for sequences that want them.
 
         Returns:
-            For each chunk that is the last of its prompt, in order, the token at index committed_len.
+            The token at index committed_len for each chunk that completes its prompt, in order.
         """
         return ChosenTokens.of(self._prefilled(chunks))
 
     def _prefilled(self, chunks: Seq[PrefillChunk]) -> torch.Tensor:
-        """See `begin_prefill`: ``[n] int64`` on the device."""
+        """Enqueue the pass of `begin_prefill` and return its tokens on the device, ``[n] int64``."""
         if self._recorded.takes(chunks):
             token = self._recorded.run(chunks[0], self.captures and chunks[0].sequence.wants_drafts)
             return token if chunks[0].is_last else token[:0]
@@ -178,9 +186,10 @@ class ModelRunner:
     def verify(
         self, sequences: Seq[Sequence], drafts: DraftBatch
     ) -> tuple[list[Outcome], list[torch.Tensor | None]]:
-        """Verify one tree per sequence in one pass; a tree of one node is a step of plain decoding.
+        """Verify one tree per sequence in one pass. A single-node tree is a step of plain decoding.
 
-        Afterwards the accepted nodes' K/V, and feature rows where wanted, sit at token indices ``[cached_len, cached_len + k + 1)``.
+        Afterwards the K/V of the k accepted nodes, and their feature rows where wanted, are stored at token
+        indices ``[cached_len, cached_len + k + 1)``.
 
         Returns:
             The outcome of each sequence, and its new feature rows ``[k + 1, feature_size]`` or None.
@@ -212,24 +221,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_verify(self, bs: int, nodes: int, mode: SamplingMode) -> None:
-        """Record the pass of one size before anybody is served."""
+        """Record the verify pass of one size before the first request."""
         if self._bucketed is not None:
             self._bucketed.capture(bs, nodes, mode, self.captures)
 
     @torch.inference_mode()
     def capture_prefill(self, size: int) -> None:
-        """Record the pass over prompts of up to `size` tokens before anybody is served."""
+        """Record the pass over prompts of up to `size` tokens before the first request."""
         self._recorded.capture(size)
 
     @torch.inference_mode()
     def read_features(self, sequence: Sequence, start: int, stop: int) -> torch.Tensor:
-        """Return the stored feature rows of token indices ``[start, stop)``: ``[stop - start, feature_size]``, a copy."""
+        """Return a copy of the feature rows at token indices ``[start, stop)``: ``[stop - start, size]``."""
         assert sequence.lease is not None
         return self.pool.read_features(sequence.lease, start, stop)
 
     @torch.inference_mode()
     def scrub(self, sequence: Sequence) -> None:
-        """Zero the pages of a sequence whose values are not numbers, so that no later owner can read them by accident."""
+        """Zero the pages of a sequence with NaN or infinity, so that their next owner cannot read them."""
         if sequence.lease is not None:
             self.pool.scrub(self._int64(sequence.lease.pages))
 
@@ -279,7 +288,7 @@ class ModelRunner:
             accepted = row[2 : 2 + row[0]]
             moved = moved or any(node != index for index, node in enumerate(accepted, 1))
             outcomes.append(Outcome(count, accepted, row[1 + width : 2 + width + row[0]]))
-        if moved:  # A first-child path already sits where it belongs.
+        if moved:  # A path of first children is already in place.
             self.pool.compact(batch.page_table, batch.prefix_lens, verified.path, verified.num_accepted)
         return outcomes
 

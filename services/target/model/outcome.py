@@ -1,22 +1,22 @@
-"""What verification accepted for one sequence in one round."""
+"""The verification result of one sequence in one round: accepted nodes and emitted tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 FAILED_TOKEN = -1
-"""Stands for the token of a row whose logits are not finite numbers."""
+"""Emitted in place of a token whose logits are not finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One row of a verified batch, before stop tokens and the length limit cut it.
+    """One row of a verified batch, before the cut at stop tokens and the length limit.
 
     Attributes:
-        num_nodes: Nodes of the row's tree, the root included.
-        accepted: Indices of the accepted nodes in path order, the root excluded.
-        emitted: Tokens of the accepted nodes, then the bonus token; `FAILED_TOKEN` in place of a bonus token whose logits are not
-            finite numbers.
+        num_nodes: Nodes of the row's tree, including the root.
+        accepted: Indices of the accepted nodes in path order, without the root.
+        emitted: Tokens of the accepted nodes, then the bonus token, or `FAILED_TOKEN` if the logits of the
+            bonus token are not finite numbers.
     """
 
     num_nodes: int

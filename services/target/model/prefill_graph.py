@@ -1,7 +1,7 @@
-"""The pass over a short prompt as a CUDA graph: launched by the host, the hundreds of kernels of one take longer than they run.
+"""Replays CUDA graphs for short prompts, whose many small kernels take longer to launch than to run.
 
-Prompts are padded to a few sizes, each recorded once. Longer ones keep the device busy by themselves, and several at once go in one pass
-of their own.
+Prompts are padded to a few sizes, each recorded once. Longer prompts keep the device busy anyway, and several
+prompts together run as one unrecorded pass.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.recorded_rows import RecordedRows
 
 LONGEST_CONTEXT = 1024
-"""Tokens that the page table covers: attention is laid out for as many, whatever there are."""
+"""Context tokens that the page table covers. Attention is always planned for this length."""
 _EXTRA_WORDS = 8
-"""Seed, position and mask of the feature slots of 8 bytes each; temperature and choice."""
+"""int32 words: seed, position and feature-slot mask of 8 bytes each, then temperature and choice."""
 
 
 class PrefillGraph(RecordedRows["_Inputs"]):
-    """Runs single prompt chunks. Engine thread only; under inference mode.
+    """Runs single prompt chunks through graphs. Engine thread only; under inference mode.
 
     Args:
-        model: Returns what runs, with or without feature rows.
-        graphs: Where the passes are recorded.
+        model: Returns the model to run, with or without feature rows.
+        graphs: Records and replays the passes.
         sizes: Rows of the recorded passes, ascending.
     """
 
@@ -41,16 +41,17 @@ class PrefillGraph(RecordedRows["_Inputs"]):
         self._model = model
 
     def takes(self, chunks: Seq[PrefillChunk]) -> bool:
-        """Whether these chunks, in one pass, are what a graph was recorded for."""
+        """Return True if one pass over these chunks has a graph."""
         if len(chunks) != 1 or SamplingMode.of([chunks[0].sequence]) is SamplingMode.FILTERED:
             return False
         return self._takes(chunks[0].start, chunks[0].stop - chunks[0].start)
 
     def run(self, chunk: PrefillChunk, features: bool) -> torch.Tensor:
-        """Enqueue a chunk that `takes` accepts; its K/V is stored, and its feature rows if `features`.
+        """Enqueue a chunk that `takes` accepts. Store its K/V, and its feature rows if `features` is set.
 
         Returns:
-            The token behind it, ``[1] int64``, a copy; of no meaning unless the chunk is the last of its prompt.
+            A copy of the token after the chunk, ``[1] int64``. It is valid only for the last chunk of a
+            prompt.
         """
         size = self._size_for(chunk.stop - chunk.start)
         self._at(size).load(chunk, features)
@@ -58,7 +59,7 @@ class PrefillGraph(RecordedRows["_Inputs"]):
         return chosen.clone()
 
     def capture(self, size: int) -> None:
-        """Record the pass of one size before anybody is served."""
+        """Record the pass of one size before the first request."""
         self._record(size)
 
     def _key(self, size: int) -> GraphKey:
@@ -72,7 +73,7 @@ class PrefillGraph(RecordedRows["_Inputs"]):
 
 
 class _Inputs:
-    """What the pass of one size reads."""
+    """The inputs of the pass of one size."""
 
     def __init__(self, size: int, model: StepModel) -> None:
         pool = model.pool
@@ -97,7 +98,7 @@ class _Inputs:
         )
 
     def load(self, chunk: PrefillChunk, features: bool) -> None:
-        """Describe a chunk to the device."""
+        """Upload the inputs of a chunk."""
         sequence = chunk.sequence
         assert sequence.lease is not None
         params, extra = sequence.request.sampling, np.zeros(_EXTRA_WORDS, dtype=np.int32)
@@ -108,7 +109,7 @@ class _Inputs:
         self.rows.load(sequence.lease, sequence.tokens[chunk.start : chunk.stop], chunk.start, extra)
 
     def step(self, model: StepModel) -> torch.Tensor:
-        """Run the pass; returns the token behind the last row, ``[1] int64``."""
+        """Run the pass and return the token after the last row, ``[1] int64``."""
         rows, projector = self.rows, model.projector
         model.attention.plan(rows.batch)
         aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
@@ -116,6 +117,6 @@ class _Inputs:
             rows.tokens, rows.positions, model.attention, model.pool, aux_layer_ids
         )
         if projector is not None:
-            # A slot stays as it is or, where no features are wanted, becomes -1.
+            # The mask is 0, which leaves a slot as it is, or -1, which turns it into -1: no features wanted.
             model.pool.store_some_features(projector(output), rows.batch.slots | self._hidden_slots)
         return model.decoder.choose(output.hidden[-1:], self._sampling, self._position)

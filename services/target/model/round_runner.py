@@ -1,8 +1,15 @@
-"""Rounds that stay on the device: enqueues them one after the other, and reads each back when the next is on its way.
+"""Enqueues rounds that stay on the device, as CUDA graphs where possible; reads each back one round late.
 
-A round is one piece of device work, recorded as a CUDA graph where there are graphs: idle what ended, draft, verify, walk, compact, store,
-and write the `RoundState` that the next round starts from. The host adds pages and takes rows out, in stream order. With a draft in
-another process the recorded piece begins where its trees have come; the exchange before it is enqueued anew each round.
+A round is one piece of device work, replayed from a CUDA graph where possible:
+
+1. Make ended rows idle.
+2. Draft.
+3. Verify and walk the tree.
+4. Compact the K/V, store features.
+5. Write the `RoundState` that the next round starts from.
+
+The host adds pages and removes rows in stream order. If the draft is in another process, the recorded part
+starts after its trees have arrived; the exchange before it is enqueued separately in each round.
 """
 
 from __future__ import annotations
@@ -29,14 +36,23 @@ from outrider.shared.spec.resident import DeviceDrafter, ExchangedBatch, Residen
 from outrider.shared.spec.tree import DraftShape
 
 RESULTS_KEPT = 5
-"""Places for results in turn: two rounds may be on their way, and a recording runs two."""
+"""Places for results, used in turn: two rounds may be in flight, and a recording runs two more."""
 MOST_TABLES = 512
-"""Sizes of batches with tables of their own, some ten KiB each; with one more, those are let go that no graph reads."""
+"""Limit for the number of input tables, about 10 KiB each. Above it, tables that no graph reads are freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What is fixed from `enter` to `leave`."""
+    """A batch, fixed from `enter` to `leave`.
+
+    Attributes:
+        shape: Shape of the draft trees.
+        mode: Sampling mode.
+        capture: True if feature rows are computed and stored.
+        state: The state between two rounds.
+        rounds: The drafter's side of the rounds; None without drafts.
+        exchanged: The same object, if the draft is in another process; else None.
+    """
 
     shape: DraftShape
     mode: SamplingMode
@@ -44,15 +60,15 @@ class _Batch:
     state: RoundState
     rounds: ResidentBatch | None
     exchanged: ExchangedBatch | None
-    """The rounds, if a draft in another process has a part in them."""
 
 
 class _Results:
-    """Results of rounds of one size: a ring in memory of the host, into which the rounds write.
+    """A ring in host memory that the rounds of one size write their results to.
 
     Args:
-        bs, columns: Of the rounds' state.
-        device: Where they run.
+        bs: Rows of the rounds' state.
+        columns: Columns of the rounds' state.
+        device: Device of the rounds.
     """
 
     def __init__(self, bs: int, columns: int, device: torch.device) -> None:
@@ -63,45 +79,51 @@ class _Results:
         self._next = 0
 
     def post(self, packed: torch.Tensor) -> None:
-        """Write a round's result to the next place: part of the round, recorded or not."""
+        """Write a round's result to the next place. This is part of the round and may be recorded."""
         post_round(packed, self._ring, self._turn)
 
     def take(self) -> torch.Tensor:
-        """Return where the round that was enqueued just now writes."""
+        """Return the place that the round enqueued last writes to."""
         place, self._next = self._next, (self._next + 1) % RESULTS_KEPT
         return self._ring[place]
 
     def recorded(self) -> None:
-        """Go on behind what a recording has run for trial; waits for the device."""
+        """Skip the places that the trial runs of a recording have used. Waits for the device."""
         self._next = int(self._turn)
 
 
 @dataclass(frozen=True, slots=True)
 class _Enqueued:
+    """A round in flight. `order` maps each row of the batch to a row of the result."""
+
     launched_at: float
     result: torch.Tensor
     done: torch.cuda.Event | None
     order: Seq[int]
-    """Which row of the result each row of the batch takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRound:
-    """One round on the host: a row per sequence of `enter` or `move` (None: it was idle), and how long the device took for it."""
+    """The result of one round on the host.
+
+    Attributes:
+        rows: One outcome per sequence of `enter` or `move`; None for a row that was idle.
+        seconds: Device time of the round.
+    """
 
     rows: list[Outcome | None]
     seconds: float
 
 
 class RoundRunner:
-    """Engine thread only; under inference mode.
+    """Enqueues and reads the rounds of one batch. Engine thread only; under inference mode.
 
     Args:
         runner: The model.
-        graphs: Where rounds are recorded.
-        drafter: What drafts on the device, or None.
-        columns: R of drafting rounds; deeper shapes take more.
-        recorded: The largest batch that is recorded; None for all.
+        graphs: Records and replays rounds.
+        drafter: Drafts on the device; None without drafts.
+        columns: R of drafted rounds; deeper shapes use more.
+        recorded: Largest batch to record; None for all.
     """
 
     def __init__(
@@ -123,28 +145,28 @@ class RoundRunner:
         self._current: InputBatch | None = None
         self._rows: list[Sequence | None] = []
         self._enqueued: deque[_Enqueued] = deque()
-        # Rounds that have run with a draft in another process.
+        # Keys of rounds that have already run with a draft in another process.
         self._tried: set[GraphKey] = set()
         self._last_read = 0.0
 
     @property
     def active(self) -> bool:
-        """Whether a batch was entered and not left."""
+        """True from `enter` to `leave`."""
         return self._batch is not None
 
     @property
     def in_flight(self) -> int:
-        """Rounds that were enqueued and not read."""
+        """Number of rounds that were enqueued but not read."""
         return len(self._enqueued)
 
     @property
     def exchanges(self) -> bool:
-        """Whether another process takes part in the rounds that were entered."""
+        """True if another process takes part in the current rounds."""
         return self._batch is not None and self._batch.exchanged is not None
 
     @torch.inference_mode()
     def enter(self, sequences: Seq[Sequence], bs: int, shape: DraftShape) -> bool:
-        """Load a batch, padded to `bs` rows; False when the drafter cannot take it now."""
+        """Load a batch, padded to `bs` rows. Return False if the drafter cannot take it now."""
         assert self._batch is None
         capture = self._runner.captures and any(sequence.has_features for sequence in sequences)
         state = self._state(bs, shape)
@@ -172,11 +194,13 @@ class RoundRunner:
     def launch(
         self, committed_upper: Seq[int], wait_limit_s: Callable[[], float | None] = lambda: None
     ) -> bool:
-        """Enqueue one round; False when the drafter has no room for it.
+        """Enqueue one round. Return False if the drafter has no room for it.
 
         Args:
-            committed_upper: For every row of `enter`, see `ResidentBatch.reserve`. The leases hold that and a tree.
-            wait_limit_s: Says how long a draft in another process is waited for, see `ExchangedBatch.exchange`.
+            committed_upper: For every row of `enter`, see `ResidentBatch.reserve`. The leases must have room
+                for these tokens and a tree.
+            wait_limit_s: Returns the longest wait for a draft in another process, see
+                `ExchangedBatch.exchange`.
         """
         batch = self._entered()
         if batch.rounds is not None and not batch.rounds.reserve(committed_upper):
@@ -203,14 +227,17 @@ class RoundRunner:
         return True
 
     def carry(self, wanted: bool = True) -> None:
-        """Do for the round that was enqueued last what its drafter has left to the host, see `ExchangedBatch.carry`: before the next one
-        is enqueued or this one is read, but after the one before was, since it is complete."""
+        """Do the host's part of the last enqueued round, see `ExchangedBatch.carry`.
+
+        Call it after the previous round was read, which is complete by then, but before the next round is
+        enqueued and before this one is read.
+        """
         batch = self._entered()
         if batch.exchanged is not None:
             batch.exchanged.carry(wanted)
 
     def read(self) -> FinishedRound:
-        """Wait for the oldest round that was enqueued, and return what it chose."""
+        """Wait for the oldest enqueued round and return its result."""
         enqueued = self._enqueued.popleft()
         if enqueued.done is not None:
             enqueued.done.synchronize()
@@ -222,13 +249,13 @@ class RoundRunner:
         return FinishedRound(rows, seconds)
 
     def committed(self, tokens_per_row: Seq[Seq[int]]) -> None:
-        """Tell the drafter what a round that was read chose; empty for rows that ended."""
+        """Report the tokens of a round that was read to the drafter; empty for rows that ended."""
         rounds = self._entered().rounds
         if rounds is not None:
             rounds.committed(tokens_per_row)
 
     def retire(self, row: int) -> None:
-        """Let a row go idle from the next enqueued round on; its pages may be given away at once, as the stream keeps the order."""
+        """Make a row idle from the next round on. Its pages may be freed now: the stream keeps the order."""
         rounds = self._entered().rounds
         if self._rows[row] is not None:
             self._rows[row] = None
@@ -237,10 +264,13 @@ class RoundRunner:
 
     @torch.inference_mode()
     def move(self, rows: Seq[int], bs: int) -> bool:
-        """Go on with these rows alone, none of which ended, padded to `bs`, less than now; False when the drafter cannot.
+        """Continue with these rows only, none of which has ended, padded to a smaller `bs`.
 
-        All of it is enqueued behind the rounds that are on their way, which are not waited for. What is read of them from now on, and
-        all later calls, speak of the new rows.
+        Everything is enqueued behind the rounds in flight, without waiting for them. From now on, results and
+        all calls use the new row numbers.
+
+        Returns:
+            False if the drafter cannot move.
         """
         batch, sequences = self._entered(), [self._rows[row] for row in rows]
         state = self._state(bs, batch.shape)
@@ -260,7 +290,7 @@ class RoundRunner:
         return True
 
     def leave(self) -> None:
-        """End the batch. Rounds that were not read are dropped: only those may be that have nothing to tell, all rows having ended."""
+        """End the batch. Unread rounds are dropped; this is allowed only if all their rows have ended."""
         self.carry(wanted=False)
         rounds = self._entered().rounds
         self._enqueued.clear()
@@ -289,7 +319,7 @@ class RoundRunner:
             self._batch = None
 
     def _round(self) -> None:
-        """One round, from where it can be recorded; all it touches stays where it is from round to round."""
+        """Run the part of a round that can be recorded. All its tensors keep their addresses."""
         batch, tables = self._entered(), self._current
         assert tables is not None
         state = batch.state
@@ -323,7 +353,7 @@ class RoundRunner:
         )
 
     def _ready(self, batch: _Batch, key: GraphKey) -> Callable[[], None]:
-        """Return what enqueues the round: a replay, or each kernel by itself of a size that hardly ever comes up or is too large."""
+        """Return a function that enqueues the round: a graph, or single kernels for rare or large sizes."""
         if (self._recorded is not None and batch.state.bs > self._recorded) or not self._graphs.due(key):
             return self._round
         if not self._graphs.holds(key):
@@ -331,7 +361,7 @@ class RoundRunner:
         return lambda: self._graphs.run(key, self._round)
 
     def _capture(self, batch: _Batch, key: GraphKey) -> None:
-        """Record with idle rows, then go on with what the state held."""
+        """Record with idle rows, then restore the state."""
         state = batch.state
         fields = (state.committed_lens, state.tokens, state.counts, state.features)
         held = [field.clone() for field in fields]
@@ -342,7 +372,7 @@ class RoundRunner:
             field.copy_(value)
 
     def _renew_tables(self, batch: _Batch) -> None:
-        """Describe rows that ended and pages that were added; move to wider tables when a lease outgrew them."""
+        """Upload ended rows and added pages. Use wider tables if a lease has outgrown the current ones."""
         assert self._current is not None
         remaining = [sequence for sequence in self._rows if sequence is not None]
         tables = self._current
@@ -354,7 +384,7 @@ class RoundRunner:
             tables.refresh(self._rows)
 
     def _on_its_way(self, state: RoundState, launched_at: float) -> _Enqueued:
-        """Note the round that was enqueued just now."""
+        """Describe the round that was just enqueued."""
         done = None
         if state.counts.is_cuda:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -385,7 +415,7 @@ class RoundRunner:
         return found
 
     def _forget_unused(self) -> None:
-        """Let go of what no graph reads: which shapes come up is for clients to say, and nothing may grow by that."""
+        """Free tables that no graph reads. Clients choose the shapes, so the number of tables is bounded."""
         keys = {key for key in self._graphs.keys if isinstance(key, GraphKey)}
         self._tried &= keys
         used = {(key.rows, key.nodes, key.pages) for key in keys if key.kind == "round"}
@@ -407,7 +437,7 @@ def _round_tensors(state: RoundState) -> RoundTensors:
 
 
 def _load(state: RoundState, tables: InputBatch) -> None:
-    """Make every row idle and copy what the tables know of the sequences."""
+    """Make every row idle and copy the sequences' parameters from the tables."""
     state.counts.zero_()
     state.tokens.zero_()
     state.committed_lens.copy_(tables.committed_lens)
@@ -418,7 +448,7 @@ def _load(state: RoundState, tables: InputBatch) -> None:
 
 
 def _take_rows(state: RoundState, source: RoundState, rows: Seq[int]) -> None:
-    """Copy what a round left in `rows` of one state to the first rows of another."""
+    """Copy `rows` of one state to the first rows of another."""
     index = upload(rows, torch.int64, state.counts.device)
     for mine, theirs in (
         (state.committed_lens, source.committed_lens),

@@ -1,4 +1,4 @@
-"""Sampling parameters of a batch as tensors, one row per tree node; built once per batch composition, not once per step."""
+"""Sampling parameters of a batch as tensors, one row per tree node, cached per batch composition."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MAX_CACHED_BATCHES = 64
 
 
 class SamplingBatches:
-    """Makes and remembers `SamplingTensors`; a batch that repeats its sequences and row counts costs one dictionary look-up."""
+    """Builds and caches `SamplingTensors`. A batch of known sequences and row counts costs one lookup."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cache: dict[tuple[tuple[int, int], ...] | int, SamplingTensors] = {}
 
     def rows(self, sequences: Seq[Sequence], counts: Seq[int]) -> SamplingTensors:
-        """Return the parameters with sequence i repeated ``counts[i]`` times: ``[sum(counts)]`` rows."""
+        """Return ``[sum(counts)]`` rows: the parameters of sequence i repeated ``counts[i]`` times."""
         greedy = all(sequence.request.sampling.temperature == 0 for sequence in sequences)
         key: tuple[tuple[int, int], ...] | int = (
             sum(counts)

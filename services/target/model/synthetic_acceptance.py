@@ -1,7 +1,8 @@
-"""Synthetic acceptance: how many drafts a round accepts is drawn from a stated distribution, whatever the model says.
+"""Synthetic acceptance for benchmarks: draws the number of accepted drafts from a given distribution.
 
-With random weights a draft never guesses right, so that speed at a given accept length could not be measured without a trained pair. Only
-`outrider bench` makes one; no flag, setting or request leads here, and what it measures is labelled with `describe`.
+With random weights no draft is ever right. Synthetic acceptance makes it possible to measure the speed at a
+given accept length without a trained pair. Only `outrider bench` uses it: no flag, setting or request of a
+server does. Results measured with it carry the label that `describe` returns.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ MAX_LEVELS = 16
 
 
 class SyntheticAcceptance:
-    """Rewrites the chosen tokens of a verified batch on the device, so that the walk accepts a drawn number of drafts.
+    """Rewrites a verified batch's chosen tokens on the device so that a drawn number of drafts is accepted.
 
-    A function of (seed, position) like all noise, so that a run repeats itself; capturable into a CUDA graph.
+    The draw depends only on (seed, position), like all noise, so that a run is repeatable. It can be captured
+    into a CUDA graph.
 
     Args:
-        rates: For i = 1, 2 …: the probability that draft i of a path is accepted, given that those before it were. Deeper ones never are.
-        vocab_size: Of the target.
-        device: Of the target.
+        rates: For i = 1, 2 …, the probability that draft i of a path is accepted, given that those before it
+            were. Deeper drafts are never accepted.
+        vocab_size: The target's vocabulary size.
+        device: The target's device.
 
     Raises:
-        ConfigurationError: A rate is not within 0…1.
+        ConfigurationError: A rate is outside 0…1, or there are too few or too many rates.
     """
 
     def __init__(self, rates: Sequence[float], vocab_size: int, device: torch.device | str) -> None:
@@ -38,14 +41,14 @@ class SyntheticAcceptance:
         self.set_rates(rates)
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Change the distribution; the tensor stays where it is, so that recorded graphs follow.
+        """Change the distribution. The tensor keeps its address, so that recorded graphs use the new rates.
 
         Raises:
-            ConfigurationError: As the constructor.
+            ConfigurationError: As in the constructor.
         """
         if not 0 < len(rates) <= MAX_LEVELS or not all(0.0 <= rate <= 1.0 for rate in rates):
             raise ConfigurationError(
-                f"acceptance rates are 1 to {MAX_LEVELS} numbers between 0 and 1, not {list(rates)}.",
+                f"acceptance rates must be 1 to {MAX_LEVELS} numbers between 0 and 1, not {list(rates)}.",
                 field="--accept-length",
             )
         self.rates = tuple(rates)
@@ -54,23 +57,23 @@ class SyntheticAcceptance:
         self._thresholds.copy_(torch.tensor([_gumbel_quantile(share) for share in shares]))
 
     def mean(self, depth: int) -> float:
-        """Return the mean accept length in trees of this depth, the bonus token counted."""
+        """Return the mean accept length in trees of this depth, including the bonus token."""
         return 1.0 + sum(self._survival[:depth])
 
     def describe(self) -> str:
-        """Return the label of every figure that was measured with it."""
+        """Return the label for every result measured with these rates."""
         return "synthetic, per-position rates " + ", ".join(f"{rate:g}" for rate in self.rates)
 
     def __call__(
         self, chosen: torch.Tensor, drafts: DraftBatch, positions: torch.Tensor, seeds: torch.Tensor
     ) -> torch.Tensor:
-        """Return the tokens to walk by, ``[bs, N] int64``; a batch of single nodes is returned as it is.
+        """Return the tokens to walk by, ``[bs, N] int64``. With single-node trees, return `chosen` unchanged.
 
         Args:
-            chosen: ``[bs, N] int64``, what the model chose after each node, padded.
+            chosen: ``[bs, N] int64``; the model's choice after each node, padded.
             drafts: The trees.
-            positions: ``[bs] int64``, index of the token after each root (committed_len).
-            seeds: ``[bs] int64``, of the requests.
+            positions: ``[bs] int64``; index of the token after each root (committed_len).
+            seeds: ``[bs] int64``; the requests' seeds.
         """
         if drafts.tokens.shape[1] == 1:
             return chosen
@@ -89,17 +92,21 @@ class SyntheticAcceptance:
 
 
 def rates_of_mean(accept_length: float) -> list[float]:
-    """Return the rates of the distribution of least variance with this mean: ``floor`` or ``ceil`` of it, as vLLM's simulation has it.
+    """Return the acceptance rates with this mean accept length and the least variance.
+
+    The accept length is then always the ``floor`` or ``ceil`` of the mean, as in vLLM's simulated acceptance.
 
     Args:
-        accept_length: Mean tokens per round, the bonus token counted; at least 1. Trees that are not deep enough accept less.
+        accept_length: Mean tokens per round, including the bonus token; at least 1. Trees that are not deep
+            enough accept less.
 
     Raises:
-        ConfigurationError: It is below 1, or beyond `MAX_LEVELS`.
+        ConfigurationError: The accept length is below 1 or above `MAX_LEVELS` + 1.
     """
     if not 1.0 <= accept_length <= MAX_LEVELS + 1:
         raise ConfigurationError(
-            f"an accept length counts the bonus token and lies between 1 and {MAX_LEVELS + 1}, not {accept_length}.",
+            f"the accept length (including the bonus token) must be between 1 and {MAX_LEVELS + 1}, "
+            f"not {accept_length}.",
             field="--accept-length",
         )
     whole = int(accept_length - 1)

@@ -1,7 +1,7 @@
-"""One verify pass as device work alone: from trees and static tables to what was accepted, nothing waits for or asks the host.
+"""One verify pass entirely on the device: from trees and input tables to accepted tokens, without the host.
 
-So it can be recorded into a CUDA graph; on a CPU the same code runs at once. Rows that are idle, and columns behind a tree's nodes, are
-computed like all others, but store nothing and accept nothing.
+It can therefore be recorded into a CUDA graph; on a CPU the same code runs directly. Idle rows, and columns
+past a tree's nodes, are computed like all others, but store and accept nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.shared.spec.tree import DraftBatch
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """What a pass runs with. `projector` is None when no feature rows are wanted."""
+    """The model and memory that a pass runs with. `projector` is None if no feature rows are wanted."""
 
     decoder: Decoder
     pool: KVPool
@@ -34,11 +34,12 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedStep:
-    """What a pass found.
+    """The result of a pass.
 
     Attributes:
         packed: ``[bs, 2 + 2 R] int32`` for the host, see `unpack`.
-        features: ``[bs, C, feature_size]``, C = min(N, R): of the root and the accepted nodes, then anything; None without a projector.
+        features: ``[bs, C, feature_size]`` with C = min(N, R): rows of the root and the accepted nodes, then
+            arbitrary values; None without a projector.
     """
 
     packed: torch.Tensor
@@ -46,7 +47,7 @@ class VerifiedStep:
 
 
 def unpack(rows: list[list[int]]) -> list[Outcome | None]:
-    """Read `VerifiedStep.packed`; None for an idle row."""
+    """Decode `VerifiedStep.packed`; None for an idle row."""
     columns = (len(rows[0]) - 2) // 2
     return [
         None
@@ -67,19 +68,21 @@ def verify_step(
     state: RoundTensors | None = None,
     features_out: torch.Tensor | None = None,
 ) -> VerifiedStep:
-    """Verify one tree per row; move the accepted K/V to its place, compute and store the feature rows of the accepted nodes.
+    """Verify one tree per row, compact the accepted K/V, and store the feature rows of the accepted nodes.
 
     Args:
-        model: What runs.
-        tables: Of this batch and as many nodes as `drafts` has columns.
-        mode: Of the batch.
+        model: The model and memory to run with.
+        tables: The batch's inputs, with the same number of nodes as `drafts` has columns.
+        mode: Sampling mode of the batch.
         live: ``[bs] int32``; rows where it is 0 are idle.
         committed_lens: ``[bs] int32``.
-        drafts: The trees, padded to the table's nodes.
-        columns: R; a path with more tokens is cut, which is exact.
-        state: Where the next round starts from, see `accept_round`; None if there is none.
-        features_out: ``[bs, C or more, feature_size]``, where `VerifiedStep.features` is written; allocated if None.
+        drafts: The trees, padded to the nodes of `tables`.
+        columns: R. A path with more tokens is cut, which does not change the output tokens.
+        state: Where to write the state that the next round starts from, see `accept_round`; None for no
+            state.
+        features_out: ``[bs, C or more, feature_size]``; where to write the feature rows. None allocates them.
     """
+    # 1. Plan: place each row's nodes behind its cached tokens.
     bs, nodes = drafts.tokens.shape
     pool, page_size = model.pool, tables.page_size
     placed = place_rows(live, committed_lens, drafts.depths, drafts.num_nodes, tables.page_table, page_size)
@@ -93,6 +96,8 @@ def verify_step(
         max_query_len=nodes,
         max_kv_len=tables.pages * page_size,
     )
+
+    # 2. Forward, and sample a token after every node.
     projector = model.projector
     aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
     model.attention.plan(batch)
@@ -102,12 +107,16 @@ def verify_step(
     chosen = model.decoder.choose(output.hidden, tables.sampling(mode), placed.next_positions).view(bs, nodes)
     if nodes > 1 and model.synthetic is not None:
         chosen = model.synthetic(chosen, drafts, placed.next_positions[::nodes], tables.first_rows.seeds)
+
+    # 3. Accept: walk the trees, then move the accepted K/V to its place.
     trees = drafts.tokens, drafts.parents, drafts.num_nodes
     accepted = accept_round(
         live, placed.cached_lens, *trees, chosen, tables.page_table, page_size, columns, state
     )
     if nodes > 1:
         pool.compact(tables.page_table, placed.cached_lens, accepted.path[:, :columns], accepted.num_accepted)
+
+    # 4. Compute and store the feature rows of the accepted nodes.
     features = None
     if projector is not None:
         rows = projector.parts(_picked(output, accepted.feature_rows, projector.spec.final_hidden))
@@ -122,13 +131,13 @@ def verify_step(
 
 
 def root_batch(roots: torch.Tensor, tables: InputBatch) -> DraftBatch:
-    """Return trees of one node each, of ``roots [bs, 1] int32``: a round of plain decoding."""
+    """Return single-node trees of ``roots [bs, 1] int32``, for a round of plain decoding."""
     ones = tables.ones
     return DraftBatch(roots, tables.no_parent[:, None], tables.nothing[:, None], ones, ones[:, None, None])
 
 
 def _picked(output: DecoderOutput, rows: torch.Tensor, final_hidden: bool) -> DecoderOutput:
-    """Return the rows of that part of a pass that features are made of."""
+    """Return only those output rows that features are computed from."""
     if final_hidden or output.aux is None:
         return DecoderOutput(output.hidden[rows], None)
     return DecoderOutput(output.hidden[:0], output.aux[rows])

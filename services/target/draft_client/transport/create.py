@@ -1,4 +1,4 @@
-"""Which carrier reaches a draft's address."""
+"""Selects the transport for a draft's address: gRPC, or sockets and mailboxes for ``ipc://``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from outrider.shared.rpc.address import IpcAddress
 
 
 def carrier_of(address: str, device: torch.device, rounds: bool = False) -> Callable[[], Carrier]:
-    """Return what makes carriers to a draft's address; `rounds`: such as keep rounds on the device."""
+    """Return a function that makes carriers to a draft's address.
+
+    Args:
+        address: The draft's address.
+        device: The target's device.
+        rounds: Offer rounds that stay on the device.
+    """
     ipc = IpcAddress.parse(address, "draft")
 
     def make() -> Carrier:

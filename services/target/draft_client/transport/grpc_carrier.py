@@ -1,4 +1,8 @@
-"""The streams to a draft over gRPC. Whoever sends on the session stream does it; the link's thread receives, for the engine thread."""
+"""Carries the draft protocol over gRPC: a session stream, a bulk stream for long prompts, weight transfers.
+
+Any thread may send on the session stream. The link's thread receives from it for the engine thread; where
+waits poll, the engine thread reads the stream itself.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from outrider.services.target.draft_client.transport.carrier import (
     CONNECT_TIMEOUT_S,
     HANDSHAKE_TIMEOUT_S,
     LEND_TIMEOUT_S,
+    Carrier,
     ConnectionLost,
 )
 from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
@@ -39,13 +44,13 @@ SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
 BULK_METHOD = "/outrider.draft.v1.Draft/Bulk"
 JOIN_S = 5.0
 MAX_SHORT_BYTES = 4 * 1024 * 1024
-"""Rows of a prompt that go on the session stream: what a commit of another sequence may have to queue behind."""
+"""Prompt rows up to this size use the session stream; a commit of another sequence may queue behind them."""
 LOOK_S = 1.0
-"""How often it is looked whether a bulk stream without traffic has ended."""
+"""Poll interval for the end of an idle bulk stream."""
 AWAKE_S = 0.05
-"""So long is a reply waited for awake; from then on asleep."""
+"""Longest busy-poll for a reply; after that the thread sleeps."""
 BEFORE_A_PAUSE = frozenset(("open", "close", "rounds_leave"))
-"""Messages whose answer, if there is one, the engine thread does not wait for at once."""
+"""Messages after which the engine thread does not wait for an answer immediately."""
 CPU = torch.device("cpu")
 
 log = get_logger("outrider.target.draft")
@@ -53,11 +58,11 @@ log = get_logger("outrider.target.draft")
 
 @contextlib.contextmanager
 def lost() -> Iterator[None]:
-    """Turn errors of gRPC into ours: a status that says no, or a connection that is lost."""
+    """Convert gRPC errors: a refusal becomes an `OutriderError`, anything else `ConnectionLost`."""
     try:
         yield
     except grpc.FutureTimeoutError:
-        raise ConnectionLost("not there") from None
+        raise ConnectionLost("the draft cannot be reached") from None
     except grpc.RpcError as error:
         if cast(grpc.Call, error).code() in REFUSALS:
             raise error_from_rpc(error) from None
@@ -65,13 +70,13 @@ def lost() -> Iterator[None]:
 
 
 class WeightCalls:
-    """The calls that exchange weights, which are gRPC on every transport."""
+    """Exchanges weights with a draft. These calls use gRPC on every transport."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._stub = draft_pb2_grpc.DraftStub(channel)
 
     def get_tensor(self, name: str) -> Iterable[common_pb2.TensorChunk]:
-        """See `Carrier.get_tensor`."""
+        """Yield the chunks of one of the draft's tensors."""
         with lost():
             for reply in self._stub.GetTensor(
                 draft_pb2.GetTensorRequest(name=name), timeout=HANDSHAKE_TIMEOUT_S
@@ -79,19 +84,19 @@ class WeightCalls:
                 yield reply.chunk
 
     def put_tensors(self, chunks: Iterable[common_pb2.TensorChunk]) -> draft_pb2.PutTensorReply:
-        """See `Carrier.put_tensors`."""
+        """Send tensors that the draft borrows."""
         with lost():
             requests = (draft_pb2.PutTensorRequest(chunk=chunk) for chunk in chunks)
             return self._stub.PutTensor(requests, timeout=LEND_TIMEOUT_S)
 
 
-class GrpcCarrier:
-    """`Carrier` over two channels, so that a commit never queues behind rows of a long prompt.
+class GrpcCarrier(Carrier):
+    """Carries messages over two gRPC channels, so that commits never queue behind the rows of a long prompt.
 
     Args:
-        address: Of the draft.
+        address: The draft's address.
         rounds: Offer rounds that stay on the device.
-        device: Of the target.
+        device: The target's device.
     """
 
     rows_follow_open = False
@@ -101,8 +106,7 @@ class GrpcCarrier:
         self.tensors: TensorWriter = InlineTensors()
         self.rounds: RoundsChannel | None = None
         self._channel, self._bulk_channel = connect(address), connect(address)
-        weights = WeightCalls(self._channel)
-        self.get_tensor, self.put_tensors = weights.get_tensor, weights.put_tensors
+        self._weights = WeightCalls(self._channel)
         self._inbox: queue.SimpleQueue[draft_pb2.SessionReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._streams: list[ClientStream] = []
@@ -113,18 +117,17 @@ class GrpcCarrier:
         self._offers_rounds = rounds
         self._device = device
         self._on_pong: Callable[[draft_pb2.Pong], None] = _unheard
-        # Chunks of rows that have not been answered; and how many were sent and answered.
+        # Posted once for each chunk that is sent on the bulk stream.
         self._owed = threading.Semaphore(0)
         self._bulk_sent = self._bulk_answered = 0
         self._bulk_reader = threading.Thread(target=self._read_bulk, name="draft-bulk", daemon=True)
 
     @property
     def rows_behind(self) -> bool:
-        """See `Carrier`: those of the bulk stream."""
+        """True if rows on the bulk stream are not acknowledged yet."""
         return self._bulk_sent != self._bulk_answered
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
-        """See `Carrier.hello`."""
         with lost():
             grpc.channel_ready_future(self._channel).result(CONNECT_TIMEOUT_S)
             stream = self._stream = self._own(ClientStream(self._channel, SESSION_METHOD, self._vigil))
@@ -140,11 +143,16 @@ class GrpcCarrier:
             raise ConnectionLost("the stream ended before HelloAck")
         ack = _parse(reply)
         if not ack.HasField("hello"):
-            raise ProtocolError("the draft answered Hello with something else", field="hello")
+            raise ProtocolError("the draft did not answer Hello with HelloAck", field="hello")
         return ack.hello
 
+    def get_tensor(self, name: str) -> Iterable[common_pb2.TensorChunk]:
+        return self._weights.get_tensor(name)
+
+    def put_tensors(self, chunks: Iterable[common_pb2.TensorChunk]) -> draft_pb2.PutTensorReply:
+        return self._weights.put_tensors(chunks)
+
     def open_bulk(self, target_id: str) -> None:
-        """See `Carrier.open_bulk`."""
         assert self._stream is not None, "hello() comes first"
         self._bulk = self._own(
             ClientStream(self._bulk_channel, BULK_METHOD, PollWindow(enabled=self._vigil.enabled))
@@ -157,7 +165,6 @@ class GrpcCarrier:
             self.rounds = self._stream_rounds
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
-        """See `Carrier.follow`."""
         assert self._stream is not None, "hello() comes first"
         self._on_pong = on_pong
         with lost():
@@ -165,14 +172,16 @@ class GrpcCarrier:
                 self._dispatch(message)
 
     def send(self, message: draft_pb2.SessionRequest) -> None:
-        """See `Carrier.send`."""
         if self._stream is not None:
             self._stream.send(message.SerializeToString())
             if message.WhichOneof("message") in BEFORE_A_PAUSE:
                 self._stream.give_back()
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """See `Carrier.send_rows`: on the bulk stream, but for short prompts, which decoding waits for."""
+        """Send feature rows on the bulk stream, or on the session stream if they are few.
+
+        Decoding waits for the rows of short prompts.
+        """
         if self._stream is None or self._bulk is None:
             return
         short = rows.nbytes <= MAX_SHORT_BYTES
@@ -187,11 +196,13 @@ class GrpcCarrier:
                 self._owed.release()
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
-        """See `Carrier.ping`."""
         self.send(message)
 
     def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
-        """See `Carrier.receive`. Where waits are awake, and after rounds on the device, the engine thread reads the stream itself."""
+        """Return the next reply.
+
+        Where waits poll, and after rounds on the device, this thread reads the stream itself.
+        """
         with contextlib.suppress(queue.Empty):
             return self._inbox.get_nowait()
         if self._stream is not None:
@@ -205,28 +216,27 @@ class GrpcCarrier:
         return None
 
     def close(self) -> None:
-        """See `Carrier.close`."""
         self.ended.set()
         if self.rounds is not None:
             self.rounds.close()
-        self._inbox.put(None)  # whoever waits in `receive`
+        self._inbox.put(None)  # wakes a thread that waits in `receive`
         self._owed.release()
         with self._lock:
             for stream in self._streams:
                 stream.cancel()
 
     def release(self) -> None:
-        """See `Carrier.release`."""
         if self._stream is not None:
             self._stream.drain()
         if self._bulk_reader.is_alive():
             self._bulk_reader.join(JOIN_S)
-        self._on_pong = _unheard  # it knows the connection, which has this
+        # Break a cycle: the callback references the connection, which owns this carrier.
+        self._on_pong = _unheard
         self._channel.close()
         self._bulk_channel.close()
 
     def _own(self, stream: ClientStream) -> ClientStream:
-        """Cancel `stream` when the connection closes."""
+        """Register a stream, so that it is cancelled when the connection closes."""
         with self._lock:
             self._streams.append(stream)
             if self.ended.is_set():
@@ -234,17 +244,17 @@ class GrpcCarrier:
         return stream
 
     def _dispatch(self, message: bytes) -> None:
-        """Hand a message on; on the link's thread, or on the engine's."""
+        """Pass a message to its receiver. Runs on the link's thread or on the engine's."""
         reply = _parse(message)
         if reply.HasField("round_trees") and self._stream_rounds is not None:
             self._stream_rounds.arrived(reply.round_trees)
         elif reply.HasField("pong"):
             self._on_pong(reply.pong)
-        elif not reply.HasField("round_taken"):  # which the way back was warmed by
+        elif not reply.HasField("round_taken"):  # RoundTaken only warms up the path of the trees
             self._inbox.put(reply)
 
     def _read(self, stream: ClientStream, timeout_s: float) -> None:
-        """Wait until there is a reply in the inbox, or the stream has ended."""
+        """Wait until the inbox contains a reply or the stream has ended."""
         until = time.monotonic() + timeout_s
         self._vigil.expect(min(timeout_s, AWAKE_S))
         while self._inbox.empty() and not stream.ended and (remaining := until - time.monotonic()) > 0:
@@ -254,17 +264,18 @@ class GrpcCarrier:
         self._vigil.rest()
 
     def _take_in(self, message: bytes) -> None:
-        """Hand a message on; on the engine's thread, where a malformed one ends the stream."""
+        """Dispatch a message on the engine thread. A malformed message ends the connection."""
         try:
             self._dispatch(message)
         except ProtocolError as error:
-            log.warning("the draft broke the protocol", error=error.message)
+            log.warning("the draft violated the protocol", error=error.message)
             self.close()
 
     def _read_bulk(self) -> None:
-        """Drain the acknowledgements; a bulk stream that ends takes the connection with it.
+        """Receive the acknowledgements of bulk chunks. The end of the bulk stream ends the connection.
 
-        While none is due this thread stays out of gRPC's core: among threads that wait there only one watches the sockets, for all.
+        In gRPC's core, only one of the waiting threads watches the sockets, for all of them. Therefore this
+        thread waits there only while an acknowledgement is due.
         """
         assert self._bulk is not None
         with contextlib.suppress(grpc.RpcError):
@@ -280,11 +291,11 @@ class GrpcCarrier:
 
 
 def _unheard(_pong: draft_pb2.Pong) -> None:
-    """A sign of life that nobody listens for."""
+    """Ignore a pong that arrives before `follow` or after `release`."""
 
 
 def _parse(message: bytes) -> draft_pb2.SessionReply:
     try:
         return draft_pb2.SessionReply.FromString(message)
     except DecodeError:
-        raise ProtocolError("a message of the draft does not parse", field="message") from None
+        raise ProtocolError("a message from the draft cannot be parsed", field="message") from None

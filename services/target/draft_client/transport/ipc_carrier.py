@@ -1,6 +1,7 @@
-"""The streams to a draft of this host: the engine thread itself writes to and reads from the session's socket.
+"""Carries the draft protocol on one host: unix sockets for messages, mailboxes for feature rows and rounds.
 
-Rows of prompts go through a mailbox, and their messages the same way. On a second socket the link's thread hears signs of life and the end.
+The engine thread writes to and reads from the session socket itself. On a second socket, the link's thread
+receives pongs and notices the end of the connection.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from google.protobuf.message import DecodeError
@@ -19,6 +20,7 @@ from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport.carrier import (
     CONNECT_TIMEOUT_S,
     HANDSHAKE_TIMEOUT_S,
+    Carrier,
     ConnectionLost,
 )
 from outrider.services.target.draft_client.transport.grpc_carrier import WeightCalls
@@ -39,19 +41,19 @@ from outrider.shared.spec.resident import RoundState
 
 IDLE_S = 3600.0
 ENTER_AWAKE_S = 0.005 if SPIN_S else 0.0
-"""How long the answer to RoundsEnter is looked for before this thread sleeps, from which it wakes up late: decoding stands still."""
+"""Busy-poll for the answer to RoundsEnter: decoding waits for it, and a sleeping thread wakes up late."""
 PUMP_S = 5e-4
-"""How often a slot is looked for while rows wait for one."""
+"""Poll interval for a free slot while rows wait for one."""
 
 log = get_logger("outrider.target.draft")
 
 
-class IpcCarrier:
-    """`Carrier` over two unix sockets and mailboxes.
+class IpcCarrier(Carrier):
+    """Carries messages over two unix sockets and mailboxes.
 
     Args:
-        address: Of the draft.
-        device: Where the target's rows are.
+        address: The draft's address.
+        device: Device of the target's feature rows.
         rounds: Offer rounds that stay on the device.
     """
 
@@ -65,8 +67,7 @@ class IpcCarrier:
         self._address = address
         self._device = device
         self._channel = connect_grpc(address.grpc)
-        weights = WeightCalls(self._channel)
-        self.get_tensor, self.put_tensors = weights.get_tensor, weights.put_tensors
+        self._weights = WeightCalls(self._channel)
         self._lock = threading.Lock()
         self._sockets: list[FrameSocket] = []
         self._rows: RowsOutbox | None = None
@@ -74,18 +75,22 @@ class IpcCarrier:
 
     @property
     def rows_behind(self) -> bool:
-        """See `Carrier`: those that wait for a slot, or to be made."""
+        """True if rows wait for a slot, or for the device work that computes them."""
         return self._rows is not None and self._rows.waiting
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
-        """See `Carrier.hello`."""
         with _lost():
             self._session = self._connect()
             self._session.send(FrameKind.HELLO, hello.SerializeToString())
             return draft_pb2.HelloAck.FromString(_answer(self._session, FrameKind.HELLO))
 
+    def get_tensor(self, name: str) -> Iterable[common_pb2.TensorChunk]:
+        return self._weights.get_tensor(name)
+
+    def put_tensors(self, chunks: Iterable[common_pb2.TensorChunk]) -> draft_pb2.PutTensorReply:
+        return self._weights.put_tensors(chunks)
+
     def open_bulk(self, target_id: str) -> None:
-        """See `Carrier.open_bulk`."""
         with _lost():
             offered = self._agree()
             self.tensors, self._rows = offered.session, RowsOutbox(offered.bulk, self.send)
@@ -95,7 +100,6 @@ class IpcCarrier:
             )
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
-        """See `Carrier.follow`."""
         with _lost():
             while True:
                 received = self._bulk.receive(IDLE_S)
@@ -103,7 +107,6 @@ class IpcCarrier:
                     on_pong(draft_pb2.SessionReply.FromString(_checked(received, FrameKind.SESSION)).pong)
 
     def send(self, message: draft_pb2.SessionRequest) -> None:
-        """See `Carrier.send`."""
         self._entering = message.HasField("rounds_enter")
         try:
             self._session.send(FrameKind.SESSION, message.SerializeToString())
@@ -111,17 +114,16 @@ class IpcCarrier:
             self.close()
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """See `Carrier.send_rows`."""
-        outbox = self._rows  # the link's thread may drop it meanwhile
+        outbox = self._rows  # a local copy, because the link's thread may drop it meanwhile
         try:
             if outbox is not None:
                 outbox.put(message, rows)
         except (EndOfStream, ProtocolError) as error:
-            log.warning("hung up on the draft", reason=str(error))
+            log.warning("disconnected from the draft", reason=str(error))
             self.close()
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
-        """See `Carrier.ping`: over the bulk socket, whose thread always listens."""
+        """Send a ping over the bulk socket, whose thread at the draft always listens."""
         try:
             self._session.flush()
             self._bulk.send(FrameKind.SESSION, message.SerializeToString())
@@ -129,7 +131,6 @@ class IpcCarrier:
             self.close()
 
     def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
-        """See `Carrier.receive`."""
         try:
             received = self._receive(timeout_s)
             return (
@@ -140,12 +141,11 @@ class IpcCarrier:
         except EndOfStream:
             self.close()
         except (ProtocolError, DecodeError) as error:
-            log.warning("the draft broke the protocol", error=str(error))
+            log.warning("the draft violated the protocol", error=str(error))
             self.close()
         return None
 
     def close(self) -> None:
-        """See `Carrier.close`."""
         self.ended.set()
         if self.rounds is not None:
             self.rounds.close()
@@ -155,8 +155,7 @@ class IpcCarrier:
             frames.close()
 
     def release(self) -> None:
-        """See `Carrier.release`."""
-        self._rows = None  # the mailbox goes with it
+        self._rows = None  # frees the mailbox
         self._channel.close()
 
     def _connect(self) -> FrameSocket:
@@ -168,14 +167,14 @@ class IpcCarrier:
         return frames
 
     def _agree(self) -> Offered:
-        """Offer mailboxes until the draft takes one."""
+        """Offer mailboxes, the preferred one first, until the draft accepts one."""
         reason = ""
         for offer in offers(self._device, rounds=self._offers_rounds):
             try:
                 offered = offer()
             except CudaError as error:
                 reason = error.message
-                log.warning("no mailbox on the GPU", reason=reason)
+                log.warning("cannot make a mailbox on the GPU", reason=reason)
                 continue
             try:
                 self._session.send(FrameKind.MAILBOX, offered.offer.SerializeToString(), offered.files)
@@ -188,12 +187,12 @@ class IpcCarrier:
                 return offered
             reason = ack.reason
             log.warning(
-                "the draft took no mailbox on the GPU; rows travel through host memory", reason=reason
+                "the draft refused a mailbox on the GPU; rows travel through host memory", reason=reason
             )
-        raise ProtocolError(f"the draft takes no mailbox: {reason}", field="mailbox")
+        raise ProtocolError(f"the draft refused every mailbox: {reason}", field="mailbox")
 
     def _receive(self, timeout_s: float) -> tuple[FrameKind, bytes] | None:
-        """Receive a frame; rows that wait for room are sent meanwhile."""
+        """Receive a frame, and meanwhile send rows that wait for a slot."""
         until = time.monotonic() + timeout_s
         while True:
             rows = self._rows
@@ -207,28 +206,31 @@ class IpcCarrier:
                 return received
 
 
-class MailboxRounds:
-    """`RoundsChannel` through a mailbox; messages travel beside it.
+class MailboxRounds(RoundsChannel):
+    """Carries states and trees through a mailbox. Their messages travel on the session socket.
 
     Args:
-        mailbox: Agreed with the draft.
-        send: Sends a message to it; a method of its carrier, which is not kept by this.
+        mailbox: The mailbox that the draft has accepted.
+        send: The carrier's method to send a message. Only a weak reference to it is kept.
     """
 
     def __init__(self, mailbox: BlobMailbox, send: Callable[[draft_pb2.SessionRequest], None]) -> None:
         self._mailbox = mailbox
-        # The carrier has this channel: a cycle would keep the mailbox, which is much memory of a GPU, until the garbage collector runs.
+        # The carrier owns this channel. A strong reference would be a cycle, which keeps the mailbox and its
+        # large GPU memory until the garbage collector runs.
         self._send = weakref.WeakMethod(send)
-        self.close = mailbox.close
-        self.mend = mailbox.mend
 
     @property
     def broken(self) -> bool:
-        """See `RoundsChannel.broken`."""
         return self._mailbox.broken
 
+    def mend(self) -> bool:
+        return self._mailbox.mend()
+
+    def close(self) -> None:
+        self._mailbox.close()
+
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        """See `RoundsChannel.fits`."""
         layout = self._mailbox.layout
         return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
 
@@ -241,7 +243,7 @@ class MailboxRounds:
         limit_s: float,
         ahead: bool,
     ) -> None:
-        """See `RoundsChannel.exchange`: enqueued, the host does not wait where there is a GPU."""
+        """Enqueue the exchange. With a GPU, the host does not wait."""
         assert state.packed is not None, "the engine's states are packed"
         try:
             self._mailbox.send(message.number, state.packed)
@@ -250,40 +252,40 @@ class MailboxRounds:
                 send(draft_pb2.SessionRequest(rounds_next=message))
             self._mailbox.receive(message.number, trees, expected, limit_s)
         except CudaError as error:
-            log.warning("no more rounds on the device with this draft", reason=error.message)
+            log.warning("stopping rounds on the device with this draft", reason=error.message)
             self.close()
 
     def hand_over(self) -> None:
-        """See `RoundsChannel.hand_over`: nothing is left to the host."""
+        """Do nothing: the device does all the work."""
 
     def carry(self, wanted: bool) -> None:
-        """See `RoundsChannel.carry`: nothing is left to the host."""
+        """Do nothing: the device does all the work."""
 
 
 @contextlib.contextmanager
 def _lost() -> Iterator[None]:
-    """Turn the end of a socket into the end of the connection."""
+    """Convert the end of a socket into `ConnectionLost`."""
     try:
         yield
     except (EndOfStream, OSError) as error:
         raise ConnectionLost(str(error)) from None
     except DecodeError:
-        raise ProtocolError("a message of the draft does not parse", field="frame") from None
+        raise ProtocolError("a message from the draft cannot be parsed", field="frame") from None
 
 
 def _answer(frames: FrameSocket, kind: FrameKind) -> bytes:
     received = frames.receive(HANDSHAKE_TIMEOUT_S)
     if received is None:
-        raise EndOfStream("no answer")
+        raise EndOfStream("the draft did not answer")
     return _checked(received, kind)
 
 
 def _checked(received: tuple[FrameKind, bytes], kind: FrameKind) -> bytes:
-    """Return the message of a frame of this kind; an error of the draft is raised."""
+    """Return the message of a frame of this kind. Raise an error frame as an exception."""
     if received[0] is FrameKind.ERROR:
         raise error_from_proto(common_pb2.ErrorDetail.FromString(received[1]))
     if received[0] is not kind:
         raise ProtocolError(
-            f"the draft sent a frame of kind {received[0].name} for {kind.name}", field="frame"
+            f"the draft sent a {received[0].name} frame instead of a {kind.name} frame", field="frame"
         )
     return received[1]

@@ -1,4 +1,4 @@
-"""The seam between rounds on the device and what carries their states and trees to and from a draft elsewhere."""
+"""`RoundsChannel`, the interface for rounds on the device that carries states to a draft and trees back."""
 
 from __future__ import annotations
 
@@ -11,19 +11,15 @@ from outrider.shared.spec.resident import RoundState
 
 
 class RoundsChannel(Protocol):
-    """How a carrier takes states to the draft and brings trees. For the engine thread, but for `close`.
-
-    Attributes:
-        broken: The trees of a round did not come in time, since `mend`, or the draft is gone.
-    """
+    """Carries states to the draft and trees back. Engine thread only, except for `close`."""
 
     @property
     def broken(self) -> bool:
-        """See above."""
+        """True if the trees of a round were late since the last `mend`, or the draft is gone."""
         ...
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        """Whether blobs of these sizes can travel."""
+        """Return True if blobs of these sizes can be carried."""
         ...
 
     def exchange(
@@ -35,30 +31,30 @@ class RoundsChannel(Protocol):
         limit_s: float,
         ahead: bool,
     ) -> None:
-        """Send the message and the state, and have the trees come, in stream order.
+        """Send the message and the state, and receive the trees in stream order.
 
         Args:
-            message: Of the round.
-            state: Packed, the header to be set to the round's number.
-            trees: ``[n] uint8``, where they come to with their header.
-            expected: ``[1] int32``, to be set to the number.
-            limit_s: How long after the state is there they may take.
+            message: The round's RoundsNext.
+            state: A packed state, whose header is set to the round's number.
+            trees: ``[n] uint8``; receives the trees and their header.
+            expected: ``[1] int32``; set to the round's number.
+            limit_s: Longest wait for the trees after the state is complete.
             ahead: See `ExchangedBatch.exchange`.
         """
         ...
 
     def hand_over(self) -> None:
-        """See `ExchangedBatch.hand_over`."""
+        """Do the host's part of sending the state, if any. See `ExchangedBatch.hand_over`."""
         ...
 
     def carry(self, wanted: bool) -> None:
-        """See `ExchangedBatch.carry`."""
+        """Do the host's part of receiving the trees, if any. See `ExchangedBatch.carry`."""
         ...
 
     def mend(self) -> bool:
-        """Start over after `broken`; False while that cannot be."""
+        """Recover after `broken`. Return False if that is not possible now."""
         ...
 
     def close(self) -> None:
-        """End every wait, now and from now on. Any thread."""
+        """End every current and future wait. Any thread."""
         ...

@@ -1,4 +1,4 @@
-"""Feature rows of prompts on their way to a draft: cut into messages, and waiting for room where they go through a mailbox."""
+"""Sends prompts' feature rows to a draft: splits them into messages and queues them for mailbox slots."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from outrider.shared.rpc.ipc.frames import EndOfStream
 from outrider.shared.rpc.ipc.mailbox import SlotTensorWriter
 
 ON_DEVICE_BYTES = 64 * 1024 * 1024
+"""Rows may always wait on the device up to this total size."""
 SHARE_OF_FREE = 4
-"""Rows beyond that wait on the device only if so many times their bytes are free there, else on the host, which takes a copy that is
-waited for: most of the device's memory is the cache's."""
+"""Above that size, rows wait on the device only while this many times their size is free there.
+
+Otherwise they are copied to the host, synchronously. Most of the device's memory belongs to the KV cache.
+"""
 MAX_WAITING_BYTES = 1 << 30
-"""A draft that has left so much unread counts as gone."""
+"""A draft that leaves more than this unread counts as gone."""
 
 
 def parts_of(
     message: draft_pb2.BulkRequest, rows: torch.Tensor, most_bytes: int
 ) -> Iterator[tuple[draft_pb2.BulkRequest, torch.Tensor]]:
-    """Cut rows into messages of at most `most_bytes`, and at least one row.
+    """Split rows into messages of at most `most_bytes`, but at least one row.
 
     Args:
-        message: Names the session, and the place of the first row.
+        message: Names the session and the position of the first row.
         rows: ``[rows, feature_size]``.
-        most_bytes: Of the rows of a message.
+        most_bytes: Limit for the rows of one message.
 
     Yields:
-        A message without rows, and the rows that belong into it.
+        A message without its rows, and the rows that belong to it.
     """
     per_part = max(1, most_bytes // max(1, rows.shape[1] * rows.element_size()))
     for start in range(0, rows.shape[0], per_part):
@@ -43,7 +46,7 @@ def parts_of(
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Rows that were not sent yet. `made` is behind the work that makes them."""
+    """Rows that were not sent yet. `made` is recorded after the device work that computes them."""
 
     message: draft_pb2.BulkRequest
     rows: torch.Tensor
@@ -51,10 +54,12 @@ class _Waiting:
 
 
 class RowsOutbox:
-    """Sends rows in their order, each part once a slot is free. For one thread; call `pump` now and then while `waiting`.
+    """Sends rows in order, each part as soon as a slot is free.
+
+    Not thread-safe. Call `pump` regularly while `waiting` is True.
 
     Args:
-        tensors: Writes into the mailbox.
+        tensors: Writes rows into the mailbox.
         send: Sends a message on the session stream.
     """
 
@@ -66,14 +71,14 @@ class RowsOutbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether rows wait for a slot, or to be made."""
+        """True if rows wait for a slot, or for the device work that computes them."""
         return bool(self._parts)
 
     def put(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Send rows, now or later; they must not change.
+        """Send rows now or later. They must not change.
 
         Raises:
-            EndOfStream: the draft does not read.
+            EndOfStream: The draft has stopped reading.
         """
         made = None
         self._waiting_bytes += rows.nbytes
@@ -83,14 +88,14 @@ class RowsOutbox:
             made = torch.cuda.Event()  # type: ignore[no-untyped-call]
             made.record(torch.cuda.current_stream(rows.device))
         if self._waiting_bytes > MAX_WAITING_BYTES:
-            raise EndOfStream("the draft does not read")
+            raise EndOfStream("the draft does not read its feature rows")
         self._parts.extend(
             _Waiting(part, some, made) for part, some in parts_of(message, rows, self._tensors.slot_bytes)
         )
         self.pump()
 
     def pump(self) -> None:
-        """Send what there is room for; never waits."""
+        """Send the rows that are computed and have a free slot. Never waits."""
         while self._parts:
             first = self._parts[0]
             if first.made is not None and not first.made.query():  # type: ignore[no-untyped-call]

@@ -1,11 +1,15 @@
-"""Rounds that stay on the device, over a gRPC stream: the host waits for the state, sends it, and waits for the trees.
+"""Rounds on the device over a gRPC stream: sends each round's state to the draft and receives its trees.
 
-The message of the round goes ahead, while the device still works, and what surrounds the state is encoded by then, so that only bytes are
-left to be copied when it is there; feature rows that the round did not choose stay behind. On a GPU the next pass goes ahead too: it is
-enqueued behind a word that the host writes when the trees have come (see `shared.rpc.relay`).
+To save time, as much as possible happens early:
 
-The host waits awake (see `shared.rpc.polling`): when the pass is done its result is on its way at once, and so is the next pass when trees
-come.
+- The message RoundsNext is sent while the device still works on the state. The envelope around the state is
+  encoded by then, so that only bytes must be copied when the state is complete. Feature rows of tokens that
+  the round did not choose are not sent.
+- On a GPU, the next pass is enqueued before its trees have arrived. It waits for a word that the host writes
+  when they have (see `shared.rpc.relay`).
+- The host busy-polls (see `shared.rpc.polling`), so that states and trees travel without a wake-up delay.
+
+`LEAD` explains how the two sides time-slice a shared GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.blob_staging import BlobStaging
@@ -32,42 +37,56 @@ from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
 from outrider.shared.spec.resident import PackedExtent, RoundState
 
 LOOK_S = 0.001
-"""Trees are looked for at least so long: they may lie there since before their time was over."""
+"""Shortest wait for trees: they may have arrived in time but not been read yet."""
 
 LEAD = 2.5
-"""The target tells the draft before its pass is over by all experience: so many times as long before as it takes to tell.
+"""Lead time of the early notice (RoundSoon), as a multiple of the measured time to send it.
 
-Where the two share a GPU without MPS it shall turn to the draft when the pass is over: told later it does so later, and told 100 µs sooner
-it turns in the middle of one pass in three, which lasts 350 µs longer then (H200). How long it takes to tell is what says how fast a host
-is. The target does not know whether they share one, so it tells every draft whose rounds are enqueued ahead; elsewhere the message and the
-answer to it are of use too, as the next ones find their way travelled: code and buffers of both processes are in caches again, which saves
-each hop 20 to 60 µs. It tells, and calls the GPU back, only where waits are awake (`PollWindow.enabled`, from eight cores on), since it
-lies in wait for the moment."""
+The target sends the notice shortly before its pass is expected to end. If target and draft share a GPU
+without MPS, the GPU should switch to the draft when the pass ends:
+
+- A later notice delays the switch.
+- A notice 100 µs too early makes the GPU switch in the middle of one pass in three. That pass then takes
+  350 µs longer (measured on an H200).
+
+The time to send the notice indicates the speed of the host.
+
+The target does not know whether the two share a GPU, so it sends the notice in all rounds that are enqueued
+ahead. Without a shared GPU, the notice and its answer still help: they bring code and buffers of both
+processes back into the caches, which saves 20 to 60 µs per message.
+
+The target sends notices, and switches the GPU back, only where waits poll (`PollWindow.enabled`: eight cores
+or more), because it busy-polls for the right moment.
+"""
 LEAST_TELLING_S, MOST_TELLING_S = 0.00005, 0.0003
-"""What telling is taken to take, whatever it took last."""
+"""Bounds for the measured time to send the notice."""
 MOST_PRACTICE_BYTES = 64 * 1024
-"""What is put together for practice must be so before the state is there."""
+"""Limit for the practice encoding after the notice, which must end before the state is complete."""
 SHARE_OF_DRAFT = 0.5
-"""After this part of what the draft takes by all experience it is at work, and the GPU is called back for the time when it is done. Trees
-that come sooner, as none do when the draft works as it did, lie there until then: the network is not looked at meanwhile."""
-MOST_TAKEN_S = 0.01
-"""What takes longer is not counted on to take as long again."""
-TAKEN = draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken()).SerializeToString()
-SOON = draft_pb2.SessionRequest(round_soon=draft_pb2.RoundSoon()).SerializeToString()
+"""Part of the draft's expected time after which the target switches the GPU back.
 
+The draft is then at work, and the switch takes effect when it is done. The network is not read until then, so
+trees that arrive earlier than this have to wait; a draft that works at its usual speed is never that early.
+"""
+MOST_TAKEN_S = 0.01
+"""Measurements above this are not used as an expectation."""
+TAKEN = draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken()).SerializeToString()
+"""The draft's answer to the early notice. It only brings the path of the trees back into the caches."""
+SOON = draft_pb2.SessionRequest(round_soon=draft_pb2.RoundSoon()).SerializeToString()
+"""The early notice."""
 log = get_logger("outrider.target.draft")
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What is known of an exchange before its state is there.
+    """An exchange, as known before its state is complete.
 
     Attributes:
-        number: Of the round.
-        state: Where it comes from, packed.
-        extent: Of the state.
-        envelopes: Of its messages.
-        limit_s: How long the trees are waited for.
+        number: The round's number.
+        state: The packed state on the device.
+        extent: Layout of the state.
+        envelopes: Encoders of the round's messages.
+        limit_s: Longest wait for the trees.
     """
 
     number: int
@@ -77,14 +96,15 @@ class _Round:
     limit_s: float
 
 
-class StreamRounds:
-    """`RoundsChannel` over a stream.
+class StreamRounds(RoundsChannel):
+    """Carries states and trees over the session stream.
 
     Args:
-        stream: Of the session.
-        vigil: Of the stream.
-        dispatch: Takes in a message that the engine thread happened to receive; a method of the carrier, which is not kept by this.
-        relay: Of the connection; None where nothing is enqueued ahead.
+        stream: The session stream.
+        vigil: Makes the stream's waits poll.
+        dispatch: The carrier's method that processes other messages that the engine thread receives here.
+            Only a weak reference to it is kept.
+        relay: Lets the device wait for the host's word; None to enqueue nothing ahead.
     """
 
     def __init__(
@@ -96,19 +116,21 @@ class StreamRounds:
     ) -> None:
         self._stream = stream
         self._vigil = vigil
-        # The carrier has this channel: a cycle would keep the relay until the garbage collector runs.
+        # The carrier owns this channel. A strong reference would be a cycle, which keeps the relay until the
+        # garbage collector runs.
         self._dispatch = weakref.WeakMethod(dispatch)
         self._relay = relay
         self._staging = BlobStaging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
-        # A round whose exchange is left to `hand_over` and `carry`; its state may not have been enqueued, where that failed. And how long
-        # its trees are waited for.
+        # The round whose exchange `hand_over` and `carry` complete, and the time until which to wait for its
+        # trees. Its state may not have been enqueued, if that failed.
         self._enqueued: _Round | None = None
         self._until = 0.0
-        # When the last state was sent, and trees were put; how long the draft's part took then, and the target's.
+        # When the last state was sent and the last trees were written; how long the draft's part took, and
+        # the target's.
         self._sent_at = self._put_at = 0.0
         self._drafted_s = self._verified_s = 0.0
-        # How long it took to tell the draft that a state comes, and the size of the last one.
+        # How long the last early notice took to send, and the size of the last state.
         self._telling_s = LEAST_TELLING_S
         self._last_bytes = 0
         self._missed = False
@@ -116,15 +138,13 @@ class StreamRounds:
 
     @property
     def broken(self) -> bool:
-        """See `RoundsChannel.broken`."""
         return self._missed or self._closed or (self._relay is not None and self._relay.broken)
 
     def arrived(self, trees: draft_pb2.RoundTrees) -> None:
-        """Take in the trees of a round; any thread."""
+        """Accept the trees of a round. Any thread."""
         self._arrived.append(trees)
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        """See `RoundsChannel.fits`."""
         return state.nbytes <= STATE_BYTES
 
     def exchange(
@@ -136,7 +156,6 @@ class StreamRounds:
         limit_s: float,
         ahead: bool,
     ) -> None:
-        """See `RoundsChannel.exchange`."""
         assert state.packed is not None, "the engine's states are packed"
         self._look()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
@@ -158,31 +177,37 @@ class StreamRounds:
         self._vigil.rest()
 
     def hand_over(self) -> None:
-        """See `RoundsChannel.hand_over`."""
+        """Send the state of a round that was enqueued ahead, once the device has written it."""
         enqueued = self._enqueued
         if enqueued is None or self._relay is None:
             return
+        # 1. Send the early notice.
         if self._put_at and self._vigil.enabled:
             self._announce(self._relay, enqueued)
+        # 2. Wait for the state.
         self._look()
         late = self._relay.given(enqueued.number)
         state = self._relay.settle(enqueued.number, enqueued.state.nbytes)
         verified_s = _reliable(time.monotonic() - self._put_at)
+        # 3. Send it.
         self._post(enqueued, state)
-        # Who is late only knows that it took no longer.
+        # A host that came late only has an upper bound for the time of the pass.
         self._verified_s = min(verified_s, self._verified_s or verified_s) if late else verified_s
 
     def carry(self, wanted: bool) -> None:
-        """See `RoundsChannel.carry`."""
+        """Receive the trees of a round that was enqueued ahead, and let the device continue."""
         enqueued, self._enqueued = self._enqueued, None
         if enqueued is None or self._relay is None:
             return
         came = False
         try:
+            # 1. Switch a shared GPU back to this process.
             if wanted and self._vigil.enabled:
                 self._call_back(self._relay)
+            # 2. Wait for the trees.
             data = self._await_trees(enqueued) if wanted else b""
             self._put_at = 0.0
+            # 3. Write them where the device waits for them.
             if data:
                 self._relay.put(enqueued.number, data)
                 came = True
@@ -191,12 +216,12 @@ class StreamRounds:
         except ProtocolError as error:
             self._distrust(error)
         finally:
+            # Without trees, release the device from its wait.
             if not came:
                 self._relay.release(enqueued.number)
             self._vigil.rest()
 
     def mend(self) -> bool:
-        """See `RoundsChannel.mend`."""
         if self._closed or (self._relay is not None and not self._relay.mend()):
             return False
         self._missed = False
@@ -204,7 +229,7 @@ class StreamRounds:
         return not self.broken
 
     def close(self) -> None:
-        """See `RoundsChannel.close`. Who waits hears of it when the stream is cancelled."""
+        """End every current and future wait. Waits for a message end when the stream is cancelled."""
         self._closed = True
         if self._relay is not None:
             self._relay.close()
@@ -216,19 +241,21 @@ class StreamRounds:
         trees: torch.Tensor,
         expected: torch.Tensor,
     ) -> None:
-        """Enqueue the exchange, and leave the host's part to `carry`."""
+        """Enqueue the exchange. `hand_over` and `carry` do the host's part."""
         try:
             relay.give(coming.number, coming.state)
             self._enqueued = coming
             relay.take(coming.number, trees, expected, coming.limit_s)
         except CudaError as error:
-            log.warning("rounds are launched when their messages arrive", reason=error.message)
+            log.warning(
+                "cannot enqueue rounds ahead; launching them when their messages arrive", reason=error.message
+            )
             relay.close()
             self._relay, self._enqueued = None, None
             self._missed = True
 
     def _post(self, coming: _Round, state: NDArray[np.uint8]) -> None:
-        """Send a state."""
+        """Send a state and start the clock for its trees."""
         whole = state.data
         self._last_bytes = coming.extent.held_bytes(whole)
         self._stream.send(coming.envelopes.state.seal(whole[: self._last_bytes]))
@@ -237,7 +264,7 @@ class StreamRounds:
         self._until = self._sent_at + coming.limit_s
 
     def _announce(self, relay: StreamRelay, coming: _Round) -> None:
-        """Tell the draft shortly before the state is there: if the two share a GPU, it turns to the draft while the state travels."""
+        """Send the early notice shortly before the state is complete. See `LEAD`."""
         if not self._verified_s:
             return
         until = self._put_at + self._verified_s - LEAD * self._telling_s
@@ -246,17 +273,18 @@ class StreamRounds:
         self._look()
         self._stream.send(SOON)
         self._telling_s = min(max(LEAST_TELLING_S, time.monotonic() - now), MOST_TELLING_S)
-        coming.envelopes.state.seal(bytes(min(self._last_bytes, MOST_PRACTICE_BYTES)))  # what comes next
+        # Practise the encoding of the next message, so that its code and buffers are in the caches.
+        coming.envelopes.state.seal(bytes(min(self._last_bytes, MOST_PRACTICE_BYTES)))
 
     def _call_back(self, relay: StreamRelay) -> None:
-        """Have the GPU, if the two share it, turn to this process as soon as the draft's pass is over: while the trees travel."""
+        """Make a shared GPU switch back to this process when the draft's pass ends, as the trees travel."""
         until = min(self._until, self._sent_at + self._drafted_s * SHARE_OF_DRAFT)
         while time.monotonic() < until:
             give_way()
         relay.call()
 
     def _await_trees(self, coming: _Round) -> bytes | memoryview:
-        """Return the trees for a state that was sent; empty if the draft has none, or if they do not come in time."""
+        """Return the trees for a state that was sent; empty if the draft has none or they are late."""
         trees = self._await(coming, max(self._until, time.monotonic() + LOOK_S))
         if trees is None:
             self._missed = True
@@ -264,7 +292,7 @@ class StreamRounds:
         return trees
 
     def _await(self, coming: _Round, until: float) -> bytes | memoryview | None:
-        """Return the trees of a round, or None if they do not come in time; late ones of earlier rounds are dropped."""
+        """Return the trees of a round, or None if they are late. Late trees of earlier rounds are dropped."""
         while True:
             while self._arrived:
                 reply = self._arrived.popleft()
@@ -285,7 +313,7 @@ class StreamRounds:
                 self._take_in(received)
 
     def _look(self) -> None:
-        """Take in what has come, and that what was sent is on its way, so that nothing queues behind it."""
+        """Process arrived messages and flush sent ones, so that nothing queues behind them."""
         for received in self._stream.poll():
             self._take_in(received)
 
@@ -299,10 +327,10 @@ class StreamRounds:
             self._stream.cancel()
 
     def _distrust(self, error: ProtocolError) -> None:
-        log.warning("the draft broke the protocol", error=error.message)
+        log.warning("the draft violated the protocol", error=error.message)
         self._missed = True
 
 
 def _reliable(seconds: float) -> float:
-    """Return how long something is counted on to take again; 0 if it is not."""
+    """Return a duration if it may serve as an expectation, else 0."""
     return seconds if seconds <= MOST_TAKEN_S else 0.0

@@ -1,4 +1,4 @@
-"""The breaker by a clock of the test's own: a fault is forgiven at once, faults in a row ever more slowly, over connections too."""
+"""The circuit breaker, with a fake clock: back-offs after a fault, after several, and across connections."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DEADLINE_S = 2.0
 
 
 def asked_again_after(breaker: Breaker, now: float) -> float:
-    """Return the moment from which a sign of life closes the back-off, found by halving; the breaker is half-open then."""
+    """Return the time at which the back-off ends, found by bisection. The breaker is half-open afterwards."""
     assert breaker.state is BreakerState.OPEN
     early, late = now, now + 1000.0
     while late - early > 1e-6:
         middle = (early + late) / 2
         early, late = (early, middle) if breaker.wants_probe(middle) else (middle, late)
     breaker.sign_of_life(late)
-    assert not breaker.wants_probe(late), "it has shown life"
+    assert not breaker.wants_probe(late), "a half-open breaker needs no ping"
     return late
 
 

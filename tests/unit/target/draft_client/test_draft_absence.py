@@ -1,4 +1,4 @@
-"""A start waits longer for a draft that listens than for one that is not there."""
+"""Start-up waits longer for a draft that listens than for one that is absent."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def test_a_draft_that_warms_up_listens_already(tmp_path: Path) -> None:
         server.bind(str(tmp_path / "draft.sock"))
         server.listen()
         assert listens(f"unix:{tmp_path}/draft.sock")
-        assert listens(f"ipc://{tmp_path}/draft.sock"), "gRPC's socket is the one without a suffix"
-    assert not listens(f"unix:{tmp_path}/draft.sock"), "the file is there, and nobody behind it"
+        assert listens(f"ipc://{tmp_path}/draft.sock"), "gRPC listens on the path without a suffix"
+    assert not listens(f"unix:{tmp_path}/draft.sock"), "a socket file without a listener does not count"
     assert not listens(f"unix:{tmp_path}/other.sock")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -33,11 +33,11 @@ def test_one_that_is_not_there_is_given_up_before_one_that_listens(monkeypatch: 
     assert not away.is_long()
     clock[0] += ABSENT_S - 0.1
     assert not away.is_long()
-    assert not looks, "it may still come"
+    assert not looks, "no connection is tried during the grace period"
     for _ in range(50):
         clock[0] += 0.1
         assert not away.is_long()
-    assert len(looks) <= 5.0 / LOOK_S + 1, "its backlog is not filled"
+    assert len(looks) <= 5.0 / LOOK_S + 1, "repeated tries must not fill the draft's backlog"
     there[0] = False
     clock[0] += LOOK_S
     assert away.is_long()

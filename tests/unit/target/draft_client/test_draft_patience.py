@@ -1,4 +1,4 @@
-"""How long a draft that says nothing is waited for, by a clock that only waiting moves."""
+"""How long the target waits for a silent draft, with a clock that only advances while it waits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client import answer_wait
 from outrider.services.target.draft_client import remote_drafter as remote
 from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.fences import fence_to_proto
@@ -29,7 +30,7 @@ SHAPE = DraftShape(3, 1, 4)
 
 
 class Clock:
-    """Stands still unless it is moved."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -39,7 +40,7 @@ class Clock:
 
 
 class Quiet:
-    """A connection to a draft that says what the test queues; waiting for more moves the clock."""
+    """A connection that returns the queued replies. Waiting for more advances the clock."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -67,7 +68,7 @@ class Quiet:
 
 
 class Link:
-    """A `DraftLink` whose connection the test makes."""
+    """A `DraftLink` whose connection the test supplies."""
 
     ever_connected, refusal = True, None
 
@@ -87,11 +88,12 @@ class Link:
 
 
 class Target:
-    """Drives a drafter round by round: each emits one token, whatever is proposed."""
+    """Drives a drafter round by round. Each round emits one token, whatever was proposed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
         monkeypatch.setattr(remote, "time", self.clock)
+        monkeypatch.setattr(answer_wait, "time", self.clock)
         monkeypatch.setattr(remote, "DraftLink", Link)
         identity = TargetIdentity("t", "f", 64, 8, 2, torch.float32)
         self.drafter = RemoteDrafter(
@@ -102,7 +104,7 @@ class Target:
         self.link: Link = link
         self.connection = Quiet(self.clock)
         link.connection = self.connection
-        self.drafter.feature_spec()  # takes the connection in
+        self.drafter.feature_spec()  # adopts the connection
         self.fences: dict[int, Fence] = {}
 
     def open(self, session_id: int, epoch: int = 1) -> None:
@@ -110,7 +112,7 @@ class Target:
         self.drafter.open([SequenceOpen(fence, [1, 2, 3, 4], 0, 0.0)])
 
     def round(self, *, must_wait: bool = False, answer: bool = False) -> list[int]:
-        """Run one round of all sequences; returns the number of nodes of each tree."""
+        """Run one round of all sequences and return the number of nodes of each tree."""
         for session_id, fence in self.fences.items():
             after = self.fences[session_id] = Fence(
                 session_id, fence.epoch, fence.committed_len + 1, fence.committed_len
@@ -154,16 +156,16 @@ def test_a_stopped_draft_is_found_faulty_though_nobody_waits(
         target.round()
     target.round()
     assert target.link.breaker.refuses_all
-    assert "owes an answer" in caplog.text
+    assert "has owed an answer" in caplog.text
     frames = target.connection.frames
     for _round in range(100):
         target.round()
-    assert target.connection.frames == frames, "it is left alone"
+    assert target.connection.frames == frames, "a faulty draft receives nothing"
     assert target.connection.waited_s <= CAP_S + 1e-9
 
 
 def test_requests_shorter_than_the_fault_deadline_find_a_stopped_draft_faulty_too(target: Target) -> None:
-    """Else each would ask anew, and what is sent would pile up."""
+    """Otherwise each round would send another request, and requests would pile up."""
     for session_id in range(8):
         target.open(session_id)
         for _round in range(100):
@@ -179,13 +181,13 @@ def test_a_slow_opening_is_not_waited_for_and_drafting_begins_behind_it(target: 
     target.open(1)
     for _round in range(50):
         assert target.round() == [1]
-    target.say(target.fences[1])  # its answer for a round long past: the prompt is computed
+    target.say(target.fences[1])  # an old round's answer: the draft has computed the prompt
     target.round()
     waited = target.connection.waited_s
     assert waited <= 2 * CAP_S + 1e-9
     assert target.round(answer=True) == [3]
     target.round()
-    assert target.connection.waited_s > waited, "it is waited for again, as long as that pays"
+    assert target.connection.waited_s > waited, "the next round waits again, as long as that pays off"
 
 
 def test_an_opening_that_takes_long_while_the_draft_lives_is_no_fault(target: Target) -> None:
@@ -232,7 +234,7 @@ def test_faults_in_a_row_end_the_connection(target: Target) -> None:
 def test_a_proposal_that_is_owed_teaches_no_cost(
     target: Target, nodes: int, wait_s: float, reason: str, counts: bool
 ) -> None:
-    """Else a draft that is away would be learnt to be quick, and then hardly be waited for."""
+    """Otherwise the controller would learn that an absent draft is fast, and hardly wait for it."""
     fence = Fence(1, 1, 4, 0)
     request = ProposalRequest(1, [ProposalRow(fence, 7, SHAPE)], CAP_S)
     proposal = Proposal(request, [0], SHAPE.depth, 0.0)

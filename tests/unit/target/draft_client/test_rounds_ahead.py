@@ -1,159 +1,20 @@
-"""Rounds over a gRPC stream that the target enqueues before their trees have come: whatever comes, the stream's wait ends."""
+"""Rounds over gRPC that are enqueued before their trees arrive: the device's wait ends whatever happens."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from support.relay_rig import SIZE, Relay
+from support.ahead_rig import COLUMNS, STATE_SIZE, WIDTH, Clock, Target, TimedRounds
+from support.relay_rig import SIZE
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport import stream_rounds
 from outrider.services.target.draft_client.transport.grpc_carrier import GrpcCarrier
-from outrider.services.target.draft_client.transport.stream_rounds import TAKEN, StreamRounds
-from outrider.shared.rpc.polling import PollWindow
-from outrider.shared.spec.resident import RoundState
-
-COLUMNS, WIDTH = 2, 8
-STATE_SIZE = 256 + 256 + COLUMNS * WIDTH * 4
-
-
-class Stream:
-    """A stream whose other end is the test: `answers` are called with what was sent last, and return a message or nothing."""
-
-    def __init__(self) -> None:
-        self.sent: list[draft_pb2.SessionRequest] = []
-        self.answers: deque[Callable[[draft_pb2.SessionRequest], draft_pb2.SessionReply | None]] = deque()
-        self.ended = False
-        self.cancelled = False
-
-    def send(self, message: bytes) -> None:
-        self.sent.append(draft_pb2.SessionRequest.FromString(message))
-
-    def receive_within(self, seconds: float) -> bytes | None:
-        answer = self.answers.popleft()(self.sent[-1]) if self.answers else None
-        if answer is None:
-            self.ended = True
-            return None
-        return answer.SerializeToString()
-
-    def poll(self) -> list[bytes]:
-        return []
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-class Target:
-    """The target's side with a stream and a GPU that are the test's."""
-
-    def __init__(self) -> None:
-        self.stream, self.relay = Stream(), Relay()
-        self.vigil = PollWindow(enabled=False)
-        self.channel = StreamRounds(self.stream, self.vigil, self.dispatch, self.relay)  # type: ignore[arg-type]
-        self.state = RoundState.idle(1, COLUMNS, WIDTH, torch.float32, "cpu")
-        assert self.state.packed is not None
-        self.packed = self.state.packed
-        assert self.packed.nbytes == STATE_SIZE
-        self.state.features.copy_(torch.arange(COLUMNS * WIDTH).view(1, COLUMNS, WIDTH))
-        self.state.counts.fill_(COLUMNS)
-        self.trees = torch.zeros(SIZE, dtype=torch.uint8)
-        self.expected = torch.zeros(1, dtype=torch.int32)
-
-    def dispatch(self, message: bytes) -> None:
-        self.channel.arrived(draft_pb2.SessionReply.FromString(message).round_trees)
-
-    def exchange(self, number: int, ahead: bool = True, limit_s: float = 1.0) -> None:
-        message = draft_pb2.RoundsNext(rounds=1, number=number)
-        self.channel.exchange(message, self.state, self.trees, self.expected, limit_s, ahead)
-
-    def carry(self) -> None:
-        self.channel.hand_over()
-        self.channel.carry(True)
-
-    def answer(self, data: bytes, number: int | None = None) -> None:
-        def of(request: draft_pb2.SessionRequest) -> draft_pb2.SessionReply:
-            known = request.round_state.number if number is None else number
-            return draft_pb2.SessionReply(
-                round_trees=draft_pb2.RoundTrees(rounds=1, number=known, trees=data)
-            )
-
-        self.stream.answers.append(of)
-
-
-class Clock:
-    """The time of `stream_rounds`, which passes when somebody lies in wait."""
-
-    STEP_S = 1e-5
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def give_way(self) -> None:
-        self.now += self.STEP_S
-
-
-class TimedRounds:
-    """Rounds whose passes take what the test says, and when the GPU and the draft were told of it.
-
-    Attributes:
-        verify_s, draft_s, tell_s: How long the target's part of the next round takes, and the draft's, and to tell it that a state comes.
-        enqueued_at: When the last round's pass could begin.
-        soon_at, called_at: When the draft was told that the state comes, and when the GPU was called back; None: not.
-    """
-
-    def __init__(self, target: Target, clock: Clock) -> None:
-        self.verify_s, self.draft_s, self.tell_s = 0.003, 0.002, 0.0
-        self.enqueued_at, self.state_at = 0.0, 0.0
-        self.soon_at: float | None = None
-        self.called_at: float | None = None
-        self._target, self._clock = target, clock
-        target.vigil.enabled = True
-        self._send, self._settle = target.stream.send, target.relay.settle
-        target.stream.send = self._note_send  # type: ignore[method-assign]
-        target.relay.given = self._given  # type: ignore[method-assign]
-        target.relay.settle = self._wait  # type: ignore[method-assign]
-        target.relay.call = self._note_call  # type: ignore[method-assign]
-
-    def run(self, number: int, limit_s: float = 1.0) -> None:
-        self.enqueued_at, self.soon_at, self.called_at = self._clock.now, None, None
-        self._target.exchange(number, limit_s=limit_s)
-
-        def answer(request: draft_pb2.SessionRequest) -> draft_pb2.SessionReply:
-            self._clock.now = max(self._clock.now, self.state_at + self.draft_s)
-            return draft_pb2.SessionReply(
-                round_trees=draft_pb2.RoundTrees(rounds=1, number=number, trees=bytes(SIZE))
-            )
-
-        self._target.stream.answers.append(answer)
-        self._target.carry()
-
-    def _note_send(self, message: bytes) -> None:
-        self._send(message)
-        match self._target.stream.sent[-1].WhichOneof("message"):
-            case "round_soon":
-                self.soon_at = self._clock.now
-                self._clock.now += self.tell_s
-            case "round_state":
-                self.state_at = self._clock.now
-
-    def _note_call(self) -> None:
-        self.called_at = self._clock.now
-
-    def _given(self, number: int) -> bool:
-        return self._clock.now >= self.enqueued_at + self.verify_s
-
-    def _wait(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
-        self._clock.now = max(self._clock.now, self.enqueued_at + self.verify_s)
-        return self._settle(number, num_bytes)
+from outrider.services.target.draft_client.transport.stream_rounds import TAKEN
 
 
 @pytest.fixture
@@ -165,7 +26,9 @@ def test_the_state_goes_out_and_the_trees_come_while_the_stream_waits(target: Ta
     for number in (1, 2, 3):
         target.exchange(number)
         assert target.relay.waits == {number}
-        assert target.stream.sent[-1].rounds_next.number == number, "the message goes ahead of the state"
+        assert target.stream.sent[-1].rounds_next.number == number, (
+            "the message must be sent before the state"
+        )
         target.answer(bytes([number]) * SIZE)
         target.carry()
         assert target.stream.sent[-1].round_state.state == bytes(target.packed.numpy())
@@ -197,7 +60,7 @@ def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest
         assert target.relay.calls == number
         kinds.append([message.WhichOneof("message") for message in target.stream.sent])
     unknown, known = ["rounds_next", "round_state"], ["rounds_next", "round_soon", "round_state"]
-    assert kinds == [unknown, unknown, known, known], "once it is known how long a pass takes"
+    assert kinds == [unknown, unknown, known, known], "notices start once the duration of a pass is known"
     assert not target.channel.broken
 
 
@@ -213,7 +76,7 @@ def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_t
     target: Target, clock: Clock
 ) -> None:
     rounds = TimedRounds(target, clock)
-    for number in (1, 2):  # how long a pass takes is known from the second on
+    for number in (1, 2):  # a pass's duration is known from the second round on
         rounds.run(number)
         assert rounds.soon_at is None
     for number in (3, 4, 5):
@@ -246,7 +109,7 @@ def test_the_draft_is_told_earlier_where_telling_takes_longer(
         rounds.enqueued_at + rounds.verify_s - lead_s, abs=3 * clock.STEP_S
     )
     assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=3 * clock.STEP_S), (
-        "and the state is not held up"
+        "the notice must not delay the state"
     )
 
 
@@ -288,7 +151,7 @@ def test_where_waits_sleep_nobody_is_told(target: Target, clock: Clock) -> None:
 
 
 def test_that_the_state_came_is_passed_over(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target.channel, "_dispatch", None)  # it costs nothing to take in
+    monkeypatch.setattr(target.channel, "_dispatch", None)  # RoundTaken must not reach the carrier
     target.exchange(1)
     target.stream.answers.append(lambda _request: draft_pb2.SessionReply.FromString(TAKEN))
     target.answer(bytes(SIZE))
@@ -298,7 +161,7 @@ def test_that_the_state_came_is_passed_over(target: Target, monkeypatch: pytest.
 
 
 def test_that_the_state_came_is_no_reply_to_anything() -> None:
-    """Where it comes when nobody waits for trees."""
+    """RoundTaken may also arrive while no thread waits for trees."""
     carrier = GrpcCarrier("127.0.0.1:1")
     carrier._dispatch(TAKEN)
     assert carrier.receive(0) is None
@@ -344,7 +207,7 @@ def test_what_fails_after_the_wait_was_enqueued_does_not_leave_it_standing(
         target.channel.hand_over()
     target.channel.carry(False)
     assert not target.relay.waits
-    target.carry()  # nothing is left to do
+    target.carry()  # must have nothing to do
 
 
 def test_trees_that_nobody_wants_any_more_are_not_waited_for(target: Target) -> None:
@@ -395,7 +258,9 @@ def test_a_driver_that_cannot_wait_costs_a_round(target: Target) -> None:
     assert target.channel.mend()
     target.answer(bytes([7]) * SIZE)
     target.exchange(2)
-    assert target.trees[:4].view(torch.int32).item() == target.expected.item() == 2, "without it"
+    assert target.trees[:4].view(torch.int32).item() == target.expected.item() == 2, (
+        "the second exchange must work without the relay"
+    )
     target.carry()
 
 

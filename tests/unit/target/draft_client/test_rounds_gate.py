@@ -1,4 +1,4 @@
-"""When rounds on the device begin with a draft elsewhere, and when they wait: refusals, answers that come late, drafts that want out."""
+"""When rounds on the device with a remote draft start or pause: refusals, late answers, ended rounds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOCAB, WIDTH, COLUMNS = 64, 4, 6
 
 
 class Channel:
-    """Carries nothing; keeps what it was told."""
+    """Carries nothing; records the messages and limits."""
 
     def __init__(self) -> None:
         self.broken = False
@@ -60,7 +60,7 @@ class Channel:
 
 
 class Draft:
-    """A connection whose other end is the test."""
+    """A connection whose peer is the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -137,11 +137,11 @@ def test_what_is_pending_begins_the_rounds_and_stays_pending_until_one_was_read(
 
 
 def answered_at_once(draft: Draft, session: DraftSession) -> RemoteBatch:
-    """Return rounds of a size that the draft has begun before, whose answer nobody waits for."""
+    """Return rounds of a size that the draft has accepted before, entered without a wait for its answer."""
     known = draft.enter(session, accept(draft))
     assert known is not None
     known.leave()
-    rounds = draft.enter(session, lambda: pytest.fail("the answer was waited for"))
+    rounds = draft.enter(session, lambda: pytest.fail("enter() must not wait for the answer"))
     assert rounds is not None
     return rounds
 
@@ -154,7 +154,7 @@ def test_the_answer_is_not_waited_for_where_the_draft_agreed_before(
     rounds.exchange(draft.state, 0.01, False)
     assert draft.channel.limits == [
         rounds_gate.ENTER_LIMIT_S
-    ]  # what the draft does before is part of the first round
+    ]  # the first round includes the draft's preparations
     draft.answer(True)
     assert rounds.reserve([20])
     rounds.exchange(draft.state, 0.01, False)
@@ -179,7 +179,9 @@ def test_a_refusal_that_was_not_waited_for_ends_the_rounds(
     assert not draft.open
     draft.now += 10.0
     assert draft.open
-    assert draft.enter(session, lambda: (draft.answer(False, "busy"), True)) is None  # it is asked again
+    assert (
+        draft.enter(session, lambda: (draft.answer(False, "busy"), True)) is None
+    )  # the draft is asked again
 
 
 @pytest.mark.parametrize("what", ["rows", "pause", "connection", "length"])
@@ -247,7 +249,9 @@ def test_an_answer_that_comes_late_opens_the_gate_again(draft: Draft, session: D
     assert draft.enter(session, lambda: None) is None
     assert 0 < draft.now - began <= 0.5
     assert not draft.open
-    assert draft.kinds == ["rounds_enter", "rounds_leave"], "if it accepts yet, it is left"
+    assert draft.kinds == ["rounds_enter", "rounds_leave"], (
+        "rounds must be left even if the draft accepts later"
+    )
     draft.answer(True)
     assert draft.open
     assert draft.enter(session, accept(draft)) is not None
@@ -262,7 +266,7 @@ def test_a_draft_that_wants_out_is_left_and_not_asked_for_a_while(
     draft.gate.hear(
         draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=rounds.id + 1, reason="busy"))
     )
-    assert rounds.reserve([20]), "of other rounds"
+    assert rounds.reserve([20]), "the message belongs to other rounds"
     draft.gate.hear(
         draft_pb2.SessionReply(rounds_ended=draft_pb2.RoundsEnded(rounds=rounds.id, reason="busy"))
     )
@@ -283,7 +287,7 @@ def test_trees_that_come_late_end_the_rounds(
     rounds.committed([[7]])
     rounds.leave()
     assert not draft.open
-    assert draft.lateness == faulty, "only a draft that was waited for as long as it takes is faulty"
+    assert draft.lateness == faulty, "only a wait without a deadline makes the draft faulty"
 
 
 def test_a_connection_that_ended_is_no_fault(draft: Draft, session: DraftSession) -> None:
@@ -332,14 +336,14 @@ def test_numbers_begin_again_with_a_new_connection_long_before_they_are_too_larg
         assert rounds.reserve([20])
         rounds.exchange(draft.state, None, False)
         rounds.committed([chosen])
-    assert not rounds.reserve([20]), "these rounds end"
-    rounds._buffer.trees.number.fill_(2)  # what a round of long ago had
+    assert not rounds.reserve([20]), "the current rounds must end"
+    rounds._buffer.trees.number.fill_(2)  # as left by a round long ago
     assert draft.open
-    assert not draft.connection.ended.is_set(), "while rounds go on the connection stays"
+    assert not draft.connection.ended.is_set(), "the connection must stay while rounds run"
     rounds.leave()
     assert not draft.open
     assert draft.connection.ended.is_set()
-    assert not draft.open, "nothing of the new numbers goes over the old connection"
+    assert not draft.open, "restarted numbers must not use the old connection"
 
     session.token_ids, session.base_len = [3, 5], 4
     draft.connection = draft.connect()
@@ -349,7 +353,7 @@ def test_numbers_begin_again_with_a_new_connection_long_before_they_are_too_larg
     assert again.reserve([20])
     again.exchange(draft.state, None, False)
     assert (again.id, draft.channel.told[-1].number) == (1, 2)
-    assert rounds._buffer.trees.number.item() == 0, "no tree of before is taken for one of this round"
+    assert rounds._buffer.trees.number.item() == 0, "an old tree must not match a new round"
 
 
 def test_a_draft_is_told_once_of_each_size_and_again_over_a_new_connection(draft: Draft) -> None:

@@ -1,4 +1,4 @@
-"""Rows of prompts on their way into a mailbox with few slots."""
+"""Sending prompts' feature rows through a mailbox with few slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLACE = draft_pb2.BulkRequest(session_id=7, epoch=1, base=10, target_id="t")
 
 
 class Way:
-    """A mailbox, and the messages that name its slots."""
+    """A mailbox and the messages that name its slots."""
 
     def __init__(self) -> None:
         memory, _file = SharedMemory.create(SlotLayout(SLOTS, ROWS_A_SLOT * COLUMNS * 4))
@@ -39,7 +39,7 @@ def test_what_finds_no_slot_is_sent_in_order_when_one_is_free() -> None:
     while way.outbox.waiting:
         assert len(way.sent) == SLOTS
         way.outbox.pump()
-        assert len(way.sent) == SLOTS, "no slot has become free"
+        assert len(way.sent) == SLOTS, "rows must wait for a free slot"
         received.append(way.read())
         way.outbox.pump()
     received += [way.read() for _ in range(SLOTS)]

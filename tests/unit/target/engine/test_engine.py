@@ -1,4 +1,4 @@
-"""What the engine promises about single requests: each ends alone, gives back its pages, and reports consistent numbers."""
+"""Single requests in the engine: each ends on its own, frees its pages and reports correct numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def harness(decoder: Decoder) -> Harness:
 
 
 def unused(plain: list[int]) -> int:
-    """Return a token that the plain output does not hold."""
+    """Return a token that does not occur in the plain output."""
     return next(token for token in range(VOCAB) if token not in plain and token not in PROMPT)
 
 
@@ -162,7 +162,7 @@ def test_a_rejected_node_that_is_not_a_number_harms_nobody(
     ("error", "code"),
     [
         (RuntimeError("out of memory"), ErrorCode.INTERNAL),
-        (InvalidRequestError("a bug of ours, whatever its code"), ErrorCode.INTERNAL),
+        (InvalidRequestError("an internal bug, despite its error type"), ErrorCode.INTERNAL),
         (UnavailableError("rank 1 is lost"), ErrorCode.UNAVAILABLE),
     ],
 )
@@ -262,7 +262,7 @@ def test_the_numbers_of_speculation_add_up(decoder: Decoder, plain: list[int], s
             _check_round(one, PROMPT + plain)
         cut += tokens_cut
         emitted += len(in_rounds)
-    assert prefills == 3 + retractions, "each prefill emits one token"
+    assert prefills == 3 + retractions, "each prefill must emit one token"
 
 
 def _check_round(one: object, answer: list[int]) -> None:

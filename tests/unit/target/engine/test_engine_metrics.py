@@ -1,4 +1,4 @@
-"""What the engine's metrics say after a request, against its report."""
+"""The engine's metrics after a request agree with the request's report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds by way of the host: the next one is announced before the last one is delivered, and what was announced in vain does no harm."""
+"""Rounds through the host: the next round is announced before the last is delivered; unused announcements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = (3, 2, 7)
 
 
 class Listening(FakeDrafter):
-    """Notes what happens in which order."""
+    """Records the order of calls."""
 
     def __init__(self, answers: Sequence[Sequence[int]], vocab_size: int, log: list[str]) -> None:
         super().__init__(oracle_plan(answers, vocab_size, 0.7))
@@ -73,7 +73,7 @@ def test_the_next_round_is_announced_before_the_last_is_delivered(
     harness.run()
     assert harness.sink.tokens["0"] == plain[0]
     rounds = drafter.log.count("propose")
-    assert drafter.log.count("announce") == rounds, "each round is asked for once"
+    assert drafter.log.count("announce") == rounds, "each round must be announced once"
     first = drafter.log.index("propose")
     assert drafter.log[first : first + 4] == ["propose", "announce", "deliver", "propose"]
     assert [request.round for request in drafter.asked] == sorted(
@@ -142,9 +142,11 @@ def test_plain_rounds_stay_on_the_device_while_a_draft_elsewhere_is_not_wanted(d
             told = next(iter(drafter.sequences.values()))
             assert told == whole[: len(told)]
     assert harness.sink.tokens["0"] == answer
-    assert on_device > len(answer) - 20, "plain rounds overlap"
+    assert on_device > len(answer) - 20, "plain rounds must stay on the device"
     assert [request.rows[0].shape for request in drafter.asked] == [wanted] * 2, (
-        "a choice to draft is kept to"
+        "a choice to draft must be carried out"
     )
-    assert len(told) > len(whole) - CATCH_UP_TOKENS - 10, "the drafter is told of plain rounds now and then"
+    assert len(told) > len(whole) - CATCH_UP_TOKENS - 10, (
+        "the drafter must receive plain rounds' tokens regularly"
+    )
     assert not drafter.sequences

@@ -1,4 +1,4 @@
-"""Whatever shapes clients ask for: only so many rounds are recorded beside those of the start, and tokens stay the same."""
+"""The number of CUDA graphs stays bounded whatever shapes clients request, and tokens stay the same."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_batches_above_the_largest_that_is_recorded_overlap_without(
         harness.submit(PROMPT, NEW_TOKENS, request_id=str(index), shape=SHAPES[3])
     harness.run()
     assert all(harness.sink.tokens[str(index)] == plain for index in range(4))
-    assert drafter.reservations > 0, "rounds stayed on the device"
+    assert drafter.reservations > 0, "rounds must stay on the device"
     assert not graphs.captured
 
 
@@ -81,9 +81,11 @@ def test_graphs_do_not_grow_with_the_shapes_that_clients_ask_for(
         harness.run()
         assert harness.sink.tokens[str(index)] == plain, shape
         assert len(graphs.keys) <= len(of_the_start) + MOST_LATE
-    assert of_the_start < set(graphs.keys), "late ones are recorded too, and none of the start goes"
+    assert of_the_start < set(graphs.keys), "late graphs are recorded, and those of the start stay"
     if overlap is not None:
-        assert len(graphs.captured) > len(of_the_start) + MOST_LATE, "more shapes came than are kept"
+        assert len(graphs.captured) > len(of_the_start) + MOST_LATE, (
+            "the test must need more graphs than are kept"
+        )
         engine: Any = harness.engine
         assert len(engine._loop._rounds._tables) <= 4 + len(graphs.keys)
 

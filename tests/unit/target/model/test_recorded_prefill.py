@@ -1,4 +1,4 @@
-"""A prompt's pass padded for a graph computes what the pass over the prompt alone computes, and touches nothing else."""
+"""A padded prompt pass for a graph computes the same as an unpadded one and writes nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_equals_the_pass_over_the_prompt_alone(
     for size in SIZES:
         padded.capture_prefill(size)
     assert all(bool((plane == UNTOUCHED).all()) for plane in padded.pool.planes()), (
-        "a recording wrote into the pool"
+        "a recording must not write to the pool"
     )
     check_same(plain, padded, length, cuts, sampling, mode)
     assert len(graphs.runs) == len(cuts) + 1
@@ -56,10 +56,10 @@ def test_takes_single_short_prompts_that_were_recorded(decoder: Decoder) -> None
     runner = make_runner(decoder, graphs, SIZES)
     recorded = PrefillGraph(runner.step_model, graphs, SIZES)
     short = PrefillChunk(make_sequence(runner, 20, SamplingParams(0.0), SpeculationMode.ON), 0, 20)
-    assert not recorded.takes([short]), "nothing is recorded yet"
+    assert not recorded.takes([short]), "no graph is recorded yet"
     recorded.capture(32)
     assert recorded.takes([short])
-    assert not recorded.takes([short, short]), "several go in one pass"
+    assert not recorded.takes([short, short]), "several prompts run as one unrecorded pass"
     filtered = make_sequence(runner, 20, SamplingParams(1.0, top_p=0.5), SpeculationMode.ON)
     assert not recorded.takes([PrefillChunk(filtered, 0, 20)])
     long = make_sequence(runner, LONGEST_CONTEXT + 8, SamplingParams(0.0), SpeculationMode.ON)

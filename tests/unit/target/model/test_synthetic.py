@@ -1,4 +1,4 @@
-"""Synthetic acceptance: the walk accepts what the stated distribution says, and nothing else changes."""
+"""Synthetic acceptance: accepted drafts follow the given distribution; nothing else changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def of_mean(accept_length: float) -> SyntheticAcceptance:
 def accepted(
     synthetic: SyntheticAcceptance, drafts: DraftBatch, positions: range, seed: int = 7
 ) -> list[int]:
-    """Walk the first tree once per position, with a target that agrees with nothing."""
+    """Walk the first tree once per position, with a target that agrees with no draft."""
     bs, width = len(positions), drafts.tokens.shape[1]
     one = (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
     tokens, parents, depths, num_nodes, ancestors = (
@@ -39,7 +39,7 @@ def accepted(
         count = int(walked.num_accepted[row])
         path = walked.path[row, : count + 1].tolist()
         assert walked.emitted[row, :count].tolist() == [int(tokens[row, node]) for node in path[1:]]
-        assert int(walked.emitted[row, count]) == VOCAB - 1, "the bonus token is what the model chose"
+        assert int(walked.emitted[row, count]) == VOCAB - 1, "the bonus token must be the model's choice"
     return [int(count) for count in walked.num_accepted]
 
 
@@ -77,12 +77,13 @@ def test_it_repeats_itself_and_depends_on_seed_and_position() -> None:
 
 
 def test_the_bonus_token_dodges_the_children() -> None:
-    # The model chose 63 after the root, which is one of its children: nothing shall be accepted, so 0 follows; 0 is a child too.
+    # No draft may be accepted, but the model chose 63 after the root, which is one of the root's children.
+    # The next candidate, 0, is a child as well.
     drafts = trees_to_batch([(9, [(63, 0), (0, 0)])])
     chosen = torch.full((1, 3), 63)
     planted = of_mean(1.0)(chosen, drafts, torch.tensor([5]), torch.tensor([1]))
     assert planted.tolist() == [[1, 63, 63]]
-    assert chosen.tolist() == [[63, 63, 63]], "the argument is not changed"
+    assert chosen.tolist() == [[63, 63, 63]], "the argument must not change"
 
 
 def test_rounds_without_drafts_are_left_alone() -> None:

@@ -1,0 +1,24 @@
+"""The snapshot of a target's load and speculation statistics that GetStats returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.services.target.policy.speculation_stats import SpeculationStats
+from outrider.shared.spec.drafter import DrafterState
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for GetStats. Other threads read it."""
+
+    running: int
+    waiting: int
+    pages_total: int
+    pages_free: int
+    pages_held: int
+    draft_state: DrafterState
+    generated_tokens: int
+    rounds: int
+    speculation: SpeculationStats
+    speedup_estimate: float | None
