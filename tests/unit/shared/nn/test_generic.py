@@ -295,7 +295,7 @@ def test_no_text_is_longer_than_a_table_of_positions(folder: Path) -> None:
     assert longest_text(rotated, None) == 128
     assert longest_text(rotated, 300) == 300
     with pytest.raises(
-        ConfigurationError, match=r"learned positions for 128 tokens.*--max-model-len 128 or less"
+        ConfigurationError, match=r"learned positions for only 128 tokens.*--max-model-len 128 or less"
     ) as caught:
         longest_text(table, 129)
     assert caught.value.field == "max_model_len"
