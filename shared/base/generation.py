@@ -1,4 +1,4 @@
-"""What a client asks of a generation and what it is told about it, in the terms that the gateway and the target share."""
+"""Types of a generation that gateway and target share: sampling parameters, finish reasons, statistics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SpeculationMode(Enum):
 
 
 class FinishReason(Enum):
-    """Why a sequence ended well."""
+    """Why a sequence ended without an error."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -36,15 +36,15 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token follows from the logits; neutral by default.
+    """How the next token is chosen from the logits. By default, no filter is on.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: Divisor of the logits; 0 is greedy.
         top_k: Keep the k most likely tokens; 0 is off.
-        top_p: Keep the smallest set of tokens that holds this much probability; 1 is off.
-        min_p: Drop tokens less likely than this share of the likeliest; 0 is off.
-        seed: 64 bits that key the noise.
-        choice_index: Which of the n answers to one prompt this is.
+        top_p: Keep the smallest set of most likely tokens whose total probability reaches this; 1 is off.
+        min_p: Drop tokens with less than this fraction of the best token's probability; 0 is off.
+        seed: Unsigned 64-bit seed of the sampling noise.
+        choice_index: Index of this answer among the n answers to one prompt.
     """
 
     temperature: float = 1.0

@@ -21,18 +21,19 @@ _NO_CALLBACKS: _Callbacks = (None, ())
 
 
 class ServerStream:
-    """The messages of a bidirectional call whose handler is an ordinary grpcio handler.
+    """Exchanges the messages of a bidirectional call after the first ones, which grpcio handles as usual.
 
-    The handler reads the first messages from its iterator and yields the first replies, at least one. Then it
-    calls `start`, and from then on neither reads nor yields. It calls `flush` before it returns or raises.
+    The call's handler is an ordinary grpcio handler. It reads the first messages from its iterator and yields
+    the first replies, at least one. Then it calls `start`, and from then on neither reads nor yields. It
+    calls `flush` before it returns or raises.
 
     Args:
         context: The call's context.
         on_message: Called with every further message, one at a time, on the server's only polling thread.
-            While it blocks, all other calls of the server wait. The draft's callback blocks for its GPU: by
-            then the GPU has all its input and finishes after one pass, so that wait has no time limit.
-        on_end: Called at least once, on any thread: with None when the peer has finished or gone, or with the
-            exception that `on_message` raised.
+            While it blocks, all other calls of the server wait. The draft's callback waits for its GPU. That
+            wait needs no time limit: the GPU already has all its input and finishes after one pass.
+        on_end: Called at least once, on any thread: with None when the peer has ended the stream or
+            disconnected, or with the exception that `on_message` raised.
         max_unsent: Most messages to queue for a peer that does not read. One more ends the stream.
         vigil: Decides when the polling thread polls.
     """
