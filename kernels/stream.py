@@ -1,4 +1,4 @@
-"""Residual stream that the kernels of a decoder layer pass to each other."""
+"""The residual stream that the kernels of a decoder layer pass to each other, prepared for the next norm."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MANY_ROWS = 512
 def normed_at_once(rows: int, dtype: torch.dtype) -> bool:
     """Return whether rows of a stream are divided by their root mean square when they are written.
 
-    This holds for many rows, and for all rows in fp16: before the division, values can exceed its range. A
-    residual of a thousand times a norm weight of a hundred is not unusual.
+    This is the case for many rows, and for all rows in fp16, because values can exceed the range of fp16
+    before the division. A residual of a thousand times a norm weight of a hundred is not unusual.
 
     Example:
         >>> import torch

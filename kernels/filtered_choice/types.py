@@ -1,4 +1,4 @@
-"""Data types of filtered_choice."""
+"""Result type of filtered_choice: the prefix of tokens that the filters keep in each row."""
 
 from __future__ import annotations
 

@@ -33,5 +33,5 @@ def kv_compact(
 
 
 def _slots(page_table: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the slots ``[n] int64`` of token indices ``[n]``; entry i is of sequence ``rows[i]``."""
+    """Return the slots ``[n] int64`` of token indices ``[n]``; entry i belongs to sequence ``rows[i]``."""
     return page_table[rows, index // page_size].long() * page_size + index % page_size

@@ -93,8 +93,8 @@ def _expect_blob(blob: torch.Tensor, slot: int) -> None:
 def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Tensor) -> None:
     """Set the counts of all rows to 0 (idle), in place, unless ``number == expected``.
 
-    A state with another number is one of an earlier round, because the state of this round did not arrive in
-    time.
+    A different number means that the state is from an earlier round, because the state of this round did not
+    arrive in time.
 
     Args:
         number: ``[1] int32``, number of the round that the state was made for.

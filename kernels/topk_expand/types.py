@@ -1,4 +1,4 @@
-"""Data types of topk_expand."""
+"""Data types of topk_expand: noise parameters, expanded children, a tree's candidates, and the beam."""
 
 from __future__ import annotations
 

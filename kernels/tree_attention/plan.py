@@ -12,7 +12,7 @@ _FEW, _MANY = 16, 64  # pairs of a program
 _NARROW, _WIDE = 64, 256  # widths of a head, padded
 _MOST_SPLITS, _MOST_GATHERED = 32, 8
 SHARED_BYTES = 213 << 10
-"""Most shared memory used by a program that has a multiprocessor to itself."""
+"""Most shared memory in bytes that is used by a program that has a multiprocessor to itself."""
 
 
 class Release(Enum):
@@ -39,7 +39,7 @@ class Blocks:
         stages: Pipeline stages of a program.
         release: When the kernel, and the one that merges splits, releases the next kernel.
         transposed: Whether the pairs are the narrow side of the products; see `fold`.
-        gathers: Whether the program of a block that ends last merges the splits, instead of a second launch.
+        gathers: Whether the last program of a block to end merges the splits, instead of a second launch.
     """
 
     pairs: int

@@ -223,9 +223,9 @@ _MOST_COUNTERS = 1024
 
 
 def _can_count(k_plane: torch.Tensor) -> bool:
-    """Return whether the programs of splits can count each other.
+    """Return whether counters of finished programs are available for this plane.
 
-    Their counters are allocated on the first call with a plane, which must not happen during graph capture.
+    They are allocated on the first call with a plane, which must not happen during graph capture.
     """
     made = (k_plane.device, k_plane.data_ptr()) in _COUNTERS
     return made or not (k_plane.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -234,8 +234,8 @@ def _can_count(k_plane: torch.Tensor) -> bool:
 def _counters(k_plane: torch.Tensor) -> torch.Tensor:
     """Return counters of the finished programs of each block of pairs. All are zero between launches.
 
-    There is one set per plane: steps over the same plane run one after the other, those over others may
-    overlap.
+    There is one set per plane, because steps over different planes may overlap. Steps over the same plane run
+    one after the other.
     """
     key = (k_plane.device, k_plane.data_ptr())
     if key not in _COUNTERS:
