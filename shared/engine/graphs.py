@@ -29,7 +29,7 @@ WARM_UP_RUNS = 2
 
 During these runs Triton compiles kernels, cuBLAS allocates its workspaces, and address caches fill.
 """
-MOST_LATE = 96
+MAX_LATE_GRAPHS = 96
 """Largest number of graphs recorded after start-up that are kept.
 
 Fewer are in use at a time, and the memory of this many is small next to a model's.
@@ -92,14 +92,14 @@ class GraphCache:
     copy it to a tensor that was allocated outside the function.
 
     Graphs recorded inside `keeping`, at start-up, are permanent. Of the graphs recorded later, the cache
-    keeps the `most_late` most recently used. Client requests determine which keys occur, so the number of
-    graphs would otherwise grow without bound.
+    keeps the `max_late_graphs` most recently used. Client requests determine which keys occur, so the number
+    of graphs would otherwise grow without bound.
 
     Args:
         device: The device that the functions run on.
         enabled: False runs every function eagerly, on CUDA too.
         observer: Notified of every recording, replay and drop; or None.
-        most_late: Largest number of graphs to keep that were recorded outside `keeping`.
+        max_late_graphs: Largest number of graphs to keep that were recorded outside `keeping`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GraphCache:
         device: torch.device | str,
         enabled: bool = True,
         observer: GraphObserver | None = None,
-        most_late: int = MOST_LATE,
+        max_late_graphs: int = MAX_LATE_GRAPHS,
     ) -> None:
         self._device = torch.device(device)
         self.enabled = enabled and self._device.type == "cuda"
@@ -116,7 +116,7 @@ class GraphCache:
         # Ordered by last use, most recent last. Permanent graphs are not reordered.
         self._recorded: dict[Hashable, RecordedGraph] = {}
         self._kept: set[Hashable] = set()
-        self._most_late = most_late
+        self._max_late_graphs = max_late_graphs
         self._keeping = False
         self._started = False
         self._met: Counter[Hashable] = Counter()
@@ -163,7 +163,7 @@ class GraphCache:
     def keeping(self) -> Iterator[None]:
         """Make the graphs recorded in this block permanent, unless they are dropped explicitly.
 
-        Once the first such block has ended, at most `most_late` other graphs are kept.
+        Once the first such block has ended, at most `max_late_graphs` other graphs are kept.
         """
         self._keeping = True
         try:
@@ -184,7 +184,7 @@ class GraphCache:
         """
         if not self._started or self.holds(key):
             return True
-        if len(self._met) > 8 * self._most_late:  # mostly keys that occurred a few times, long ago
+        if len(self._met) > 8 * self._max_late_graphs:  # mostly keys that occurred a few times, long ago
             self._met.clear()
         counted = key if counted_as is None else counted_as
         self._met[counted] += 1
@@ -264,8 +264,8 @@ class GraphCache:
         if not self._started or self._keeping:
             return
         late = [key for key in self._recorded if key not in self._kept]
-        self.drop(late[: max(0, len(late) + 1 - self._most_late)])
-        if len(self._eager) >= self._most_late:
+        self.drop(late[: max(0, len(late) + 1 - self._max_late_graphs)])
+        if len(self._eager) >= self._max_late_graphs:
             self._eager.clear()
 
     def _side_stream(self) -> torch.cuda.Stream:

@@ -93,11 +93,11 @@ class ClientStream:
     Args:
         channel: Made by `connect`.
         method: ``/package.Service/Method``.
-        vigil: Decides when waits poll instead of sleeping.
+        poll_window: Decides when waits poll instead of sleeping.
     """
 
-    def __init__(self, channel: grpc.Channel, method: str, vigil: PollWindow) -> None:
-        self._vigil = vigil
+    def __init__(self, channel: grpc.Channel, method: str, poll_window: PollWindow) -> None:
+        self._poll_window = poll_window
         self._lock = threading.Lock()
         self._unsent: deque[bytes] = deque()
         self._sending = False
@@ -320,7 +320,7 @@ class ClientStream:
                 if not self._due:
                     return None
                 self._listen()
-            self._vigil.begin()
+            self._poll_window.begin()
             event = self._call.next_event()
             with self._lock:
                 message = self._handle(event)

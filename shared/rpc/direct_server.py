@@ -35,7 +35,7 @@ class ServerStream:
         on_end: Called at least once, on any thread: with None when the peer has ended the stream or
             disconnected, or with the exception that `on_message` raised.
         max_unsent: Most messages to queue for a peer that does not read. One more ends the stream.
-        vigil: Decides when the polling thread polls.
+        poll_window: Decides when the server's polling thread busy-polls instead of sleeping.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class ServerStream:
         on_message: Callable[[bytes], None],
         on_end: Callable[[Exception | None], None],
         max_unsent: int,
-        vigil: PollWindow,
+        poll_window: PollWindow,
     ) -> None:
-        self._vigil = vigil
+        self._poll_window = poll_window
         self._call = cast(Any, context)._rpc_event.call
         self._on_message = on_message
         self._on_end = on_end
@@ -115,7 +115,7 @@ class ServerStream:
                 then()
             except Exception as error:  # the polling thread serves all calls and must survive
                 self._on_end(error)
-        self._vigil.begin()
+        self._poll_window.begin()
         return _NO_CALLBACKS
 
     def _receive(self) -> None:
@@ -126,14 +126,14 @@ class ServerStream:
         message: bytes | None = event.batch_operations[0].message()
         try:
             if message is None:
-                self._vigil.rest()
+                self._poll_window.rest()
                 self._on_end(None)
             else:
                 self._on_message(message)
                 self._receive()
         except Exception as error:  # the polling thread serves all calls and must survive
             self._on_end(error)
-        self._vigil.begin()
+        self._poll_window.begin()
         return _NO_CALLBACKS
 
     def _gone(self) -> None:

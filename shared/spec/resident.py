@@ -67,7 +67,7 @@ class PackedExtent:
     features_start: int
     row_bytes: int
 
-    def held_bytes(self, packed: memoryview) -> int:
+    def used_bytes(self, packed: memoryview) -> int:
         """Return the number of bytes in use, given a copy of `packed` on the host."""
         rows, columns = 0, self.columns
         for row, count in enumerate(self.counts.unpack_from(packed, HEADER_BYTES + self.counts.size)):

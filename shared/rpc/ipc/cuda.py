@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outrider.shared.base.errors import UnavailableError
-from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
+from outrider.shared.rpc.ipc.deferred_release import DEFERRED_RELEASE
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
@@ -53,7 +53,7 @@ class DeviceMemory:
             runtime_call("cudaMemset", pointer, ctypes.c_int(0), ctypes.c_size_t(num_bytes))
         self.pointer = int(pointer.value or 0)
         self._device = device
-        DISPOSAL.when_gone(self, functools.partial(_free, self.pointer, device), LATE_WRITES_S)
+        DEFERRED_RELEASE.when_gone(self, functools.partial(_free, self.pointer, device), LATE_WRITES_S)
 
     def handle(self) -> bytes:
         """Return the handle with which another process of this host maps the memory."""

@@ -21,7 +21,7 @@ import torch
 from outrider.kernels.round_trade import WORD_BYTES, fetch_blob, post_blob
 from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout
 from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory, copy_async, runtime_call
-from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
+from outrider.shared.rpc.ipc.deferred_release import DEFERRED_RELEASE
 from outrider.shared.rpc.ipc.doorbells import Doorbells, DoorbellWatchdog, Side
 from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
 
@@ -61,7 +61,7 @@ class StreamMailbox:
         self.layout = layout
         self._words = Doorbells(memory, side)
         self._watch = DoorbellWatchdog(self._words)
-        DISPOSAL.spare(self._watch)
+        DEFERRED_RELEASE.spare(self._watch)
         self._slots = slots
         self._device = device
         # All streams that the mailbox was used on, by handle.
@@ -71,7 +71,9 @@ class StreamMailbox:
         except CudaError:
             _unmap(slots)
             raise
-        DISPOSAL.when_gone(self, functools.partial(_let_go, self._words, slots, device, self._streams))
+        DEFERRED_RELEASE.when_gone(
+            self, functools.partial(_let_go, self._words, slots, device, self._streams)
+        )
         weakref.finalize(self, self._words.release, RELEASED).atexit = False
         out, back = (
             (layout.state_slot, layout.trees_slot)

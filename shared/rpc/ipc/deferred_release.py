@@ -66,7 +66,7 @@ class DeferredRelease:
         with self._lock:
             if not self._started:
                 self._started = True
-                threading.Thread(target=self._run, name="disposal", daemon=True).start()
+                threading.Thread(target=self._run, name="deferred-release", daemon=True).start()
         weakref.finalize(owner, self._put, free, after_s).atexit = False
 
     def _put(self, free: Callable[[], object], after_s: float) -> None:
@@ -90,5 +90,5 @@ class DeferredRelease:
         return any(waiter.waiting for waiter in waiters)
 
 
-DISPOSAL = DeferredRelease()
+DEFERRED_RELEASE = DeferredRelease()
 """The process-wide instance, which all connections use."""

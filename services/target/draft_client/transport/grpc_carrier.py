@@ -106,7 +106,7 @@ class GrpcCarrier:
         self._inbox: queue.SimpleQueue[draft_pb2.SessionReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._streams: list[ClientStream] = []
-        self._vigil = PollWindow()
+        self._poll_window = PollWindow()
         self._stream: ClientStream | None = None
         self._bulk: ClientStream | None = None
         self._stream_rounds: StreamRounds | None = None
@@ -127,7 +127,7 @@ class GrpcCarrier:
         """See `Carrier.hello`."""
         with lost():
             grpc.channel_ready_future(self._channel).result(CONNECT_TIMEOUT_S)
-            stream = self._stream = self._own(ClientStream(self._channel, SESSION_METHOD, self._vigil))
+            stream = self._stream = self._own(ClientStream(self._channel, SESSION_METHOD, self._poll_window))
             self.send(draft_pb2.SessionRequest(hello=hello))
             watchdog = threading.Timer(HANDSHAKE_TIMEOUT_S, self.close)
             watchdog.daemon = True
@@ -147,12 +147,15 @@ class GrpcCarrier:
         """See `Carrier.open_bulk`."""
         assert self._stream is not None, "hello() comes first"
         self._bulk = self._own(
-            ClientStream(self._bulk_channel, BULK_METHOD, PollWindow(enabled=self._vigil.enabled))
+            ClientStream(self._bulk_channel, BULK_METHOD, PollWindow(enabled=self._poll_window.enabled))
         )
         self._bulk_reader.start()
         if self._offers_rounds:
             self._stream_rounds = StreamRounds(
-                self._stream, self._vigil, self._dispatch, StreamRelay.try_make(Side.TARGET, self._device)
+                self._stream,
+                self._poll_window,
+                self._dispatch,
+                StreamRelay.try_make(Side.TARGET, self._device),
             )
             self.rounds = self._stream_rounds
 
@@ -197,7 +200,7 @@ class GrpcCarrier:
         if self._stream is not None:
             for message in self._stream.poll():
                 self._take_in(message)
-            if timeout_s and (self._vigil.enabled or self._stream.taken):
+            if timeout_s and (self._poll_window.enabled or self._stream.taken):
                 self._read(self._stream, timeout_s)
                 timeout_s = 0.0
         with contextlib.suppress(queue.Empty):
@@ -246,12 +249,12 @@ class GrpcCarrier:
     def _read(self, stream: ClientStream, timeout_s: float) -> None:
         """Wait until there is a reply in the inbox, or the stream has ended."""
         until = time.monotonic() + timeout_s
-        self._vigil.expect(min(timeout_s, AWAKE_S))
+        self._poll_window.expect(min(timeout_s, AWAKE_S))
         while self._inbox.empty() and not stream.ended and (remaining := until - time.monotonic()) > 0:
             message = stream.receive_within(min(remaining, AWAKE_S))
             if message is not None:
                 self._take_in(message)
-        self._vigil.rest()
+        self._poll_window.rest()
 
     def _take_in(self, message: bytes) -> None:
         """Hand a message on; on the engine's thread, where a malformed one ends the stream."""

@@ -82,7 +82,7 @@ class StreamRounds:
 
     Args:
         stream: Of the session.
-        vigil: Of the stream.
+        poll_window: Decides when the stream's waits poll.
         dispatch: Takes in a message that the engine thread happened to receive; a method of the carrier, which is not kept by this.
         relay: Of the connection; None where nothing is enqueued ahead.
     """
@@ -90,12 +90,12 @@ class StreamRounds:
     def __init__(
         self,
         stream: ClientStream,
-        vigil: PollWindow,
+        poll_window: PollWindow,
         dispatch: Callable[[bytes], None],
         relay: StreamRelay | None = None,
     ) -> None:
         self._stream = stream
-        self._vigil = vigil
+        self._poll_window = poll_window
         # The carrier has this channel: a cycle would keep the relay until the garbage collector runs.
         self._dispatch = weakref.WeakMethod(dispatch)
         self._relay = relay
@@ -155,14 +155,14 @@ class StreamRounds:
                 self._staging.load(data, message.number, trees)
             except ProtocolError as error:
                 self._distrust(error)
-        self._vigil.rest()
+        self._poll_window.rest()
 
     def hand_over(self) -> None:
         """See `RoundsChannel.hand_over`."""
         enqueued = self._enqueued
         if enqueued is None or self._relay is None:
             return
-        if self._put_at and self._vigil.enabled:
+        if self._put_at and self._poll_window.enabled:
             self._announce(self._relay, enqueued)
         self._look()
         late = self._relay.given(enqueued.number)
@@ -179,7 +179,7 @@ class StreamRounds:
             return
         came = False
         try:
-            if wanted and self._vigil.enabled:
+            if wanted and self._poll_window.enabled:
                 self._call_back(self._relay)
             data = self._await_trees(enqueued) if wanted else b""
             self._put_at = 0.0
@@ -193,7 +193,7 @@ class StreamRounds:
         finally:
             if not came:
                 self._relay.release(enqueued.number)
-            self._vigil.rest()
+            self._poll_window.rest()
 
     def mend(self) -> bool:
         """See `RoundsChannel.mend`."""
@@ -230,9 +230,9 @@ class StreamRounds:
     def _post(self, coming: _Round, state: NDArray[np.uint8]) -> None:
         """Send a state."""
         whole = state.data
-        self._last_bytes = coming.extent.held_bytes(whole)
+        self._last_bytes = coming.extent.used_bytes(whole)
         self._stream.send(coming.envelopes.state.seal(whole[: self._last_bytes]))
-        self._vigil.expect(coming.limit_s)
+        self._poll_window.expect(coming.limit_s)
         self._sent_at = time.monotonic()
         self._until = self._sent_at + coming.limit_s
 

@@ -54,8 +54,8 @@ class Target:
 
     def __init__(self) -> None:
         self.stream, self.relay = Stream(), Relay()
-        self.vigil = PollWindow(enabled=False)
-        self.channel = StreamRounds(self.stream, self.vigil, self.dispatch, self.relay)  # type: ignore[arg-type]
+        self.poll_window = PollWindow(enabled=False)
+        self.channel = StreamRounds(self.stream, self.poll_window, self.dispatch, self.relay)  # type: ignore[arg-type]
         self.state = RoundState.idle(1, COLUMNS, WIDTH, torch.float32, "cpu")
         assert self.state.packed is not None
         self.packed = self.state.packed
@@ -116,7 +116,7 @@ class TimedRounds:
         self.soon_at: float | None = None
         self.called_at: float | None = None
         self._target, self._clock = target, clock
-        target.vigil.enabled = True
+        target.poll_window.enabled = True
         self._send, self._settle = target.stream.send, target.relay.settle
         target.stream.send = self._note_send  # type: ignore[method-assign]
         target.relay.given = self._given  # type: ignore[method-assign]
@@ -187,7 +187,7 @@ def test_rows_that_do_not_count_stay_behind(target: Target, count: int, ahead: b
 
 def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_rounds, "MOST_TAKEN_S", 60.0)
-    target.vigil.enabled = True
+    target.poll_window.enabled = True
     kinds = []
     for number in (1, 2, 3, 4):
         target.stream.sent.clear()
@@ -280,7 +280,7 @@ def test_what_takes_too_long_is_not_lain_in_wait_for(target: Target, clock: Cloc
 
 def test_where_waits_sleep_nobody_is_told(target: Target, clock: Clock) -> None:
     rounds = TimedRounds(target, clock)
-    target.vigil.enabled = False
+    target.poll_window.enabled = False
     for number in (1, 2, 3):
         rounds.run(number)
         assert rounds.soon_at is None
