@@ -1,4 +1,4 @@
-"""round_trade: transfers between two processes that share rounds (mailbox blobs, states, packed trees).
+"""round_trade: exchanges a round's data with another process: post and fetch blobs, admit states, pack trees.
 
 Kernels copy the blobs, because the GPU's copy engines take longer to start than 50 kB take to transfer.
 """

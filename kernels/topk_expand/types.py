@@ -92,8 +92,9 @@ class Beam(NamedTuple):
         parents: ``[rows] int32``, each row's parent among the rows of the previous level (the roots for level
             1).
         candidates: ``[rows] int32``, each row's candidate index in its sequence.
-        ancestors: ``[rows, words] int32``, bits of the scratch columns that each row sees: its own and those
-            of its ancestors. Beam row j of level i (from 1) has column ``(i - 1) * topk + j``.
+        ancestors: ``[rows, words] int32``, mask of the scratch columns that each row sees: its own and those
+            of its ancestors. The beam rows of all levels have one scratch column each: row j of level i (from
+            1) has column ``(i - 1) * topk + j``.
     """
 
     tokens: torch.Tensor

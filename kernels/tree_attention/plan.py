@@ -16,7 +16,7 @@ SHARED_BYTES = 213 << 10
 
 
 class Release(Enum):
-    """Moment at which the next kernel may start, to wait or to load data that no kernel writes."""
+    """Earliest start of the next kernel, which then waits or loads data that no kernel writes."""
 
     LATE = 0
     """Before the last stores."""

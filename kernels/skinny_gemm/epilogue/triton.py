@@ -1,4 +1,7 @@
-"""Epilogues in Triton, shared by both kinds of product kernels. EPILOGUE is the value of an `Epilogue`."""
+"""Epilogues in Triton, for the product kernels of few rows (`skinny_gemm.triton` and `rows`).
+
+EPILOGUE is the value of an `Epilogue`.
+"""
 
 from __future__ import annotations
 

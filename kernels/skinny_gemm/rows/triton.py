@@ -64,9 +64,8 @@ def _prepare(values, BYTES: tl.constexpr):
     """
     if BYTES:
         exponent = tl.max(tl.abs(values), 0).to(tl.int32, bitcast=True) >> 23  # biased by 127
-        up = tl.minimum(
-            tl.maximum(257 - exponent, 1), 253
-        )  # biased exponent of the scale: the largest number becomes 8 to 16, and the scale has an inverse
+        # Biased exponent of the scale: the largest number becomes 8 to 16, and the scale has an inverse.
+        up = tl.minimum(tl.maximum(257 - exponent, 1), 253)
         scaled = values * (up << 23).to(tl.float32, bitcast=True)
         even, odd = tl.split(tl.reshape(scaled, (values.shape[0] // 8, 2, 2, 2)))
         pairs = tl.inline_asm_elementwise(

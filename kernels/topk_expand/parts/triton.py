@@ -88,9 +88,8 @@ def _best_of_plain(
         keys = tl.where(inside, rank_key(values, first + place), NO_KEY)
         if CHUNK > 0:
             best_chunks = best_keys(tl.max(tl.reshape(keys, (BLOCK // CHUNK, CHUNK)), 1), topk, BLOCK_K)
-            near = (
-                tl.minimum(tl.maximum(key_index(best_chunks) - first, 0), BLOCK - 1) // CHUNK * CHUNK
-            )  # NO_KEY maps to any chunk
+            # NO_KEY maps to any chunk.
+            near = tl.minimum(tl.maximum(key_index(best_chunks) - first, 0), BLOCK - 1) // CHUNK * CHUNK
             near = near[:, None] + tl.arange(0, CHUNK)[None, :]
             again = tl.load(part + near, mask=near < count, other=-float("inf")).to(tl.float32)
             keys = tl.reshape(

@@ -2,7 +2,7 @@
 
 The tensor core processes 64 rows of its left operand at a time:
 
-- Normally, pairs are those rows.
+- Normally, the pairs are these rows.
 - With TRANSPOSED, for few pairs, the pairs are the narrow side of the right operand, and token indices or
   head dimensions are the rows. Nothing is padded to 64, K and V move from shared memory to the tensor cores
   unchanged, and scores and results take few registers.
