@@ -114,9 +114,9 @@ class ClientStream:
         # `seconds` of the last `receive_within`.
         self._patience = 0.0
         # Number of messages that the reader has handled: now, and when the borrower last checked.
-        self._dealt = 0
-        self._dealt_known = 0
-        self._dealing = False
+        self._handled = 0
+        self._handled_known = 0
+        self._handling = False
         # Messages that `look` received; the next reading call returns them.
         self._early: deque[bytes] = deque()
         starts = (
@@ -175,10 +175,10 @@ class ClientStream:
         Raises:
             StreamEndedError: The stream ended with another status.
         """
-        if self._dealing:
+        if self._handling:
             with self._lock:
-                self._dealing = False
-                self._dealt += 1
+                self._handling = False
+                self._handled += 1
                 if self._taken:
                     self._operate((), _Tag.LOOK)
         while True:
@@ -191,7 +191,7 @@ class ClientStream:
             finally:
                 self._reading.release()
             if message is not None:
-                self._dealing = True
+                self._handling = True
                 return message
             if self.ended and not self._taken:
                 break
@@ -217,9 +217,9 @@ class ClientStream:
             if first:
                 self._operate((), _Tag.LOOK)
             message = self._early.popleft() if self._early else None
-        if message is None and not self._dealt_with_others():
+        if message is None and not self._handled_by_reader():
             with self._reading:
-                message = self._read(lambda: self._dealt_with_others() or time.monotonic() >= deadline)
+                message = self._read(lambda: self._handled_by_reader() or time.monotonic() >= deadline)
         with self._lock:
             self._deadline, self._taken_at = math.inf, time.monotonic()
         return message
@@ -256,7 +256,7 @@ class ClientStream:
         try:
             with self._lock:
                 self._listen()
-                peeking, told = self._operate((), _Tag.PEEKED), False
+                peeking, look_seen = self._operate((), _Tag.PEEKED), False
             while peeking and self._due:
                 event = self._call.next_event()
                 with self._lock:
@@ -264,17 +264,18 @@ class ClientStream:
                     if message is not None:
                         self._early.append(message)
                         self._listen()
-                peeking, told = event.tag is not _Tag.PEEKED, told or event.tag is _Tag.LOOK
-            if told:  # the LOOK was meant for another thread, so post it again
+                peeking = event.tag is not _Tag.PEEKED
+                look_seen = look_seen or event.tag is _Tag.LOOK
+            if look_seen:  # the LOOK was meant for another thread, so post it again
                 with self._lock:
                     self._operate((), _Tag.LOOK)
         finally:
             self._reading.release()
 
-    def _dealt_with_others(self) -> bool:
+    def _handled_by_reader(self) -> bool:
         with self._lock:
-            before, self._dealt_known = self._dealt_known, self._dealt
-            return before != self._dealt_known
+            before, self._handled_known = self._handled_known, self._handled
+            return before != self._handled_known
 
     def cancel(self) -> None:
         """End the stream. May be called more than once."""

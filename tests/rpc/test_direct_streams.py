@@ -221,9 +221,9 @@ def test_nothing_changes_on_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_grpc_too_early_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example in a script that imports gRPC before it runs the command.
+    """A script may import gRPC before it runs the command.
 
-    Its rounds over gRPC took 0.4 ms longer, and nothing showed why.
+    Without this warning, nothing would show why its rounds over gRPC take 0.4 ms longer.
     """
     said: list[str] = []
     monkeypatch.setattr(polling.log, "warning", said.append)
