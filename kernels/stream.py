@@ -8,8 +8,8 @@ import torch
 
 FEW_ROWS = 64
 """Largest number of rows for which a product is bound by reading the matrix. Our own kernels compute such
-products for every shape. Norms are then spread over the GPU, and their division is left to the kernel that
-reads the stream. More rows fill the GPU with one program each, and are normed directly."""
+products for every shape. Each row's norm is then spread over several programs, and its division is left to
+the kernel that reads the stream. With more rows, one program per row fills the GPU and norms the row."""
 
 MANY_ROWS = 512
 """Largest number of rows for which products use the method that measured fastest."""

@@ -1,4 +1,4 @@
-"""The order of candidates used everywhere: value descending, then index ascending.
+"""Deterministic top-k, in the order that all kernels use: value descending, then index ascending.
 
 torch.topk leaves the order of ties open. The order must be total, because a tie must never rank a child
 before its parent.

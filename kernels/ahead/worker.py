@@ -1,4 +1,4 @@
-"""Entry point of a process that compiles kernels.
+"""Entry point of a worker process of `CompilerPool`: compiles kernels named on standard input.
 
 It reads one JSON object per line from standard input until the input ends, and answers each with one line:
 

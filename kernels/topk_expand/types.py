@@ -84,7 +84,7 @@ def num_candidates(depth: int, topk: int) -> int:
 
 
 class Beam(NamedTuple):
-    """Rows of the level that runs next: ``bs * topk`` rows, those of a sequence adjacent, best first.
+    """Rows of the next level: `topk` adjacent rows for each sequence, best first.
 
     Attributes:
         tokens: ``[rows] int32``, target ids.

@@ -102,9 +102,8 @@ def choose_blocks(
         tokens, stages = (64, 4) if rows == bs else (128, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = min(most, max(4, steps // 4), 2 * processors // programs)
-    if (
-        splits <= 1
-    ):  # our products of few rows share multiprocessors with attention: longer steps are faster then
+    if splits <= 1:
+        # Our products of few rows share multiprocessors with attention, which makes longer steps faster.
         tokens, stages = (64, 2) if rows <= FEW_ROWS else (32, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = _power_of_2(splits)

@@ -1,4 +1,4 @@
-"""verify: samples the token that the target emits after each tree node, and walks the tree of drafts.
+"""verify: samples the target's token after each tree node, and walks the tree to accept matching drafts.
 
 The token is a function of (logits, sampling parameters, seed, absolute position), so speculative and plain
 decoding agree.

@@ -92,10 +92,8 @@ class StreamRelay:
             for event in self._given:
                 event.record()  # torch creates the event on its first record
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with (
-                torch.inference_mode(False),
-                torch.cuda.stream(self._aside),
-            ):  # allocated on this stream, so that the memory's next owner runs after the last `call`
+            # Allocate on this stream, so that the memory's next owner runs after the last `call`.
+            with torch.inference_mode(False), torch.cuda.stream(self._aside):
                 self._trifle = torch.zeros(1, dtype=torch.int32, device=device)
             self.call()
             self._aside.synchronize()  # load the kernel now: a first launch must not happen behind a wait

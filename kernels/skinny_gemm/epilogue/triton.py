@@ -121,8 +121,8 @@ def look_up(
 
     The second result is the contribution to the second row of each pair (for ROTATED).
 
-    Values are returned as stored. Converting them here would wait for memory, and they are loaded long before
-    they are needed.
+    Values are loaded long before they are needed, and returned without conversion, which would have to wait
+    for them.
     """
     low = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     high = low

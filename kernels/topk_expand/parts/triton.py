@@ -152,7 +152,7 @@ def _expand_split(
 def _best_of_splits(
     keys, row, real, splits, topk, narrow, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row among those of its splits, descending.
+    """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row over all its splits, descending.
 
     With SHORT, `narrow` is true if the values were bf16. Keys of half the width are then compared.
     """
