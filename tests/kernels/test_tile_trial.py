@@ -90,10 +90,7 @@ def test_what_was_measured_for_this_package_stays_on_its_gpu() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_is_tried_for_the_8b_shape_and_its_head(ranks: int) -> None:
-    """On the GPU model of the package's table, the table covers the most common configurations.
-
-    This holds for one GPU and for two.
-    """
+    """On its GPU model, the package's table covers the most common configurations, on one GPU and on two."""
     layer = _layer(4096, 4096, 32 // ranks, 8 // ranks, 14336 // ranks)
     uses = uses_of([layer], _empty(128256 // ranks, 4096), BF16, reduced=ranks > 1)
     if ranks == 1:
