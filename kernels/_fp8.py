@@ -1,4 +1,4 @@
-"""FP8 storage of K and V: e4m3 without infinities, with conversions that saturate."""
+"""FP8 storage of K and V (e4m3, without infinities): saturating conversion, and views for indexing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helpers of public ops and Triton launches: argument checks, grid arithmetic, allocation, device."""
+"""Helpers for public ops and Triton launches: argument checks, grid arithmetic, allocation, device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expect(
 
 
 def expect_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor is contiguous. Kernels compute the addresses of planes and tables themselves.
+    """Check that a tensor is contiguous, because kernels compute addresses in planes and tables themselves.
 
     Raises:
         ValueError: The tensor is not contiguous. The message names it.

@@ -1,4 +1,4 @@
-"""Residual stream that the kernels of a decoder layer pass to each other."""
+"""The residual stream that the kernels of a decoder layer pass to each other, prepared for the next norm."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 FEW_ROWS = 64
 """Largest number of rows for which a product is bound by reading the matrix. Our own kernels compute such
-products for every shape. Norms are then spread over the GPU, and their division is left to the kernel that
-reads the stream. More rows fill the GPU with one program each, and are normed directly."""
+products for every shape. Each row's norm is then spread over several programs, and its division is left to
+the kernel that reads the stream. With more rows, one program per row fills the GPU and norms the row."""
 
 MANY_ROWS = 512
 """Largest number of rows for which products use the method that measured fastest."""
@@ -18,8 +18,8 @@ MANY_ROWS = 512
 def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
     """Return whether rows of a stream are divided by their root mean square when they are written.
 
-    This holds for many rows, and for all rows in fp16: before the division, values can exceed its range. A
-    residual of a thousand times a norm weight of a hundred is not unusual.
+    This is the case for many rows, and for all rows in fp16, because values can exceed the range of fp16
+    before the division. A residual of a thousand times a norm weight of a hundred is not unusual.
 
     Example:
         >>> import torch

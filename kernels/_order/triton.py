@@ -28,10 +28,10 @@ def rank_key(values, index):
 
 @triton.jit
 def short_key(values, place):
-    """Return int32 keys in the same order, for fp32 values converted from bf16 and places < 4096 in a block.
+    """Return int32 keys in the order of `rank_key`, for values that were bf16 and places < 4096 in a block.
 
-    They are half as wide and therefore twice as fast to compare. The hardware also finds the maximum of a
-    warp of int32 values in one instruction.
+    These keys are half as wide and therefore twice as fast to compare. The hardware also finds the maximum
+    of a warp of int32 values in one instruction.
     """
     return ((ordered_bits(values) >> 16) << 12) | (SHORT_INDEX - place)
 

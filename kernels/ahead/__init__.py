@@ -34,7 +34,7 @@ Work = Callable[[], object]
 Tell = Callable[[int, int], None]
 
 PIECES_TO_SEE = 2
-"""Pieces of work to rehearse before a rehearsal that found nothing missing is ended."""
+"""A rehearsal ends early if it finds no missing kernel in this many pieces of work."""
 
 _log = logging.getLogger("outrider.kernels")
 _rehearsing = False
@@ -43,7 +43,7 @@ _rehearsing = False
 def rehearsing() -> bool:
     """Return whether kernels are currently skipped.
 
-    Results that depend on their outputs must not be kept then.
+    While it returns True, results that depend on outputs of kernels must not be kept.
 
     Example:
         >>> from outrider.kernels.ahead import rehearsing
@@ -56,7 +56,7 @@ def rehearsing() -> bool:
 def compile_ahead(
     device: torch.device, works: Sequence[Work], tell: Tell | None = None, *, limit_s: float = math.inf
 ) -> int:
-    """Rehearse pieces of work on this thread, and wait until the kernels they are missing are compiled.
+    """Rehearse pieces of work on this thread, and wait until the kernels missing for them are compiled.
 
     Each piece must tolerate outputs of zeros: it must neither wait for kernel results nor keep them. A piece
     that raises ends the rehearsal. Kernels found missing so far are compiled anyway; the others are compiled
@@ -64,7 +64,7 @@ def compile_ahead(
 
     Args:
         device: Device that the work runs on. Only a GPU needs compiled kernels.
-        works: The pieces of work. If the first `PIECES_TO_SEE` miss no kernel, the others are skipped.
+        works: The pieces of work. If no kernel is missing for the first `PIECES_TO_SEE`, the rest is skipped.
         tell: Progress callback, called with the number of compiled kernels and the total.
         limit_s: Longest wait in seconds. Kernels not started by then are compiled when they are launched.
 

@@ -29,8 +29,8 @@ from outrider.kernels.ahead.worker import restored
 MOST_PROCESSES = 16
 IDLE_S = 15.0
 COMPILE_S = 120.0
-"""Longest compile time of one kernel; most take a third of a second. After it the worker process is killed,
-and the kernel is compiled when it is launched."""
+"""Longest compile time of one kernel; most take a third of a second. After this time the worker process is
+killed, and the kernel is compiled when it is launched."""
 WORKER = "outrider.kernels.ahead.worker"
 
 _log = logging.getLogger("outrider.kernels")
@@ -45,8 +45,8 @@ class CompilerPool:
     A worker process ends after `IDLE_S` without work, or with this process.
 
     Attributes:
-        submitted: Number of missing kernels submitted so far, without the ones dropped by `wait`.
-        compiled: Number of them that were compiled.
+        submitted: Number of kernels submitted so far, without the ones dropped by `wait`.
+        compiled: Number of submitted kernels that were compiled.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class CompilerPool:
         Kernels not started by then are dropped, so later calls do not wait for them. Started ones continue.
 
         Args:
-            since: Number of kernels submitted before those to report to `tell`.
+            since: Value of `submitted` from which on kernels are reported to `tell`.
             tell: Progress callback, called with the number of compiled kernels and the total.
             limit_s: Longest wait in seconds.
         """

@@ -1,4 +1,4 @@
-"""Whether the kernels of a piece of work are compiled."""
+"""Result type of a rehearsal: whether the kernels of a piece of work are compiled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Entry point of a process that compiles kernels.
+"""Entry point of a worker process of `CompilerPool`: compiles kernels named on standard input.
 
-It reads one JSON object per line from standard input until the input ends, and writes one line for each:
+It reads one JSON object per line from standard input until the input ends, and answers each with one line:
 
 - ``module`` and ``name`` identify a kernel of this package.
 - ``target`` describes the GPU: backend, architecture and warp size.

@@ -1,7 +1,7 @@
 """exchange_add: one launch that sums a product over tensor-parallel ranks and adds it to the residual.
 
-For few rows. Every rank writes its part into the inboxes of the other ranks and polls its own inbox. The data
-itself is the arrival signal. Parts are added in rank order, so all ranks compute the same bits.
+Meant for few rows. Every rank writes its part into the inboxes of all ranks and polls its own inbox. The data
+itself signals its arrival. Parts are added in rank order, so all ranks compute the same bits.
 
 The scheme is the "Lamport" all-reduce of TensorRT-LLM. Inboxes are emptied as they are read, so two slots per
 inbox are enough.

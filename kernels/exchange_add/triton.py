@@ -1,11 +1,11 @@
 """Triton version of exchange_add. The package documents the contract.
 
-A program handles a block of columns of one row. It polls each element for the word that means "no number
-yet", so the order of stores does not matter. Each store only has to become visible: `.wt` stores and volatile
-loads are strong at system scope.
+A program handles a block of columns of one row. It polls until no element contains the word that means "no
+number yet", so the order of stores does not matter. Each store only has to become visible: `.wt` stores and
+volatile loads are strong at system scope.
 
-The next kernel is released immediately, so that it can load its weights meanwhile. This is safe because the
-programs of this launch are few and small, and are already resident on the device.
+The next kernel is released immediately, so that it can load its weights meanwhile. It cannot displace the
+programs of this launch, which are few and small, and are already resident on the device.
 """
 
 from __future__ import annotations

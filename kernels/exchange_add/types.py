@@ -21,7 +21,7 @@ from a sum; in 16 bits it is -0 twice. A rank that computes this very number sen
 class Boxes:
     """One rank's view of the inboxes of all ranks.
 
-    Used by one stream at a time. Every rank makes the same calls in the same order.
+    Use from one stream at a time. Every rank must make the same calls in the same order.
 
     An inbox has two slots, which every tile uses alternately. A rank may write to a slot again because all
     other ranks have sent data since they emptied that slot.

@@ -1,4 +1,8 @@
-"""feature_rows: copies features of accepted nodes to the cached plane and the next round's input."""
+"""feature_rows: copies feature rows of accepted nodes to the feature plane and to the next round's input.
+
+A feature row is the target's hidden state at one token, in the form that the draft uses. The feature plane
+caches these rows in pages, like K and V.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ __all__ = ["place_rows"]
 
 
 def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out: torch.Tensor) -> None:
-    """Write every row to `out` and to its slot of the plane, in place.
+    """Write every feature row to `out` and to its slot of the plane, in place.
 
     Args:
         rows: ``[bs * n, width]``, or ``[splits, bs * n, width] fp32``, whose sum is written; contiguous.

@@ -40,8 +40,8 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
         ValueError: A tensor's shape or dtype is wrong; the message names it.
 
     Example:
-        The row's best score belongs to tokens 1 and 3. Top-k of 1 keeps the lower id, top-k of 3 both
-        and token 2.
+        Tokens 1 and 3 share the best score. With k = 1, top-k keeps the lower id. With k = 3, it keeps both
+        of them and token 2.
 
         >>> import torch
         >>> from outrider.kernels.filtered_choice import kept_tokens

@@ -2,11 +2,12 @@
 
 The vocabulary of each row is split over programs. The launches are:
 
-    best          1 launch       the largest score of every part
-    search top-k  4 (bf16) or 8  each determines 4 bits of the key: counts the tokens above 16 keys
-    search top-p  4 (bf16) or 8  sums the weight above 16 keys, in the first also that above the k-th key
-    bounds        1 launch       the end of both prefixes, and how many tokens of every part have that key
-    choose        1 launch       the best kept token of every part, with noise
+    best          1 launch       finds the largest score of every part
+    search top-k  4 (bf16) or 8  counts the tokens at or above 16 keys, which determines 4 bits of the key
+    search top-p  4 (bf16) or 8  sums the weights at or above 16 keys; the first launch also sums the weights
+                                 above the k-th key
+    bounds        1 launch       finds the end of both prefixes, and the tokens of every part with that key
+    choose        1 launch       finds the best kept token of every part, with noise
 
 Each launch first adds up the results that the previous launch left for the parts of its row. Every program
 does this itself, in the same order. Rows without a filter skip the launches they do not need.
@@ -73,9 +74,10 @@ def _row_best(best, row, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def _narrow(partials, bases, aboves, at, target, splits, shift, SPLITS: tl.constexpr):
-    """Return the last launch's highest pivot with at least `target` at or above it, and the sum above it.
+    """Return the last launch's highest pivot whose sum is at least `target`, and the sum beyond that pivot.
 
-    The second value is the sum at or above the next higher pivot.
+    The sum of a pivot is the number (or weight) of tokens at or above it. The second result is the sum of the
+    next higher pivot.
 
     Args:
         at: Index of the launch and row in `bases` and `aboves`.
@@ -342,9 +344,7 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
 
 
 def best_kept(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> Parts:
-    """Return the best kept token of every part of the vocabulary, noise included.
-
-    The parts remain to be merged.
+    """Return the best kept token of every part of the vocabulary, noise included; the caller merges them.
 
     Args:
         logits: ``[rows, V]``, rows contiguous, at least one row.

@@ -1,4 +1,4 @@
-"""Data types of filtered_choice."""
+"""Result type of filtered_choice: the prefix of tokens that the filters keep in each row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Kept:
         """Return which tokens stay, ``[rows, V] bool``. Meant for tests.
 
         Args:
-            token_keys: ``[rows, V] int32``, keys computed like those of this object: `reference.token_keys`.
+            token_keys: ``[rows, V] int32``, result of `reference.token_keys` for the same rows.
         """
         tied = token_keys == self.keys[:, None]
         return (token_keys > self.keys[:, None]) | (tied & (tied.cumsum(dim=1) <= self.ties[:, None]))

@@ -1,6 +1,6 @@
-"""invariant_gemm: a linear layer whose result for a row depends bit by bit on that row alone.
+"""invariant_gemm: a batch-invariant linear layer, whose result for a row is bitwise the same in any batch.
 
-Neither the number of rows nor a row's position in the batch changes its bits.
+Neither the other rows, nor their number, nor the row's position in the batch changes the bits of its result.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ The package documents the contract.
 A library chooses tiles and splits by the number of rows, so a row's sum is added up in a different order in a
 batch of a different size. Here a program multiplies BLOCK_OUT rows of the weight by BLOCK_ROWS rows of x
 (masked to the rows that exist), over one of SPLITS shares of the width. All of these constants depend on the
-weight only. Every element of a tile is the same chain of dot products wherever in the tile it lies.
+weight only. Every element of a tile results from the same chain of dot products, wherever in the tile it is.
 
-No kernel is specialised on the number of rows. Otherwise one row would run different code, with another
-order.
+No kernel is specialised on the number of rows. Otherwise a single row would run different code, which adds in
+another order.
 """
 
 from __future__ import annotations

@@ -18,9 +18,8 @@ def kv_compact(
 ) -> None:
     page_size = planes[0].shape[1]
     steps = torch.arange(path.shape[1], dtype=torch.int32, device=path.device)
-    moves = (
-        (steps <= num_accepted[:, None]) & (path >= 0) & (path != steps)
-    )  # [bs, N]; rows already in place are not moved
+    # [bs, N]; rows already in place are not moved.
+    moves = (steps <= num_accepted[:, None]) & (path >= 0) & (path != steps)
     rows, columns = moves.nonzero(as_tuple=True)
     if rows.numel() == 0:
         return
@@ -33,5 +32,5 @@ def kv_compact(
 
 
 def _slots(page_table: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the slots ``[n] int64`` of token indices ``[n]``; entry i is of sequence ``rows[i]``."""
+    """Return the slots ``[n] int64`` of token indices ``[n]``; entry i belongs to sequence ``rows[i]``."""
     return page_table[rows, index // page_size].long() * page_size + index % page_size

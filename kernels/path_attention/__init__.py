@@ -1,8 +1,8 @@
-"""path_attention: attention of each row to its own history in token order; equal histories give equal bits.
+"""path_attention: batch-invariant attention of each row to its own history, read in token order.
 
-The same history lies in different slots when a row is a node of a tree, the row of a plain decode step, or a
-row of a prompt chunk. Here it is read by logical index, in blocks of fixed size that start at index 0, and
-folded in that order.
+The same history is in different slots if a row is a node of a tree, the row of a plain decode step, or a row
+of a prompt chunk. Here it is read by logical index, in blocks of fixed size that start at index 0, and folded
+in that order. Rows with equal histories therefore get results with equal bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RowPaths", "path_attention", "row_paths"]
 class RowPaths:
     """Location of each row's history.
 
-    Token j of a row is at index j of its sequence. From the row's prefix on (j >= prefix), it is at index
+    Token j of a row's history is at index j of the row's sequence if j < prefix, and otherwise at index
     ``prefix + columns[row, j - prefix]``.
 
     Attributes:
@@ -45,7 +45,7 @@ def row_paths(
     ancestors: torch.Tensor | None,
     rows: int,
 ) -> RowPaths:
-    """Find the history of each row of a step, using only work on the device.
+    """Find the history of each row of a step, without any work on the host.
 
     Args:
         prefix_lens: ``[bs] int32``, as in `tree_attention`.

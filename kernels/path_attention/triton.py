@@ -1,10 +1,10 @@
 """Triton version of path_attention. The package documents the contract.
 
-A program folds one part of a row's history for the query heads that share a K/V head. A part is PART tokens
-from a multiple of PART on. A second launch merges the parts of a row in order.
+A program folds one part of a row's history for the query heads that share a K/V head. Part i consists of the
+PART tokens from index i * PART on. A second launch merges the parts of a row in order.
 
-The part of a token, and the number of parts of a row, depend on the row's history alone: neither on the
-number of rows nor on the longest of them. No kernel is specialised on a number that those determine.
+The parts of a row depend on its own history only, and not on the number or length of other rows. For the same
+reason, no kernel is specialised on a number that depends on other rows.
 
 WIDEN is set under the interpreter, whose dot interprets the bits of a bf16 as an integer.
 """

@@ -1,4 +1,4 @@
-"""peer_words: small messages of 32-bit words between the GPUs of one machine, with one launch at each end.
+"""peer_words: sends small messages of 32-bit words between the GPUs of one machine, one launch at each end.
 
 The scheme is NCCL's LL protocol without its host side.
 """
@@ -21,8 +21,8 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int)
     Args:
         words: ``[n] int32``, contiguous; n as `can_pass` allows.
         mail: This rank's mail.
-        readers: Consecutive ranks without this one; the same for every message that this rank sends by this
-            mail.
+        readers: Consecutive ranks without this one; the same for every message that this rank sends through
+            this mail.
         missing: Word sent instead of `words` once `Mail.lost` is 1, because this rank may have computed with
             words that never arrived.
 

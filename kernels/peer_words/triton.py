@@ -37,7 +37,7 @@ def _send(
     values = tl.load(words + tile * BLOCK + lane, mask=inside, other=0)
     values = tl.where(gone, absent, values)
     letters = (values.to(tl.int64) & 0xFFFFFFFF) | ((turn + 1).to(tl.int64) << 32)
-    # A reader's box is written again only after the receipt for the previous message.
+    # Write to a reader's box only after its receipt for the previous message.
     for reader in range(first, last):
         receipt = own_box + (reader * TILES + tile) * (BLOCK + 1) + BLOCK
         missing = 1

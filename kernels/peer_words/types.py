@@ -19,17 +19,19 @@ TILES = 64
 class Mail:
     """One rank's view of the mailboxes of all ranks.
 
-    Used by one stream at a time. Every rank makes the same calls in the same order.
+    Use from one stream at a time. Every rank must make the same calls in the same order.
 
-    A letter is a word of a message together with the number of the message, in 64 bits that are written
-    atomically. A tile is written again only after its reader has sent the receipt for the previous message.
+    A letter is a 64-bit element that contains a word of a message and the number of the message. It is
+    written atomically. A tile is written again only after its reader has sent the receipt for the previous
+    message.
 
     Attributes:
         rank: Rank that this view belongs to.
         boxes: Box of every rank, ``[ranks, TILES, BLOCK + 1] int64``: letters by sender and place; the last
             column contains receipts by reader and tile.
         addresses: ``[ranks] int64``, start address of each box.
-        turns: ``[ranks, TILES] int32``, number of messages of each sender that passed this rank.
+        turns: ``[ranks, TILES] int32``, number of messages received from each rank. This rank's own entry is
+            the number of messages that it has sent.
         lost: ``[1] int32``, 1 after a rank did not answer in time. May be shared with other mail and the
             `exchange_add.Boxes` of this rank.
         patience: Number of polls for a letter or receipt before its rank counts as lost. One poll takes about

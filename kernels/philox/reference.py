@@ -37,9 +37,8 @@ def philox_words(key: Words, counter: Words) -> Words:
     # the low halves are still read one round later.
     multiplied, carried = counter[0::2].copy(), counter[1::2]
     steps = np.arange(ROUNDS, dtype=np.uint64)[:, None]
-    keys = (key[None].astype(np.uint64) + (steps * WEYL)[:, :, None]).astype(
-        np.uint32
-    )  # [rounds, 2, rows], modulo 2^32
+    # [rounds, 2, rows], modulo 2^32.
+    keys = (key[None].astype(np.uint64) + (steps * WEYL)[:, :, None]).astype(np.uint32)
     buffers = [np.empty(multiplied.shape, dtype=np.uint64) for _ in range(2)]
     for i in range(ROUNDS):
         product = buffers[i % 2]

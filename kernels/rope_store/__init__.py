@@ -1,4 +1,4 @@
-"""rope_store: returns rotated queries of a fused q-k-v product, and stores keys and values in the planes."""
+"""rope_store: rotates (RoPE) the queries and keys of a fused q-k-v product, and stores keys and values."""
 
 from __future__ import annotations
 

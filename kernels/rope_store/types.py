@@ -1,4 +1,4 @@
-"""Data types of rope_store."""
+"""Table lookup that rope_store adds to the rows of a product."""
 
 from __future__ import annotations
 

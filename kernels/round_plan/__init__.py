@@ -25,14 +25,14 @@ def round_plan(
     page_size: int,
     lead: int,
 ) -> RoundPlan:
-    """Lay out the rows of a round from the results of the last round.
+    """Lay out the rows of a round, given the results of the last round. `RoundPlan` explains the layout.
 
     The host provides no values that change between rounds, so one CUDA graph serves all lengths.
 
     Args:
         committed_lens: ``[bs] int32``, committed tokens, the root included.
-        counts: ``[bs] int32``, number of committed tokens that are fresh: 1..R, or 0 for an idle sequence,
-            which touches no memory.
+        counts: ``[bs] int32``, number of fresh tokens (those that the last round committed): 1..R, or 0 for
+            an idle sequence, whose rows have no slots.
         tokens: ``[bs, columns] int32``, the fresh tokens, the root last. Columns from ``counts[b]`` on are
             ignored.
         max_nodes: ``[bs] int32``, largest number of nodes of each tree.
@@ -41,8 +41,8 @@ def round_plan(
         depth: Depth of the trees, at least 1.
         topk: Width of each level of the trees, at least 1.
         page_size: Tokens per page.
-        lead: Stable rows minus ``committed_lens - 1``: 0 if a row pairs a token with the feature before it, 1
-            if each row is a token.
+        lead: Number of stable rows minus ``committed_lens - 1``: 0 if a row pairs a token with the feature of
+            the token before it, 1 if a row stands for one token.
 
     Returns:
         The plan.

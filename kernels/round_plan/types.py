@@ -1,4 +1,4 @@
-"""Data types of a planned drafting round."""
+"""Layout of a drafting round's rows: which rows extend a sequence, and which belong to tree levels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 class RoundPlan(NamedTuple):
     """Layout of the rows of a drafting round.
 
-    Each sequence has R rows that extend its stable rows, followed by ``depth - 1`` levels of `topk` rows.
+    The stable rows of a sequence are the draft's cached rows of committed tokens. A round extends them by R
+    rows, followed by ``depth - 1`` tree levels of `topk` rows each.
 
-    The c fresh rows of a sequence are the **last** c of its R rows. Causal attention then ends at the last
-    stable row, and the state that the tree grows from is always in row R - 1. The rows before the fresh ones
-    are padding, which stores nothing.
+    The tokens that the last round committed have fresh rows: the **last** c of the R rows. Causal attention
+    then ends at the last stable row, and the state that the tree grows from is always in row R - 1. The rows
+    before the fresh ones are padding, which stores nothing.
 
     Attributes:
-        tokens: ``[bs * R] int32`` of the rows that extend; padding 0.
+        tokens: ``[bs * R] int32`` of the R rows of each sequence; padding 0.
         features: ``[bs * R] int32``, index of each row among the ``[bs * columns]`` fresh rows; for padding,
             the sequence's first.
         extend_slots: ``[bs * R] int64``; padding -1.

@@ -1,4 +1,4 @@
-"""round_trade: transfers between two processes that share rounds (mailbox blobs, states, packed trees).
+"""round_trade: exchanges a round's data with another process: post and fetch blobs, admit states, pack trees.
 
 Kernels copy the blobs, because the GPU's copy engines take longer to start than 50 kB take to transfer.
 """
@@ -93,8 +93,8 @@ def _expect_blob(blob: torch.Tensor, slot: int) -> None:
 def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Tensor) -> None:
     """Set the counts of all rows to 0 (idle), in place, unless ``number == expected``.
 
-    A state with another number is one of an earlier round, because the state of this round did not arrive in
-    time.
+    A different number means that the state is from an earlier round, because the state of this round did not
+    arrive in time.
 
     Args:
         number: ``[1] int32``, number of the round that the state was made for.

@@ -1,4 +1,4 @@
-"""row_norm: RMSNorm whose result for a row depends bit by bit on that row alone."""
+"""row_norm: batch-invariant RMSNorm, whose result for a row is bitwise the same in any batch."""
 
 from __future__ import annotations
 

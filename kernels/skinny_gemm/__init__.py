@@ -67,10 +67,10 @@ def project(
 
 
 def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
-    """Return ``norm(stream) @ weight.T``, or its parts: `project` plus what remains of the norm.
+    """Return ``norm(stream) @ weight.T``, or its parts: `project` with the remaining division of the norm.
 
-    A dot, and programs that stay, divide in their epilogue. The many programs of a single row's sum would
-    each read all sums of squares, so there the row is normed in a launch of its own.
+    The methods DOT and STAY divide by the root mean square in their epilogue. SUM has many more programs, and
+    each of them would have to read all sums of squares, so a separate launch norms the row first.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.

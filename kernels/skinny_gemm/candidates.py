@@ -1,4 +1,7 @@
-"""Candidate tiles for a trial of few rows: the rule's tile, its neighbours, and the library's product."""
+"""Candidate tiles to measure for a product of few rows: the default tile, its neighbours, and the library's.
+
+The default tile is the one that `guess_tile` returns for a shape without measurements.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Tile
 _LEAST_SPLIT = 256
 """Least number of columns that a program sums up."""
 _STAYING = 4
-"""Programs per multiprocessor for tiles whose programs stay."""
+"""Programs per multiprocessor for tiles of `Method.STAY`."""
 
 
 def candidates(product: Product, multiprocessors: int) -> list[Tile]:
-    """Return distinct tiles, the rule's first.
+    """Return distinct tiles, the default tile first.
 
     Args:
         product: Product of at most `FEW_ROWS` rows.

@@ -1,4 +1,6 @@
-"""Trial results stored on disk, so that a later start chooses the same tiles and rounds the same way."""
+"""Measured tiles stored on disk, so that a later start chooses the same tiles and rounds the same way.
+
+A trial measures several tiles of a product on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class Tried:
         product: Product that was tried.
         tile: Tile to choose.
         microseconds: Time of a launch with that tile.
-        rule: Time of a launch with the rule's tile, or None if it did not run.
+        rule: Time of a launch with the tile of `guess_tile`, or None if it did not run.
         library: Time of a launch by the library, or None if it did not run.
     """
 
@@ -86,7 +88,7 @@ def tiles_file(device: str) -> Path:
     """Return the file with the tiles of a kind of device.
 
     It is in the folder of Triton's cache. Its name depends on the sources (`sources`) and on the versions of
-    Triton, torch and CUDA, so that trials of other versions are not used.
+    Triton, torch and CUDA, so that results of other versions are not used.
     """
     import triton
     from triton import knobs
@@ -107,7 +109,7 @@ def sources() -> list[Path]:
 
 
 def read_tiles(path: Path) -> list[Tried]:
-    """Return the results stored in a file; an empty list if it is missing or not such a file."""
+    """Return the results stored in a file; an empty list if the file is missing or has another format."""
     try:
         return [Tried.from_json(entry) for entry in json.loads(path.read_text())["tiles"]]
     except (OSError, AttributeError, KeyError, TypeError, ValueError):
@@ -119,8 +121,8 @@ def trying_alone(path: Path) -> Iterator[bool]:
     """Keep other processes from trying tiles for the same file: they would measure each other's work.
 
     Yields:
-        False if another process is trying tiles now. Where the lock file cannot be written, always True:
-        there is no exclusion, and results cannot be stored either.
+        False if another process is trying tiles now. Always True if the lock file cannot be written:
+        processes then do not exclude each other, and results cannot be stored either.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -137,7 +139,7 @@ def trying_alone(path: Path) -> Iterator[bool]:
 
 
 def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
-    """Add results to a file, and return what it then contains for their products.
+    """Add results to a file, and return the file's results for the same products.
 
     If processes start together, the first one to store a product's tile decides it for all.
 

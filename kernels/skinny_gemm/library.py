@@ -10,8 +10,8 @@ from outrider.kernels.skinny_gemm import reference
 def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, splits: int) -> torch.Tensor:
     """Compute `outrider.kernels.skinny_gemm.project`.
 
-    With splits > 1, the parts are a batch of products in fp32, which the next kernel adds. The library's own
-    split products need a separate launch for that, and add in the weight's dtype.
+    With splits > 1, the parts are a batch of products in fp32, which the next kernel adds. If the library
+    splits a product itself, it adds the parts in a separate launch, and in the weight's dtype.
     """
     # Scaled weights, uneven shares and strided columns have no view as a batch: one whole product instead.
     if splits == 1 or scales is not None or x.shape[1] % splits or x.stride(1) != 1:

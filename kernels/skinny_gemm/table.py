@@ -1,6 +1,6 @@
 """Choice of the tile that computes a product: a measured one if there is any, otherwise one from a rule.
 
-Tiles are measured for this package (``tiles.json``) or by trials on this machine.
+Tiles were measured once for this package (``tiles.json``), or are measured by trials on this machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overla
 from outrider.kernels.stream import FEW_ROWS
 
 STORED_OF = "NVIDIA H200"
-"""Device that ``tiles.json`` was measured on. On other GPUs, tiles of trials take precedence."""
+"""Device that ``tiles.json`` was measured on. On other GPUs, tiles from trials take precedence."""
 
 _SUM_ROWS = 2  # up to this many rows, the rule uses SUM
 _SUM_BYTES = 65536  # of the weight that a program of SUM keeps in registers
 _SPLIT_FEATURES = 1024  # least number of columns of a split
-_OVERLAP = 6  # index of the overlap among the numbers of a tile
+_OVERLAP = 6  # index of the overlap among the fields of a tile
 
 _Rows = dict[int, Tile]
 _Shape = tuple[Epilogue, int, int]
@@ -58,7 +58,7 @@ _trials: dict[str, dict[tuple[_Shape, torch.dtype], _Rows]] = {}  # by device na
 
 
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
-    """Return the tile for a product: the measured one of the nearest row count, else that of `guess_tile`.
+    """Return the measured tile of the nearest row count for a product, or else the tile of `guess_tile`.
 
     Products of more than `FEW_ROWS` rows without a measured tile are left to the library.
 
@@ -92,10 +92,10 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 
 
 def needs_trial(product: Product, device: str) -> bool:
-    """Return whether a product was not measured yet on this kind of device.
+    """Return whether a product has not been measured yet on this kind of device.
 
-    On `STORED_OF`, a tile of ``tiles.json`` counts as measured. Otherwise only a trial of exactly this row
-    count does, because a trial of more rows may come from an interrupted run.
+    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise only a trial of
+    exactly this row count does, because a trial of more rows may come from an interrupted run.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False
@@ -137,7 +137,7 @@ def forget_trials() -> None:
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """Return the kind of GPU, by which tiles are stored; an empty string for other devices."""
+    """Return the name of the GPU model, under which tiles are stored; an empty string for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 

@@ -267,7 +267,7 @@ def _run(
                 tensors = (x, weight.view(torch.int64) if words else weight, *tensors[2:])
                 stay_rows[(programs,)](*tensors, *sizes, programs, BYTES=words, **flags)
             else:
-                raise ValueError(f"x has {rows} rows; a tile whose programs stay computes one row")
+                raise ValueError(f"x has {rows} rows; a tile of method STAY computes one row")
             return
         gathered = (x, x)
         if gathers:
@@ -292,9 +292,9 @@ _FETCHED = 512  # bytes of each weight row that are prefetched
 
 
 def can_gather(weight: torch.Tensor, tile: Tile) -> bool:
-    """Return whether the programs of a tile can count each other.
+    """Return whether counters of finished programs are available for this weight.
 
-    Their counters are allocated on the first call with a weight, which must not happen during graph capture.
+    They are allocated on the first call with a weight, which must not happen during graph capture.
     """
     few = tile.method is Method.DOT and _launch.ceil_div(weight.shape[0], tile.block_n) <= _MOST_TILES
     made = (weight.device, weight.data_ptr()) in _ARRIVALS
@@ -304,8 +304,8 @@ def can_gather(weight: torch.Tensor, tile: Tile) -> bool:
 def _arrivals(weight: torch.Tensor) -> torch.Tensor:
     """Return counters of the finished programs of each tile of a weight. All are zero between products.
 
-    There is one set per weight: products with the same weight run one after the other, those with different
-    weights may overlap.
+    There is one set per weight, because products with different weights may overlap. Products with the same
+    weight run one after the other.
     """
     key = (weight.device, weight.data_ptr())
     if key not in _ARRIVALS:

@@ -1,4 +1,4 @@
-"""Data types of skinny_gemm."""
+"""Data types of skinny_gemm: methods, epilogues, and the tile that determines how a product is computed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Method(Enum):
     WIDE = "wide"
     """Tensor cores, with `Tile.block_m` rows and more outputs per program. For more than 64 rows."""
     SUM = "sum"
-    """Multiply and add, with a whole row of the weight at once. For 1 to 4 rows."""
+    """Multiply and add, with whole rows of the weight per program. For 1 to 4 rows."""
     STAY = "stay"
-    """Like SUM for a single row, by `Tile.programs` programs that each compute several tiles in turn."""
+    """Like SUM, for a single row. `Tile.programs` persistent programs each compute several tiles in turn."""
     LIBRARY = "library"
     """torch's product (cuBLAS)."""
     HALVES = "halves"
@@ -36,7 +36,7 @@ class Epilogue(Enum):
 
 
 class Overlap(Enum):
-    """When programs of this product and of its neighbouring kernels may be on the device together.
+    """How far a product may overlap with the kernels before and after it (programmatic dependent launch).
 
     A kernel that starts early waits for the end of the previous one. It takes registers and shared memory
     only from programs that have not started yet. However, its programs are placed wherever there is room at
@@ -44,7 +44,7 @@ class Overlap(Enum):
     """
 
     LATE = 0
-    """The next kernel may start when the programs of this one are about to store their last results."""
+    """The next kernel may start when all programs of this one are about to store their last results."""
     EARLY = 1
     """The next kernel may start when all programs of this one run and have waited for all older kernels."""
     FETCH = 2

@@ -32,7 +32,7 @@ def synthetic_acceptance(
 
     - k is the number of `thresholds` above the row's noise,
       ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but at most the depth of the deepest node.
-    - The path ends at the lowest node of depth k.
+    - The path ends at the first node (in index order) of depth k.
     - The token after that node stays as chosen, unless a child carries it. Then it becomes the next higher
       token (modulo the vocabulary) that no child carries.
     - All other chosen tokens stay.

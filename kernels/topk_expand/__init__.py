@@ -1,4 +1,4 @@
-"""topk_expand: best children of every beam row, best rows of the next beam, and both fused per level."""
+"""topk_expand: expands the beam of a draft tree: best children of each row, next beam, or both in one op."""
 
 from __future__ import annotations
 

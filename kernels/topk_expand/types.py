@@ -1,4 +1,4 @@
-"""Data types of topk_expand."""
+"""Data types of topk_expand: noise parameters, expanded children, a tree's candidates, and the beam."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def num_candidates(depth: int, topk: int) -> int:
 
 
 class Beam(NamedTuple):
-    """Rows of the level that runs next: ``bs * topk`` rows, those of a sequence adjacent, best first.
+    """Rows of the next level: `topk` adjacent rows for each sequence, best first.
 
     Attributes:
         tokens: ``[rows] int32``, target ids.
@@ -92,8 +92,9 @@ class Beam(NamedTuple):
         parents: ``[rows] int32``, each row's parent among the rows of the previous level (the roots for level
             1).
         candidates: ``[rows] int32``, each row's candidate index in its sequence.
-        ancestors: ``[rows, words] int32``, bits of the scratch columns that each row sees: its own and those
-            of its ancestors. Beam row j of level i (from 1) has column ``(i - 1) * topk + j``.
+        ancestors: ``[rows, words] int32``, mask of the scratch columns that each row sees: its own and those
+            of its ancestors. The beam rows of all levels have one scratch column each: row j of level i (from
+            1) has column ``(i - 1) * topk + j``.
     """
 
     tokens: torch.Tensor

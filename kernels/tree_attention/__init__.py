@@ -63,9 +63,8 @@ def tree_attention(
         window: If above 0, a row at position p sees only positions above p - window. On a tree row's path,
             this is the last `window` nodes by column, so an ancestor's column must lie before its
             descendants'.
-        row_positions: ``[rows] int32``, position p of each tree row (that of a causal row follows from its
-            index). If None, p is the row's prefix plus the number of bits in its mask, its own bit not
-            counted.
+        row_positions: ``[rows] int32``, position p of each tree row. If None, p is the row's prefix plus the
+            number of bits in its mask without its own. Not used for causal rows.
         sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or
             None.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are

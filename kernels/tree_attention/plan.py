@@ -12,11 +12,11 @@ _FEW, _MANY = 16, 64  # pairs of a program
 _NARROW, _WIDE = 64, 256  # widths of a head, padded
 _MOST_SPLITS, _MOST_GATHERED = 32, 8
 SHARED_BYTES = 213 << 10
-"""Most shared memory used by a program that has a multiprocessor to itself."""
+"""Most shared memory in bytes that is used by a program that has a multiprocessor to itself."""
 
 
 class Release(Enum):
-    """Moment at which the next kernel may start, to wait or to load data that no kernel writes."""
+    """Earliest start of the next kernel, which then waits or loads data that no kernel writes."""
 
     LATE = 0
     """Before the last stores."""
@@ -39,7 +39,7 @@ class Blocks:
         stages: Pipeline stages of a program.
         release: When the kernel, and the one that merges splits, releases the next kernel.
         transposed: Whether the pairs are the narrow side of the products; see `fold`.
-        gathers: Whether the program of a block that ends last merges the splits, instead of a second launch.
+        gathers: Whether the last program of a block to end merges the splits, instead of a second launch.
     """
 
     pairs: int
@@ -102,9 +102,8 @@ def choose_blocks(
         tokens, stages = (64, 4) if rows == bs else (128, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = min(most, max(4, steps // 4), 2 * processors // programs)
-    if (
-        splits <= 1
-    ):  # our products of few rows share multiprocessors with attention: longer steps are faster then
+    if splits <= 1:
+        # Our products of few rows share multiprocessors with attention, which makes longer steps faster.
         tokens, stages = (64, 2) if rows <= FEW_ROWS else (32, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = _power_of_2(splits)

@@ -39,17 +39,15 @@ def tree_attention(
         pages = page_table[b, : -(-kv_len // page_size)].long()
         k = k_plane[pages].flatten(0, 1)[:kv_len].float().permute(1, 2, 0)  # [kv_heads, dim, kv]
         v = v_plane[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1)  # [kv_heads, kv, dim]
-        index = torch.arange(kv_len, device=q.device).expand(
-            q_len, -1
-        )  # [q_len, kv]: position of each token as the row sees it
+        # [q_len, kv]: position of each token as the row sees it.
+        index = torch.arange(kv_len, device=q.device).expand(q_len, -1)
         if ancestors is None:
             positions = index[0, kv_len - q_len :]
             visible = index <= positions[:, None]
         else:
             visible = _tree(ancestors[rows], prefix_len, kv_len)
-            path = (
-                visible[:, prefix_len:].flip(-1).cumsum(-1).flip(-1)
-            )  # number of nodes on the row's path from each column on
+            # Number of nodes on the row's path from each column on.
+            path = visible[:, prefix_len:].flip(-1).cumsum(-1).flip(-1)
             positions = (
                 visible[:, prefix_len:].sum(-1) + prefix_len - 1
                 if row_positions is None
@@ -58,9 +56,8 @@ def tree_attention(
             index = torch.cat([index[:, :prefix_len], positions[:, None] + 1 - path], dim=-1)
         if window > 0:
             visible &= index > positions[:, None] - window
-        grouped = (
-            q[rows].float().view(q_len, kv_heads, group, dim).permute(1, 2, 0, 3)
-        )  # [kv_heads, group, q_len, dim]
+        # [kv_heads, group, q_len, dim]
+        grouped = q[rows].float().view(q_len, kv_heads, group, dim).permute(1, 2, 0, 3)
         scores = torch.matmul(grouped, k[:, None]) * scale
         if softcap > 0:
             scores = torch.tanh(scores / softcap) * softcap

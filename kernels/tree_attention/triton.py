@@ -111,9 +111,8 @@ def _attention(
         last = split >= 0
         if SPLIT:
             place = row * (KV_HEADS * GROUP) + head
-            stride = tl.cast(0 * split + rows, tl.int64) * (
-                KV_HEADS * GROUP
-            )  # `rows` may be specialised to the constant 1, which has no tensor type
+            # `rows` may be specialised to the constant 1, which has no tensor type.
+            stride = tl.cast(0 * split + rows, tl.int64) * (KV_HEADS * GROUP)
             tl.store(partial + (split * stride + place)[:, None] * DIM + d[None, :], acc, mask=element)
             tl.store(stats + 2 * (split * stride + place), top, mask=real)
             tl.store(stats + 2 * (split * stride + place) + 1, total, mask=real)
@@ -223,9 +222,9 @@ _MOST_COUNTERS = 1024
 
 
 def _can_count(k_plane: torch.Tensor) -> bool:
-    """Return whether the programs of splits can count each other.
+    """Return whether counters of finished programs are available for this plane.
 
-    Their counters are allocated on the first call with a plane, which must not happen during graph capture.
+    They are allocated on the first call with a plane, which must not happen during graph capture.
     """
     made = (k_plane.device, k_plane.data_ptr()) in _COUNTERS
     return made or not (k_plane.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -234,8 +233,8 @@ def _can_count(k_plane: torch.Tensor) -> bool:
 def _counters(k_plane: torch.Tensor) -> torch.Tensor:
     """Return counters of the finished programs of each block of pairs. All are zero between launches.
 
-    There is one set per plane: steps over the same plane run one after the other, those over others may
-    overlap.
+    There is one set per plane, because steps over different planes may overlap. Steps over the same plane run
+    one after the other.
     """
     key = (k_plane.device, k_plane.data_ptr())
     if key not in _COUNTERS:
@@ -257,9 +256,8 @@ def _has_room(device: torch.device) -> bool:
     """Return whether a program may use `SHARED_BYTES` of shared memory."""
     if device.type != "cuda":
         return True
-    most = getattr(
-        torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0
-    )  # read by name: neither torch's stubs nor ROCm have it
+    # Read by name: neither torch's stubs nor ROCm have it.
+    most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return int(most) >= SHARED_BYTES
 
 
@@ -304,9 +302,8 @@ def tree_attention(
     logits = starts if sinks is None else sinks.contiguous()
     late = {"RELEASE": blocks.release.value, **_launch.dependent(q)}
     grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
-    transposed = (
-        blocks.transposed and k_plane.dtype == q.dtype
-    )  # the transposed form pays off only if K and V need no widening in registers
+    # The transposed form pays off only if K and V need no widening in registers.
+    transposed = blocks.transposed and k_plane.dtype == q.dtype
     partial = stats = arrivals = out
     gathers = (
         blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS and _can_count(k_plane)

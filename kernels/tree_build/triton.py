@@ -1,8 +1,8 @@
 """Triton version of tree_build: one program per sequence. The package documents the contract.
 
-Candidates are in level order, so a running count over the kept ones numbers the nodes with parents before
-children. Numbers and candidates pass through memory between threads, which requires the barrier. A program is
-a single warp if its registers suffice, because one warp counts in one instruction.
+Candidates are in level order, so a running count over the kept ones numbers the nodes, parents before
+children. Threads exchange these numbers through memory, which requires the barrier. A program is a single
+warp if its registers suffice, because a warp counts in one instruction.
 """
 
 from __future__ import annotations

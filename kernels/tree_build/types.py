@@ -1,4 +1,4 @@
-"""Trees as tensors."""
+"""Result type of tree_build: a batch of trees as tensors."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def tree_check(
 ) -> CheckedTrees:
     """Validate trees on the device, and derive the parts that are not sent: roots, depths and masks.
 
-    A row keeps its tree if all of these hold; otherwise, whatever its bytes, it becomes a tree of its root
-    alone:
+    A row keeps its tree if all of these conditions are met. Otherwise, whatever bytes it contains, it becomes
+    a tree of its root alone:
 
     - ``number == expected``, and the row is live.
     - Its number of nodes is within 1..N.
@@ -48,7 +48,7 @@ def tree_check(
         number: ``[1] int32``, number of the round that the trees were made for.
         expected: ``[1] int32``, number of this round.
         num_nodes: ``[bs] int32``, contiguous, the root included.
-        tokens: ``[bs, N] int32``, contiguous; column 0 is ignored. No one may write to it during the call.
+        tokens: ``[bs, N] int32``, contiguous; column 0 is ignored. Must not be written during the call.
         parents: Like `tokens`.
         fresh: ``[bs, R] int32``, contiguous, tokens chosen in the last round; the root is at column
             ``counts[b] - 1``.

@@ -1,4 +1,4 @@
-"""verify: the token that the target emits after each node, and the walk through the tree.
+"""verify: samples the target's token after each tree node, and walks the tree to accept matching drafts.
 
 The token is a function of (logits, sampling parameters, seed, absolute position), so speculative and plain
 decoding agree.

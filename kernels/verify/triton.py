@@ -23,8 +23,8 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
 _MANY_ROWS, _LONG_BLOCK = 64, 8192
-"""From `_MANY_ROWS` rows on, a plain argmax is bound by its work per logit. The maxima are then found first,
-and the index is searched in a single block of `_LONG_BLOCK` tokens."""
+"""From `_MANY_ROWS` rows on, a plain argmax is bound by its work per logit. Block maxima are then found
+first, and the index is searched in a single block of `_LONG_BLOCK` tokens."""
 
 _log = logging.getLogger("outrider.kernels")
 

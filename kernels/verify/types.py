@@ -1,4 +1,4 @@
-"""Data types of verify."""
+"""Data types of verify: sampling parameters per row, and the accepted path and tokens of each tree."""
 
 from __future__ import annotations
 

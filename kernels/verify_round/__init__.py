@@ -1,4 +1,4 @@
-"""verify_round: small steps before and after the target's pass, each one launch without host waits.
+"""verify_round: the steps around the target's verify pass, each in one launch: place nodes, accept, report.
 
 A row is *live* while its entry of `live` is above 0. Other rows are idle: nothing is stored or accepted for
 them.

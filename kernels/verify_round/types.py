@@ -1,4 +1,4 @@
-"""Data types of verify_round."""
+"""Data types of verify_round: a round's state, the locations of its nodes, and its result."""
 
 from __future__ import annotations
 

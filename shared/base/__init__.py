@@ -1,1 +1,4 @@
-"""Foundations of every service: errors, settings, shutdown. Imports neither torch nor gRPC."""
+"""Foundations of every service: errors, settings, shutdown, parameters and statistics of a generation.
+
+Imports neither torch nor gRPC.
+"""

@@ -1,1 +1,1 @@
-"""Building blocks of both engines: the thread that runs their steps, and the cache of CUDA graphs."""
+"""Building blocks of both engines: the thread that runs their steps, CUDA graphs, and bucket sizes."""

@@ -1,4 +1,4 @@
-"""The few sizes that batches, trees and prompts are padded to, so that few CUDA graphs serve all."""
+"""Bucket sizes that batches, trees and prompts are padded to, so that a few CUDA graphs cover every size."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The sizes that batches and trees are padded to, ascending."""
+    """Sizes that batches (`batch_sizes`) and trees (`nodes`) are padded to, ascending."""
 
     batch_sizes: tuple[int, ...]
     nodes: tuple[int, ...]
 
     @classmethod
     def make(cls, max_bs: int, max_nodes: int, usual_nodes: Seq[int] = ()) -> Buckets:
-        """Return `batch_buckets`, and powers of two up to the limit of nodes with the sizes that are usual as they are."""
+        """Return the buckets for batches of up to `max_bs` rows and trees of up to `max_nodes` nodes.
+
+        The sizes for trees are powers of two, `max_nodes` itself, and those of `usual_nodes` that do not
+        exceed it. Trees of a usual size therefore need no padding.
+        """
         return cls(
             batch_buckets(max_bs),
             tuple(sorted({*powers_of_2(max_nodes), *(size for size in usual_nodes if size <= max_nodes)})),
         )
 
     def batch_size(self, count: int) -> int | None:
-        """Return the bucket of a batch, or None above the largest."""
+        """Return the smallest bucket for a batch of `count` rows, or None if it exceeds the largest."""
         return bucket(self.batch_sizes, count)
 
     def num_nodes(self, count: int) -> int | None:
-        """Return the bucket of a tree, or None above the largest."""
+        """Return the smallest bucket for a tree of `count` nodes, or None if it exceeds the largest."""
         return bucket(self.nodes, count)
 
 
@@ -37,9 +41,11 @@ def power_of_2(count: int) -> int:
 
 
 def batch_buckets(limit: int) -> tuple[int, ...]:
-    """Return the sizes that batches are padded to: powers of two, from 16 on those half-way between them too, and the limit itself.
+    """Return the sizes that batches are padded to: powers of two, sizes half-way between them, and `limit`.
 
-    A small pass costs about as much as one of a single row. Of a large one every row costs, but so does every size at the start.
+    The half-way sizes start at 24. Padding a small batch is almost free, because its pass costs about as much
+    as a pass over one row. In a large batch every padding row costs time, but each further size also makes
+    start-up longer.
     """
     powers = powers_of_2(limit)
     halfway = (size + size // 2 for size in powers if size >= 16)
@@ -47,11 +53,11 @@ def batch_buckets(limit: int) -> tuple[int, ...]:
 
 
 def powers_of_2(limit: int) -> tuple[int, ...]:
-    """Return 1, 2, 4 … and the limit itself."""
+    """Return 1, 2, 4 … below `limit`, and `limit` itself."""
     return (*(1 << power for power in range((limit - 1).bit_length())), limit)
 
 
 def bucket(sizes: Seq[int], count: int) -> int | None:
-    """Return the smallest of ascending `sizes` that holds `count`, or None above the largest."""
+    """Return the first of the ascending `sizes` that is at least `count`, or None if all are smaller."""
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None

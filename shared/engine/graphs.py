@@ -5,9 +5,9 @@ Without CUDA the same code runs eagerly.
 A graph replays fixed addresses. A recorded function must therefore:
 
 - read its inputs from tensors that never move,
-- take every host number that shapes its work from its key,
+- derive every host number that shapes its work from its key,
 - never wait for the device,
-- return tensors that the next replay overwrites.
+- return tensors that the next replay may overwrite.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import torch
 from outrider.kernels.ahead import rehearsing
 
 WARM_UP_RUNS = 2
-"""Eager runs before a capture.
+"""Number of eager runs before a capture.
 
-In them Triton compiles, cuBLAS allocates its workspaces, and address caches fill.
+During these runs Triton compiles kernels, cuBLAS allocates its workspaces, and address caches fill.
 """
-MOST_LATE = 96
-"""Limit on the graphs recorded after start-up.
+MAX_LATE_GRAPHS = 96
+"""Largest number of graphs recorded after start-up that are kept.
 
-More than are in use at a time, and their memory is small next to a model's.
+Fewer are in use at a time, and the memory of this many is small next to a model's.
 """
 RECORD_AFTER = 8
-"""How often a key that is new after start-up runs eagerly before it is recorded.
+"""Number of times that a key not recorded at start-up runs eagerly before it is recorded.
 
-A recording takes as long as some tens of rounds.
+Recording takes as long as some tens of rounds.
 """
 
 Result = TypeVar("Result")
@@ -88,18 +88,18 @@ class GraphCache:
     They share one memory pool, so replay them on one stream, one after the other.
 
     A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
-    graph may place its intermediate values at the same addresses. To keep a value longer, copy it, inside the
-    function, to a tensor that was made outside.
+    graph may place its intermediate values at the same addresses. To keep a value longer, let the function
+    copy it to a tensor that was allocated outside the function.
 
     Graphs recorded inside `keeping`, at start-up, are permanent. Of the graphs recorded later, the cache
-    keeps only the `most_late` most recently used: clients decide which keys come up, and the service must not
-    grow with them.
+    keeps the `max_late_graphs` most recently used. Client requests determine which keys occur, so the number
+    of graphs would otherwise grow without bound.
 
     Args:
         device: The device that the functions run on.
         enabled: False runs every function eagerly, on CUDA too.
         observer: Notified of every recording, replay and drop; or None.
-        most_late: Most graphs to keep that were recorded outside `keeping`.
+        max_late_graphs: Largest number of graphs to keep that were recorded outside `keeping`.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class GraphCache:
         device: torch.device | str,
         enabled: bool = True,
         observer: GraphObserver | None = None,
-        most_late: int = MOST_LATE,
+        max_late_graphs: int = MAX_LATE_GRAPHS,
     ) -> None:
         self._device = torch.device(device)
         self.enabled = enabled and self._device.type == "cuda"
         self._observer = observer
         self._numbers = count()
-        # In order of use, the most recent last; permanent graphs keep their place.
+        # Ordered by last use, most recent last. Permanent graphs are not reordered.
         self._recorded: dict[Hashable, RecordedGraph] = {}
         self._kept: set[Hashable] = set()
-        self._most_late = most_late
+        self._max_late_graphs = max_late_graphs
         self._keeping = False
         self._started = False
         self._met: Counter[Hashable] = Counter()
@@ -138,16 +138,16 @@ class GraphCache:
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """Keys of the recorded graphs, the most recently used last; permanent graphs keep their place."""
+        """Keys of the recorded graphs, the most recently used last. Permanent graphs are not reordered."""
         return tuple(self._recorded)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of device memory used by the recordings.
 
-        Includes the workspaces and compiled kernels of their warm-up runs. Measured by the device's free
-        memory, because the allocator does not see a graph's own structures. Memory that other processes
-        allocated in the meantime is therefore included.
+        Includes the workspaces and compiled kernels of their warm-up runs. Measured as the decrease of the
+        device's free memory, because the allocator does not see a graph's own structures. Memory that other
+        processes allocated in the meantime is therefore included.
         """
         return self._memory_bytes
 
@@ -163,7 +163,7 @@ class GraphCache:
     def keeping(self) -> Iterator[None]:
         """Make the graphs recorded in this block permanent, unless they are dropped explicitly.
 
-        Once the first such block has ended, the number of all other graphs is bounded.
+        Once the first such block has ended, at most `max_late_graphs` other graphs are kept.
         """
         self._keeping = True
         try:
@@ -174,37 +174,37 @@ class GraphCache:
     def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
         """Return whether to call `run` for this key now. If False, the caller runs the function eagerly.
 
-        A key that was not recorded at start-up becomes due after it has come up `RECORD_AFTER` times, when
-        recording pays off.
+        A key that was not recorded at start-up becomes due after it has occurred `RECORD_AFTER` times: by
+        then it is likely to occur often enough to repay the recording.
 
         Args:
             key: The key of `run`.
-            counted_as: The name under which occurrences are counted. Keys with one name become due together.
-                None counts `key` alone.
+            counted_as: Name under which occurrences are counted. Keys with the same name share one count and
+                become due together. None counts `key` alone.
         """
         if not self._started or self.holds(key):
             return True
-        if len(self._met) > 8 * self._most_late:  # mostly keys that came up a few times, long ago
+        if len(self._met) > 8 * self._max_late_graphs:  # mostly keys that occurred a few times, long ago
             self._met.clear()
         counted = key if counted_as is None else counted_as
         self._met[counted] += 1
         return self._met[counted] > RECORD_AFTER
 
     def expect(self, counted_as: Hashable) -> None:
-        """Make every key that is counted under this name due at its first occurrence."""
+        """Make every key that is counted under this name due the next time it occurs."""
         self._met[counted_as] = RECORD_AFTER
 
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
         """Record `key` unless it is already recorded. Does nothing on a CPU. Waits for the device.
 
-        `record` really runs, `WARM_UP_RUNS` times. Call this while the static inputs contain idle rows
+        First `record` runs eagerly `WARM_UP_RUNS` times. Call this while the static inputs contain idle rows
         (lengths 0, slots -1), so that these runs store nothing that is read later.
 
-        A function that cannot be captured, because it queries the device, is logged and runs eagerly from
-        then on.
+        A function that cannot be captured, for example because it queries the device, is logged and runs
+        eagerly from then on. With an observer, the error is raised instead.
 
         In a rehearsal (`kernels.ahead`, a dry run that finds the kernels to compile), `record` runs once,
-        even where graphs are disabled, and nothing is kept.
+        even if graphs are disabled, and nothing is recorded.
         """
         if rehearsing():
             if key not in self._recorded:
@@ -264,8 +264,8 @@ class GraphCache:
         if not self._started or self._keeping:
             return
         late = [key for key in self._recorded if key not in self._kept]
-        self.drop(late[: max(0, len(late) + 1 - self._most_late)])
-        if len(self._eager) >= self._most_late:
+        self.drop(late[: max(0, len(late) + 1 - self._max_late_graphs)])
+        if len(self._eager) >= self._max_late_graphs:
             self._eager.clear()
 
     def _side_stream(self) -> torch.cuda.Stream:

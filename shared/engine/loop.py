@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 SWITCH_INTERVAL_S = 1e-4
-"""How long another Python thread may keep the GIL while the engine wants it.
+"""How long another Python thread may keep the GIL while the engine waits for it.
 
-CPython's default of 5 ms costs whole steps.
+CPython's default of 5 ms would delay the engine by one or more steps.
 """
 
 _log = logging.getLogger("outrider.engine")

@@ -1,4 +1,4 @@
-"""Passes over the new rows of one sequence as CUDA graphs, padded to a few sizes."""
+"""CUDA graphs of passes over the new rows of one sequence; the number of rows is padded to a few sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.shared.engine.graphs import GraphCache
 
 
 class HasRows(Protocol):
-    """Static inputs of a pass."""
+    """Static inputs of a pass, including its padded rows."""
 
     rows: PaddedRows
 
@@ -22,11 +22,13 @@ Inputs = TypeVar("Inputs", bound=HasRows)
 
 
 class RecordedRows(ABC, Generic[Inputs]):
-    """Chooses the recorded size of a pass and keeps the static inputs of each size. Engine thread only.
+    """Chooses the size of a recorded pass and keeps the static inputs of each size.
+
+    Use from the engine thread only.
 
     Args:
-        graphs: Where the passes are recorded.
-        sizes: Rows of the recorded passes, ascending.
+        graphs: Cache in which the passes are recorded.
+        sizes: Numbers of rows of the recorded passes, ascending.
     """
 
     def __init__(self, graphs: GraphCache, sizes: Seq[int]) -> None:
@@ -47,7 +49,7 @@ class RecordedRows(ABC, Generic[Inputs]):
         """Run the pass over the inputs."""
 
     def _takes(self, start: int, count: int) -> bool:
-        """Whether a graph is recorded that takes `count` rows from token index `start` on."""
+        """Return whether a graph is recorded for `count` rows that start at token index `start`."""
         size = bucket(self._sizes, count)
         return (
             size is not None
@@ -56,9 +58,9 @@ class RecordedRows(ABC, Generic[Inputs]):
         )
 
     def _size_for(self, count: int) -> int:
-        """Return the size of a pass over as many rows as `_takes` accepted."""
+        """Return the size of the pass for a number of rows that `_takes` accepted."""
         size = bucket(self._sizes, count)
-        assert size is not None, "`takes` was not asked"
+        assert size is not None, "no pass is this large; call `_takes` first"
         return size
 
     def _run(self, size: int) -> Any:
@@ -66,7 +68,7 @@ class RecordedRows(ABC, Generic[Inputs]):
         return self._graphs.run(self._key(size), self._pass_of(size))
 
     def _record(self, size: int) -> None:
-        """Record the pass of one size over padding alone, which stores nothing."""
+        """Record the pass of one size over padding rows only, which store nothing."""
         self._at(size).rows.make_idle()
         self._graphs.capture(self._key(size), self._pass_of(size))
 

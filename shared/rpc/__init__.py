@@ -1,1 +1,1 @@
-"""gRPC for all services: servers, channels, direct streams, error mapping, tensors on the wire, polling."""
+"""Transport for all services: gRPC servers, channels and streams, error mapping, tensors, colocated IPC."""

@@ -1,4 +1,7 @@
-"""Copies blobs between a device and gRPC messages through pinned memory, which is allocated once per size."""
+"""Copies blobs between a device and gRPC messages through pinned memory, which is allocated once per size.
+
+A blob contains the bytes of a round's state or trees (`shared.spec.resident`).
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ class BlobStaging:
 
     @staticmethod
     def settle(blob: torch.Tensor) -> None:
-        """Wait for all work enqueued on the blob's device. Polls, because a sleeping thread wakes up late."""
+        """Wait for the current stream of the blob's device. Polls, as a sleeping thread wakes up late."""
         if blob.is_cuda:
             torch.cuda.current_stream(blob.device).synchronize()
 
     def load(self, data: Blob, number: int, blob: torch.Tensor, least_bytes: int | None = None) -> None:
         """Copy the bytes of a message to a blob, and write the round's number into its header.
 
-        The work enqueued by the previous call for a blob of this size must be done.
+        The previous copy to a blob of this size must have finished, because both use the same pinned buffer.
 
         Args:
             data: The bytes.

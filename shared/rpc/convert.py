@@ -1,6 +1,6 @@
 """Converts `OutriderError` to and from its two wire formats.
 
-These are common.v1.ErrorDetail inside streams, and google.rpc.Status at the end of calls.
+The formats are common.v1.ErrorDetail inside a stream, and google.rpc.Status at the end of a call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Client side of low-latency bidirectional gRPC streams, with fewer thread switches than grpcio's streams.
 
 In grpcio's own streams each side passes a message between threads three times, and each of these threads must
-first get the GIL. Here the sending thread itself starts the operation of gRPC's core, and the thread that
-receives the core's event runs the receiver:
+first get the GIL. Here the sending thread itself starts the send operation in gRPC's core, and the thread
+that receives the core's completion event handles the message:
 
     client to server   sending thread → core ~~~ core → server's polling thread, which calls `on_message`
     server to client   sending thread → core ~~~ core → client's thread in `receive`
@@ -35,7 +35,7 @@ Longer waits use longer intervals, because each check takes the GIL from working
 wait is always checked on time.
 """
 KEEP_S = 0.05
-"""How long the stream stays with the thread of `receive_within` after a call, in case it calls again."""
+"""How long the borrower of a `ClientStream` keeps it after `receive_within`, in case it calls again."""
 STATUS_OF_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -62,16 +62,16 @@ class StreamEndedError(grpc.RpcError):
 class _Tag(Enum):
     """Kinds of events in the queue of a call."""
 
-    HEADERS = auto()  # the initial metadata came
+    HEADERS = auto()  # the initial metadata arrived
     STATUS = auto()  # the call has ended
     SENT = auto()  # a message is on its way
-    RECEIVED = auto()  # a message came, or the end of the stream
+    RECEIVED = auto()  # a message arrived, or the end of the stream
     LOOK = auto()  # posted to make the reading thread check whether it should stop
     PEEKED = auto()  # posted by `look` behind the finished events, so that it does not wait for more
 
 
 class ClientStream:
-    """A call of a bidirectional method. It starts immediately.
+    """A call of a bidirectional method. The call starts when the object is created.
 
     `send` and `cancel` may be called from any thread. Two threads may read:
 
@@ -93,31 +93,31 @@ class ClientStream:
     Args:
         channel: Made by `connect`.
         method: ``/package.Service/Method``.
-        vigil: Decides when waits poll instead of sleeping.
+        poll_window: Decides when waits poll instead of sleeping.
     """
 
-    def __init__(self, channel: grpc.Channel, method: str, vigil: PollWindow) -> None:
-        self._vigil = vigil
+    def __init__(self, channel: grpc.Channel, method: str, poll_window: PollWindow) -> None:
+        self._poll_window = poll_window
         self._lock = threading.Lock()
         self._unsent: deque[bytes] = deque()
         self._sending = False
-        # Whether the core was asked for the next message. This can wait until the last message is handled.
+        # True while the core receives a message, and after the last one. `_listen` starts the next receive.
         self._listening = True
         self._status: Any = None
         self._reading = threading.Lock()
         self._taken = False
-        # Wakes the reader while it watches a wait, if it must check earlier than planned (`_asleep_until`).
+        # Wakes the reader from `_watch` early: the borrower set an earlier deadline or returned the stream.
         self._sooner = threading.Condition(self._lock)
         self._asleep_until = 0.0
         self._taken_at = 0.0
         self._deadline = math.inf
-        # Longest duration of the last `receive_within`.
+        # `seconds` of the last `receive_within`.
         self._patience = 0.0
-        # Number of messages handled by the reader: now, and at the last `receive_within`.
-        self._dealt = 0
-        self._dealt_known = 0
-        self._dealing = False
-        # Messages that arrived while the stream was checked for other events.
+        # Number of messages that the reader has handled: now, and when the borrower last checked.
+        self._handled = 0
+        self._handled_known = 0
+        self._handling = False
+        # Messages that `look` received; the next reading call returns them.
         self._early: deque[bytes] = deque()
         starts = (
             (
@@ -130,7 +130,7 @@ class ClientStream:
             ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
             ((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED),
         )
-        # Operations whose event is outstanding. The core frees the call's event queue with the last one.
+        # Number of operations without an event so far. With the last event, the core frees the event queue.
         self._due = len(starts)
         core = cast(Any, channel)._channel
         self._call: Any = core.segregated_call(
@@ -145,28 +145,28 @@ class ClientStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the stream has ended, so that no event follows."""
+        """Whether the stream has ended, so that no further event arrives."""
         return not self._due
 
     @property
     def taken(self) -> bool:
-        """Whether the borrower has the stream, including some time after its last `receive_within`."""
+        """Whether the borrower has the stream. It keeps the stream for some time after `receive_within`."""
         return self._taken
 
     def send(self, message: bytes) -> None:
         """Send a message, or queue it behind the one being sent.
 
-        Never waits. Dropped if the stream has ended.
+        Never waits. If the stream has ended, the message is dropped.
         """
         with self._lock:
             if not self._sending:
                 self._sending = self._operate((cygrpc.SendMessageOperation(message, NO_FLAGS),), _Tag.SENT)
                 return
             self._unsent.append(message)
-        self.look()  # perhaps no thread is reading, so the event that frees the send would go unnoticed
+        self.look()  # without a reading thread, the event that ends the current send would stay unprocessed
 
     def receive(self) -> bytes | None:
-        """Wait for the next message that no other thread takes.
+        """Wait for the next message that the borrower does not receive. For the reader only.
 
         Return None if the stream ended with status OK.
 
@@ -175,14 +175,14 @@ class ClientStream:
         Raises:
             StreamEndedError: The stream ended with another status.
         """
-        if self._dealing:
+        if self._handling:
             with self._lock:
-                self._dealing = False
-                self._dealt += 1
+                self._handling = False
+                self._handled += 1
                 if self._taken:
                     self._operate((), _Tag.LOOK)
         while True:
-            # The borrower may take the stream at any moment. If the lock stays taken, it has: watch its wait.
+            # The borrower may take the stream at any moment. If its lock cannot be acquired, watch that wait.
             if self._taken or not self._reading.acquire(timeout=WATCH_S):
                 self._watch()
                 continue
@@ -191,7 +191,7 @@ class ClientStream:
             finally:
                 self._reading.release()
             if message is not None:
-                self._dealing = True
+                self._handling = True
                 return message
             if self.ended and not self._taken:
                 break
@@ -205,8 +205,8 @@ class ClientStream:
     def receive_within(self, seconds: float) -> bytes | None:
         """Wait for the next message for at most `seconds`.
 
-        Return None if no message came in time, if the reader handled one in the meantime, or if the stream
-        has ended; `receive` then reports the status.
+        Return None if no message arrived in time, if the reader handled one in the meantime, or if the stream
+        has ended. In the last case, `receive` reports the status.
         """
         deadline = time.monotonic() + seconds
         with self._lock:
@@ -217,15 +217,15 @@ class ClientStream:
             if first:
                 self._operate((), _Tag.LOOK)
             message = self._early.popleft() if self._early else None
-        if message is None and not self._dealt_with_others():
+        if message is None and not self._handled_by_reader():
             with self._reading:
-                message = self._read(lambda: self._dealt_with_others() or time.monotonic() >= deadline)
+                message = self._read(lambda: self._handled_by_reader() or time.monotonic() >= deadline)
         with self._lock:
             self._deadline, self._taken_at = math.inf, time.monotonic()
         return message
 
     def give_back(self) -> None:
-        """Let the reader read again immediately. Called by the borrower if it expects no message soon."""
+        """Return the stream to the reader. Called by the borrower if it expects no message soon."""
         with self._lock:
             self._taken = False
             self._sooner.notify()
@@ -248,15 +248,15 @@ class ClientStream:
 
         Does nothing while another thread reads, because that thread processes them.
 
-        May be called from any thread. Queued messages are sent, the end of the stream shows in `ended`, and
-        received messages are kept for the next call that asks for one.
+        May be called from any thread. Starts to send the next queued message, updates `ended`, and keeps
+        received messages for the next reading call.
         """
         if not self._reading.acquire(blocking=False):
             return
         try:
             with self._lock:
                 self._listen()
-                peeking, told = self._operate((), _Tag.PEEKED), False
+                peeking, look_seen = self._operate((), _Tag.PEEKED), False
             while peeking and self._due:
                 event = self._call.next_event()
                 with self._lock:
@@ -264,17 +264,18 @@ class ClientStream:
                     if message is not None:
                         self._early.append(message)
                         self._listen()
-                peeking, told = event.tag is not _Tag.PEEKED, told or event.tag is _Tag.LOOK
-            if told:  # the LOOK was meant for another thread, so post it again
+                peeking = event.tag is not _Tag.PEEKED
+                look_seen = look_seen or event.tag is _Tag.LOOK
+            if look_seen:  # the LOOK was meant for another thread, so post it again
                 with self._lock:
                     self._operate((), _Tag.LOOK)
         finally:
             self._reading.release()
 
-    def _dealt_with_others(self) -> bool:
+    def _handled_by_reader(self) -> bool:
         with self._lock:
-            before, self._dealt_known = self._dealt_known, self._dealt
-            return before != self._dealt_known
+            before, self._handled_known = self._handled_known, self._handled
+            return before != self._handled_known
 
     def cancel(self) -> None:
         """End the stream. May be called more than once."""
@@ -287,7 +288,7 @@ class ClientStream:
                 pass
 
     def _watch(self) -> None:
-        """While the borrower reads: end its wait on time, and take the stream back after its last read."""
+        """End the borrower's wait on time, and return the stream to the reader after its last read."""
         with self._lock:
             if self._taken:  # else it was given back in the meantime
                 now = time.monotonic()
@@ -303,16 +304,16 @@ class ClientStream:
             self.look()
 
     def _next_look(self, now: float) -> float:
-        """Return until when the watch sleeps: at most until the deadline.
+        """Return the time at which the watching thread wakes up, no later than the deadline.
 
-        After the deadline it returns a short pause, so that the borrower can react to the LOOK.
+        If the deadline has passed, return the end of a short pause in which the borrower reacts to the LOOK.
         """
         if self._deadline <= now:
             return now + WATCH_S
         return min(self._deadline, now + min(max(WATCH_S, self._patience), LONGEST_WATCH_S))
 
     def _read(self, enough: Callable[[], bool]) -> bytes | None:
-        """Return the next message, or None at the end of the stream or if `enough` holds after a LOOK."""
+        """Return the next message. Return None if the stream ends, or on a LOOK for which `enough` holds."""
         while True:
             with self._lock:
                 if self._early:
@@ -320,7 +321,7 @@ class ClientStream:
                 if not self._due:
                     return None
                 self._listen()
-            self._vigil.begin()
+            self._poll_window.begin()
             event = self._call.next_event()
             with self._lock:
                 message = self._handle(event)
@@ -330,7 +331,7 @@ class ClientStream:
                 return None
 
     def _handle(self, event: Any) -> bytes | None:
-        """Process an event. Return the message if the event is an arrival. Call with the lock held."""
+        """Process an event. Return the message if one arrived. Call with the lock held."""
         self._due -= 1
         if event.tag is _Tag.RECEIVED:
             message: bytes | None = event.batch_operations[0].message()

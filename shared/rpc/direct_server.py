@@ -21,20 +21,21 @@ _NO_CALLBACKS: _Callbacks = (None, ())
 
 
 class ServerStream:
-    """The messages of a bidirectional call whose handler is an ordinary grpcio handler.
+    """Exchanges the messages of a bidirectional call after the first ones, which grpcio handles as usual.
 
-    The handler reads the first messages from its iterator and yields the first replies, at least one. Then it
-    calls `start`, and from then on neither reads nor yields. It calls `flush` before it returns or raises.
+    The call's handler is an ordinary grpcio handler. It reads the first messages from its iterator and yields
+    the first replies, at least one. Then it calls `start`, and from then on neither reads nor yields. It
+    calls `flush` before it returns or raises.
 
     Args:
         context: The call's context.
         on_message: Called with every further message, one at a time, on the server's only polling thread.
-            While it blocks, all other calls of the server wait. The draft's callback blocks for its GPU: by
-            then the GPU has all its input and finishes after one pass, so that wait has no time limit.
-        on_end: Called at least once, on any thread: with None when the peer has finished or gone, or with the
-            exception that `on_message` raised.
+            While it blocks, all other calls of the server wait. The draft's callback waits for its GPU. That
+            wait needs no time limit: the GPU already has all its input and finishes after one pass.
+        on_end: Called at least once, on any thread: with None when the peer has ended the stream or
+            disconnected, or with the exception that `on_message` raised.
         max_unsent: Most messages to queue for a peer that does not read. One more ends the stream.
-        vigil: Decides when the polling thread polls.
+        poll_window: Decides when the server's polling thread busy-polls instead of sleeping.
     """
 
     def __init__(
@@ -43,9 +44,9 @@ class ServerStream:
         on_message: Callable[[bytes], None],
         on_end: Callable[[Exception | None], None],
         max_unsent: int,
-        vigil: PollWindow,
+        poll_window: PollWindow,
     ) -> None:
-        self._vigil = vigil
+        self._poll_window = poll_window
         self._call = cast(Any, context)._rpc_event.call
         self._on_message = on_message
         self._on_end = on_end
@@ -114,7 +115,7 @@ class ServerStream:
                 then()
             except Exception as error:  # the polling thread serves all calls and must survive
                 self._on_end(error)
-        self._vigil.begin()
+        self._poll_window.begin()
         return _NO_CALLBACKS
 
     def _receive(self) -> None:
@@ -125,14 +126,14 @@ class ServerStream:
         message: bytes | None = event.batch_operations[0].message()
         try:
             if message is None:
-                self._vigil.rest()
+                self._poll_window.rest()
                 self._on_end(None)
             else:
                 self._on_message(message)
                 self._receive()
         except Exception as error:  # the polling thread serves all calls and must survive
             self._on_end(error)
-        self._vigil.begin()
+        self._poll_window.begin()
         return _NO_CALLBACKS
 
     def _gone(self) -> None:

@@ -1,7 +1,7 @@
 """Encodes and decodes messages of a few numbers and one blob, with as few copies of the blob as possible.
 
 A protobuf message class copies a blob two or three times on its way to the wire, and again on its way back.
-Here the bytes around the blob are encoded beforehand, while there is time. Sending then copies the blob once;
+Here the bytes around the blob are encoded before the blob is computed. Sending then copies the blob once;
 receiving returns a view and copies nothing.
 
 The bytes are the same as protobuf's. The format requires that the blob is the last field of an inner message,
@@ -69,7 +69,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class BlobEnvelopes:
-    """The envelopes of one round on the device: for its state and for its trees."""
+    """The envelopes of one device round: for its state and for its trees."""
 
     state: Envelope
     trees: Envelope

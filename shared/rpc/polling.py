@@ -21,9 +21,9 @@ WITHOUT_EVENT_ENGINE = "-event_engine_client,-event_engine_listener,-event_engin
 SLEEP_MS = 200
 """How long grpcio's waits sleep before they check for signals; grpcio's own value."""
 AWAKE_MS = -10
-"""A wait until a moment in the past polls once and does not sleep.
+"""Period of a wait that polls: a wait until a moment in the past polls once and does not sleep.
 
-The value 0 would not do: it is rounded up to the next millisecond.
+The value 0 would sleep, because it is rounded up to the next millisecond.
 """
 LIBRARY = "grpc._cython.cygrpc"
 
@@ -49,11 +49,11 @@ def watch_sockets() -> None:
 class PollWindow:
     """Decides when the waits of this process poll instead of sleeping.
 
-    Without `expect`, waits sleep. A wait keeps the mode it began with until its next event.
+    Waits sleep unless `expect` was called. A wait keeps the mode it began with until its next event.
 
     Args:
-        enabled: None enables polling if waiting threads watch the sockets (else polling is useless) and there
-            are cores to spare.
+        enabled: Whether waits may poll. None allows it if there are enough cores and waiting threads watch
+            the sockets themselves. Otherwise polling would be useless.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:
@@ -66,7 +66,7 @@ class PollWindow:
         self._until = 0.0
 
     def expect(self, seconds: float) -> None:
-        """Make waits poll that begin within the next `seconds`, because a message is due. Any thread."""
+        """Make waits poll if they begin within the next `seconds`, because a message is due. Any thread."""
         self._until = time.monotonic() + seconds
 
     def rest(self) -> None:

@@ -5,12 +5,12 @@ the other side of the mailbox is this process's own host, which copies blobs to 
 
     peer's message arrives  →  host copies it to pinned memory  →  host writes the word  →  stream continues
 
-So no launch is left to do when a message arrives: the copies and the graph behind the wait run immediately.
+When a message arrives, no launch is left to do: the copies and the graph behind the wait run immediately.
 
-Between enqueuing a wait and its end, the host must not ask the device for anything that completes only behind
-the wait. A synchronisation, an allocation or the first launch of a kernel may do so. If the host does it
-nevertheless, the watchdog ends the wait at its limit. A kernel that has run before can be launched safely on
-another stream; see `StreamRelay.call`.
+Between enqueuing a wait and its end, the host must not request anything of the device that completes only
+after the wait. A synchronisation, an allocation or the first launch of a kernel may do so. If the host does
+it nevertheless, the watchdog ends the wait at its limit. A kernel that has run before can be launched safely
+on another stream; see `StreamRelay.call`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from outrider.shared.rpc.ipc.doorbells import Doorbells, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 STATE_BYTES = 512 * 1024
-"""Largest state: ten sequences of 6 rows of 4096 in bf16.
+"""Largest state: in bf16, ten sequences of 6 rows of width 4096.
 
 A state contains all rows, accepted or not. For larger batches, rounds through the host transfer fewer bytes.
 """
 NUMBER = struct.Struct("<i")
 LEAST_STATE_BYTES = 256
-"""Size of a state's header. A received state may end anywhere behind it: missing bytes are unused rows."""
+"""Size of a state's header. A received state may end anywhere after it: missing bytes are unused rows."""
 TREES_BYTES = 64 * 1024
 """Largest trees: the same ten sequences, with trees of 800 nodes each."""
 LAYOUT = BlobLayout(STATE_BYTES, TREES_BYTES, inside=False)
@@ -58,7 +58,7 @@ class PinnedSlots:
 
 
 class StreamRelay:
-    """One end of a connection's rounds, in a process with a GPU.
+    """One end of the rounds that two processes exchange over gRPC, in a process with a GPU.
 
     Threads:
 
@@ -92,10 +92,8 @@ class StreamRelay:
             for event in self._given:
                 event.record()  # torch creates the event on its first record
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            with (
-                torch.inference_mode(False),
-                torch.cuda.stream(self._aside),
-            ):  # allocated on this stream, so that the memory's next owner runs after the last `call`
+            # Allocate on this stream, so that the memory's next owner runs after the last `call`.
+            with torch.inference_mode(False), torch.cuda.stream(self._aside):
                 self._trifle = torch.zeros(1, dtype=torch.int32, device=device)
             self.call()
             self._aside.synchronize()  # load the kernel now: a first launch must not happen behind a wait
@@ -142,20 +140,20 @@ class StreamRelay:
             self._trifle.zero_()
 
     def given(self, number: int) -> bool:
-        """Return whether the device has finished copying its blob of a round to the host."""
+        """Return whether the device has copied this side's blob of a round to the host."""
         return bool(self._given[number % SLOTS].query())  # type: ignore[no-untyped-call]
 
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
-        """Wait until the device has copied its blob of a round to the host, and return the blob.
+        """Wait until the device has copied this side's blob of a round to the host, and return the blob.
 
-        The array is valid until the round after the next is enqueued.
+        The array is valid until the round after the next one is enqueued.
         """
         self._given[number % SLOTS].synchronize()  # polls without holding the GIL
         start = self._out(number)
         return self._slots.array[start : start + num_bytes]
 
     def put(self, number: int, data: Blob) -> None:
-        """Pass the peer's blob of an enqueued round to the waiting stream. The end of a state may be missing.
+        """Pass the peer's blob of an enqueued round to the waiting stream. A state may be cut short.
 
         Raises:
             ProtocolError: The blob has a wrong size. The wait continues.

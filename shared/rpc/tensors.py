@@ -86,7 +86,7 @@ def encode_tensor(tensor: torch.Tensor) -> common_pb2.TensorData:
 def fill_tensor(data: common_pb2.TensorData, tensor: torch.Tensor) -> None:
     """Write the tensor into an empty message.
 
-    Setting fields in place saves one copy of all bytes over `encode_tensor`.
+    Setting the fields in place saves one copy of all bytes compared with `encode_tensor`.
     """
     data.shape.extend(tensor.shape)
     data.dtype = wire_dtype(tensor.dtype)

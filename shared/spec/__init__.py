@@ -1,1 +1,1 @@
-"""Vocabulary of speculative decoding: algorithms, draft trees, fences, and the interface of a drafter."""
+"""Vocabulary of speculative decoding: algorithms, draft trees, fences, drafter interface, device rounds."""

@@ -25,7 +25,7 @@ class DrafterState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """Features that the target captures for a drafter, and how they become the stored feature row.
+    """Features (hidden states of the target) that a drafter uses, and how they become stored feature rows.
 
     Attributes:
         aux_layer_ids: Layers whose *outputs* are concatenated, ascending. Empty if only the final hidden
@@ -52,7 +52,7 @@ class FeatureSpec:
 class SequenceOpen:
     """A sequence that the drafter follows from now on.
 
-    `features` sends its features, `commit` its first chosen token.
+    Its features are sent with `Drafter.features`, its first chosen token with `Drafter.commit`.
 
     Attributes:
         fence: Its committed_len is the number of `token_ids`.
@@ -123,7 +123,7 @@ class ProposalRequest:
 
 
 class Drafter(Protocol):
-    """Proposes trees. This interface is all that the engine step uses of speculation.
+    """Proposes trees. The engine step uses speculation through this interface only.
 
     Methods never raise for a fault of the draft. They return trees of one node (the root), and
     `fallback_reason` returns the cause. All methods are called from the engine thread only.
@@ -161,7 +161,7 @@ class Drafter(Protocol):
         ...
 
     def announce(self, request: ProposalRequest) -> None:
-        """Announce the next `propose`, so that the draft works while the engine prefills and delivers.
+        """Announce the next `propose`, so that the draft works while the engine prefills and sends tokens.
 
         Does not wait.
         """
@@ -170,7 +170,7 @@ class Drafter(Protocol):
     def propose(self, request: ProposalRequest) -> DraftBatch:
         """Return one tree per row, on the target's device.
 
-        Waits until the deadline at most. A preceding `announce` is optional.
+        Waits as long as `ProposalRow` and `ProposalRequest` allow. A preceding `announce` is optional.
         """
         ...
 
@@ -191,7 +191,7 @@ class Drafter(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Close the connection, join threads."""
+        """Close the connection and join the threads."""
         ...
 
 
@@ -203,7 +203,7 @@ class EagerDrafter(Protocol):
     """
 
     def absorb(self, session_ids: Sequence[int]) -> None:
-        """Enqueue all work possible on the received rows of these sequences, except the last row.
+        """Enqueue all possible work on the received rows of these sequences, except on the last row of each.
 
         Does not wait.
 

@@ -26,7 +26,7 @@ def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
 class Fence:
     """Identifies a sequence at one moment.
 
-    A message with a different fence is dropped, and only that sequence reopens.
+    A message whose fence differs from the receiver's is dropped, and only that sequence reopens.
 
     Attributes:
         session_id: The sequence, unique within one target process.

@@ -5,6 +5,10 @@ extend and tree growth, the verify pass, the walk) before it has read round n ba
 the input of the next: a `RoundState`, whose tensors never move, so that CUDA graphs may refer to them. The
 host learns the result of every round one round late.
 
+Terms: the root of a tree is the last committed token of its sequence, and committed_len counts the committed
+tokens, the root included. A feature row is the target's hidden state at one position, in the form that the
+drafter uses (`shared.spec.drafter.FeatureSpec`).
+
 A batch of fixed rows and shape lasts from `DeviceDrafter.enter` to `ResidentBatch.leave`. In between, every
 round runs these steps in order:
 
@@ -17,7 +21,7 @@ If target and draft are different processes, each round transfers two blobs:
     state     `RoundState.packed`: header, committed_lens, counts, tokens, features
     trees     header, then int32: num_nodes [bs], tokens [bs, N], parents [bs, N];
               node 0 is the root, whose token and parent are ignored
-    header    int32[64]; the first is the number of the round
+    header    int32[64]; the first contains the number of the round
 
 Depths, masks and roots are not sent. The target's device computes them while it checks the trees
 (`kernels.tree_check`).
@@ -63,7 +67,7 @@ class PackedExtent:
     features_start: int
     row_bytes: int
 
-    def held_bytes(self, packed: memoryview) -> int:
+    def used_bytes(self, packed: memoryview) -> int:
         """Return the number of bytes in use, given a copy of `packed` on the host."""
         rows, columns = 0, self.columns
         for row, count in enumerate(self.counts.unpack_from(packed, HEADER_BYTES + self.counts.size)):
@@ -166,8 +170,8 @@ class RoundState:
 
         Args:
             tokens: For each row, its newest tokens, at most `columns`.
-            features: For each row, pieces ``[rows, feature_size]`` that together hold one feature per token, or no piece; empty if no
-                row has features.
+            features: For each row, tensors ``[n, feature_size]`` that contain one feature row per token in
+                total, or no tensor. Empty if no row has features.
         """
         host = torch.tensor(
             [[len(row), *row] + [0] * (self.columns - len(row)) for row in tokens], dtype=torch.int32
@@ -181,7 +185,7 @@ class RoundState:
             and len(whole) == len(tokens)
             and len({(piece.shape[0], piece.device) for piece in whole}) == 1
         ):
-            # Rows of one length travel in one copy.
+            # If all rows are equally long, a single copy transfers them.
             count = whole[0].shape[0]
             self.features[: len(tokens), :count].copy_(torch.stack(whole), non_blocking=True)
             return
@@ -193,13 +197,13 @@ class RoundState:
                 start = stop
 
     def roots(self) -> torch.Tensor:
-        """Return the last committed token of every row, ``[bs] int32``; 0 for idle rows. Enqueued only."""
+        """Return the last committed token of every row, ``[bs] int32``; 0 for idle rows. Does not wait."""
         last = (self.counts.to(torch.int64) - 1).clamp_(min=0)
         return self.tokens.gather(1, last[:, None])[:, 0]
 
 
 class ResidentBatch(Protocol):
-    """Rounds of one fixed set of rows with one shape, between `enter` and `leave`. Engine thread only.
+    """Rounds of a fixed set of rows and one tree shape, between `enter` and `leave`. Engine thread only.
 
     Attributes:
         key: Identifies everything that recorded work depends on apart from the sizes of the state and the
@@ -245,8 +249,8 @@ class ResidentBatch(Protocol):
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
         """Receive the result of a round that was read back: ≤ R tokens per session, in the order of `enter`.
 
-        Empty for a retired row. Tokens after a stop are not included: such a row is retired. Another round
-        may be running during this call.
+        The entry of a retired row is empty. Tokens after a stop are not included, because their row is
+        retired. Another round may be running during this call.
         """
         ...
 
@@ -268,7 +272,7 @@ class ResidentBatch(Protocol):
         refer to its rows.
 
         Returns:
-            False if these rounds cannot move. Nothing has changed then; the engine leaves and enters again.
+            False if this batch cannot move. Nothing has changed then; the engine leaves and enters again.
         """
         ...
 
@@ -277,8 +281,8 @@ class ResidentBatch(Protocol):
 
         The sessions of rows that were not retired are then in the same state as if every commit had come
         through the host: the tokens of the last `committed` are pending with their features. Those features
-        are copied from the state in stream order, because the state may be reused right after this call. A
-        batch without any round since `enter` is back in its earlier state.
+        are copied from the state in stream order, because the state may be reused right after this call. If
+        no round ran since `enter`, the sessions are back in their state before it.
         """
         ...
 
@@ -300,7 +304,7 @@ class ExchangedBatch(ResidentBatch, Protocol):
 
         Args:
             state: The state that `draft` will receive.
-            limit_s: How long the device may stand still for the trees. None: until the draft counts as
+            limit_s: Longest time that the device may wait for the trees. None: until the draft counts as
                 faulty.
             ahead: True if the device may wait for work that the host does in `hand_over` and `carry`. The
                 caller thereby promises that all work enqueued in between has run before, so that enqueuing it
@@ -333,7 +337,7 @@ class DeviceDrafter(Protocol):
 
         - The engine has filled `committed_lens`, `temperature`, `seeds` and `choices`, and made every row
           idle.
-        - The session has received every commit.
+        - Every session has received all of its commits.
 
         This call prepares the drafter's static tensors. It also fills `tokens`, `counts` and `features` of
         the sessions' rows from the pending commits (at least the root's), in stream order.

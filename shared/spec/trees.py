@@ -1,4 +1,4 @@
-"""Converts draft trees to tensors: built on the host, padded into a batch, placed into a larger batch."""
+"""Draft trees on the host: grown node by node, padded into a batch of tensors, placed into a larger batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HostTree:
 
     Attributes:
         tokens, parents, depths, logprobs: One entry per node.
-        masks: One entry per node: a bit for the node itself and each of its ancestors.
+        masks: One mask per node, with a bit for the node itself and for each of its ancestors.
     """
 
     tokens: list[int]
@@ -30,7 +30,7 @@ class HostTree:
 
     @classmethod
     def of_root(cls, root_token: int) -> HostTree:
-        """Return a tree of only a root."""
+        """Return a tree that consists of a root only."""
         return cls([root_token])
 
     def add(self, token: int, parent: int, logprob: float) -> int:
@@ -86,7 +86,7 @@ def pad_trees(trees: Sequence[HostTree], device: torch.device, draft_ms: float =
 
 
 def root_trees(root_tokens: Sequence[int], device: torch.device) -> DraftBatch:
-    """Return trees of one node each: a step of plain decoding."""
+    """Return trees of one node each, with which a round is a step of plain decoding."""
     bs = len(root_tokens)
     tokens = torch.tensor(root_tokens, dtype=torch.int32, device=device).view(bs, 1)
     return DraftBatch(
@@ -104,11 +104,12 @@ def scatter_trees(
     """Place batches of trees into one larger batch.
 
     Args:
-        parts: Each batch with the rows that its trees take: tree i becomes row ``rows[i]``. At least one.
-        root_tokens: The root of every row of the result. A row that no tree takes gets a tree of one node.
+        parts: At least one pair of a batch and the row numbers of its trees: tree i becomes row ``rows[i]``.
+        root_tokens: The root of every row of the result. A row without a tree gets a tree of one node.
 
     Returns:
-        The batch, as wide as the widest part, on the device of the first. A part that takes all rows in order is returned as it is.
+        The batch, as wide as the widest part, on the device of the first part. A single part that already
+        contains all rows in order is returned unchanged.
     """
     bs = len(root_tokens)
     first, rows = parts[0]

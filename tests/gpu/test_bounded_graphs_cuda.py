@@ -12,7 +12,7 @@ SIZE = 1 << 20
 
 
 def test_graphs_that_are_dropped_leave_the_others_and_their_memory() -> None:
-    cache = GraphCache("cuda", most_late=3)
+    cache = GraphCache("cuda", max_late_graphs=3)
     numbers = torch.ones(SIZE, device="cuda")
 
     def total(factor: int) -> int:
@@ -35,7 +35,7 @@ def test_graphs_that_are_dropped_leave_the_others_and_their_memory() -> None:
 
 
 def test_a_pool_that_lost_its_last_graph_takes_none() -> None:
-    cache = GraphCache("cuda", most_late=1)
+    cache = GraphCache("cuda", max_late_graphs=1)
     numbers = torch.ones(SIZE, device="cuda")
     with cache.keeping():
         cache.capture("kept", lambda: numbers.sum())

@@ -23,7 +23,7 @@ from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError, DeviceMemory, PeerMemory
-from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
+from outrider.shared.rpc.ipc.deferred_release import DEFERRED_RELEASE
 from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Mapped, acknowledge
 
@@ -210,7 +210,7 @@ def test_memory_is_freed_when_its_owner_is_gone_for_a_while() -> None:
     del memory
     assert torch.cuda.mem_get_info(device)[0] <= before - (200 << 20), "a peer may still write to this memory"
     given_back = threading.Event()
-    DISPOSAL.when_gone(threading.Event(), given_back.set)  # Runs after the memory is freed.
+    DEFERRED_RELEASE.when_gone(threading.Event(), given_back.set)  # Runs after the memory is freed.
     assert given_back.wait(TIMEOUT_S)
     assert torch.cuda.mem_get_info(device)[0] >= before - (16 << 20)
 

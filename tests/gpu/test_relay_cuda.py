@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
+from outrider.shared.rpc.ipc.deferred_release import DEFERRED_RELEASE
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.relay import LAYOUT, LEAST_STATE_BYTES, StreamRelay
 
@@ -184,5 +184,5 @@ def come_and_go(side: Side) -> None:
 def disposed() -> bool:
     """Return True if everything closed has been freed."""
     done = threading.Event()
-    DISPOSAL.when_gone(threading.Event(), done.set)
+    DEFERRED_RELEASE.when_gone(threading.Event(), done.set)
     return done.wait(LIMIT_S)

@@ -26,10 +26,11 @@ def check_kv_store(
 ) -> None:
     generator = torch.Generator().manual_seed(rows * 1000 + dim)
     fused = torch.randn(rows, kv_heads * 3, dim, generator=generator).to(device, dtype)
+    # Views with gaps, as of a fused QKV output.
     k, v = (
         fused[:, kv_heads : 2 * kv_heads],
         fused[:, 2 * kv_heads :],
-    )  # views with gaps, as of a fused QKV output
+    )
     slots = torch.randperm(pages * page_size, generator=generator)[:rows]
     slots[::4] = -1
     slots = slots.to(device)

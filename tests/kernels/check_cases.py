@@ -35,7 +35,7 @@ def _spoil(rng: random.Random, tokens: list[int], parents: list[int]) -> None:
 
 
 def believed(tokens: list[int], parents: list[int], nodes: int, columns: int, depth: int) -> bool:
-    """Return whether a tree is valid, in plain Python."""
+    """Return whether a tree is valid, computed in plain Python."""
     if not 1 <= nodes <= columns:
         return False
     depths = [0]

@@ -10,8 +10,8 @@ from outrider.kernels.filtered_choice.reference import scaled, token_keys
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 
 ROUNDING = 1e-6
-"""Tolerance of a prefix's probability around p, because it is a long sum in fp32. Within it, the token at the
-end of the prefix may be kept or not."""
+"""Tolerance of a prefix's probability, which is a long sum in fp32. If it is within this distance from p, the
+token at the end of the prefix may be kept or dropped."""
 FILTERS = [
     (0, 0.9, 0.0), (50, 1.0, 0.0), (50, 0.9, 0.0), (1, 1.0, 0.0), (7, 0.5, 0.05), (0, 1.0, 0.1), (0, 0.999, 0.0), (100_000_000, 0.8, 0.0),
     (0, 0.0, 0.0), (3000, 0.3, 0.0), (0, 1.0, 0.0), (0, 1e-9, 1.0),
@@ -53,8 +53,8 @@ def check_kept_tokens(
 ) -> None:
     """Check the kept tokens against the filters' definition, tie by tie.
 
-    Only where a sum of probabilities equals p up to rounding may they differ. The definition is sorted and
-    summed in fp64: the reference's own fp32 sums over 128,256 tokens are off by up to 4e-6 on a GPU.
+    They may differ only where a sum of probabilities equals p up to rounding. The expected tokens are
+    computed in fp64, because the reference's fp32 sums over 128,256 tokens are off by up to 4e-6 on a GPU.
     """
     logits, sampling = logits_of(kind, rows, vocab, dtype, device), filters_of(rows, device, 0.7)
     finite = logits > -torch.inf

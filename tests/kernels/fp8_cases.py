@@ -23,9 +23,8 @@ def check_store(device: str, dtype: torch.dtype) -> None:
             kv_store(k, k + 1, *planes, torch.tensor([1, -1, 6], device=device))
         found.append([plane.float() for plane in planes])
     for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(
-            mine, other, rtol=0.13, atol=0.002
-        )  # the interpreter rounds ties differently
+        # The interpreter rounds ties differently.
+        torch.testing.assert_close(mine, other, rtol=0.13, atol=0.002)
     stored = found[0][0].flatten(0, 1)
     assert float(stored.abs().max()) == 448.0
     torch.testing.assert_close(stored[[1, 6]], k[[0, 2]].float().clamp(-448, 448), rtol=0.07, atol=0.01)
@@ -49,7 +48,7 @@ def check_compact(device: str) -> None:
 
 
 def check_attention(device: str, dtype: torch.dtype) -> None:
-    """Check that both kinds of attention give the same result over FP8 planes and over widened planes."""
+    """Check that both kinds of attention return the same result over FP8 planes and over widened planes."""
     narrow = Histories(device, dtype, 20, 3, plane_dtype=FP8)
     wide = Histories(device, dtype, 20, 3)
     wide.planes = [plane.to(dtype) for plane in narrow.planes]

@@ -56,12 +56,12 @@ class Guards:
 
 @contextlib.contextmanager
 def triton_version(guards: Guards) -> Iterator[None]:
-    """Run ops by their Triton version, with their own buffers guarded as well; check all bands afterwards."""
+    """Run the Triton versions of ops with guarded buffers of their own; check all bands afterwards."""
     with force_backend(Backend.TRITON), mock.patch.object(_launch, "empty", guards.empty):
         yield
     guards.check()
 
 
 def reference_version() -> contextlib.AbstractContextManager[None]:
-    """Run ops by their torch reference on any device."""
+    """Run the torch references of ops, on any device."""
     return force_backend(Backend.REFERENCE)

@@ -78,7 +78,7 @@ class Histories:
         device: Device of the planes.
         dtype: Dtype of the planes.
         length: Number of tokens of the history.
-        nodes: Number of those that are tree nodes in the second and third place.
+        nodes: Number of these tokens that are tree nodes in the chain and on the path.
     """
 
     PAGE_SIZE = 3

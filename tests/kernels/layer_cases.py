@@ -84,9 +84,8 @@ def fp8_slack(x: torch.Tensor, given: dict[str, torch.Tensor], tile: Tile | None
     if not (x.is_cuda and "scales" in given and tile_of(x, tile) is Method.DOT):
         return 0.0
     weight = given["weight"].float() * given["scales"][:, None]
-    products = functional.pad(
-        x.float()[:, None, :] * weight[None], (0, -x.shape[1] % FP8_STEP)
-    )  # [rows, out, columns]
+    # [rows, out, columns]
+    products = functional.pad(x.float()[:, None, :] * weight[None], (0, -x.shape[1] % FP8_STEP))
     largest = products.abs().unflatten(-1, (-1, FP8_STEP)).amax(-1)
     unit = 2.0 ** (torch.frexp(largest)[1] - 1 - FP8_BITS)
     return 6 * float(((FP8_STEP + 1) / 3 * unit.square()).sum(-1).sqrt().amax())
@@ -277,12 +276,12 @@ def check_quantize_rows(device: str, dtype: torch.dtype, rows: int, width: int, 
         actual, scales = quantize_rows(x)
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0.0)
     wanted, product = x.float(), actual.float() * scales[:, None]
-    carried = (
-        torch.frexp(expected.float())[0].abs() == 0.5
-    )  # rounding up to a power of two: the interpreter loses the carry and truncates
+    # Rounding up to a power of two: the interpreter loses the carry and truncates.
+    carried = torch.frexp(expected.float())[0].abs() == 0.5
     judged = ~carried if device == "cpu" else torch.ones_like(carried)
     assert bool(((product - wanted).abs()[judged] <= wanted.abs().amax() / 13).all())
-    step = expected.float().abs() / 8 + 2**-9  # a division that rounds differently may end on the next number
+    # A division that rounds differently may yield a neighbouring number.
+    step = expected.float().abs() / 8 + 2**-9
     assert bool(((actual.float() - expected.float()).abs() <= step)[judged].all())
 
 

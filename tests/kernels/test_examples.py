@@ -44,8 +44,8 @@ All others must launch one in their example.
 def public_functions() -> dict[str, Callable[..., Any]]:
     """Return all public kernel functions by their names without the root package.
 
-    Public are the functions in `__all__` of every package, and those of modules directly below the root.
-    Names with a leading underscore are private.
+    The public functions are those in `__all__` of every package, and those of modules directly below the
+    root. Names with a leading underscore are private.
     """
     found: dict[str, Callable[..., Any]] = {}
     for info in pkgutil.walk_packages(outrider.kernels.__path__, ROOT):

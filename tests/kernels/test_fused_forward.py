@@ -84,7 +84,7 @@ class _OneRank:
 
 
 def test_wide_tiles_from_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than the skinny kernels support give the same results with a measured tile per product."""
+    """With a measured tile per product, passes of more than `FEW_ROWS` rows match the plain decoder."""
     plain, fused = _pair("llama", folder, monkeypatch)
     asked: set[Epilogue] = set()
 

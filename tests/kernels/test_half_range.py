@@ -1,4 +1,4 @@
-"""fp16 ends at 65504: a residual times a norm's weight may exceed it, but no fused stream does."""
+"""Range of fp16: a residual times a norm's weight may exceed its limit of 65504, but no fused stream does."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ def test_expand_level_equals_the_reference(
     mapped: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "outrider.kernels.topk_expand.parts.triton.CHUNKED_PROGRAMS", 20
-    )  # some of these sizes have this many
+    # Some of these sizes have this many.
+    monkeypatch.setattr("outrider.kernels.topk_expand.parts.triton.CHUNKED_PROGRAMS", 20)
     check_expand_level("cpu", dtype, bs, vocab, topk, depth, coupled=coupled, mapped=mapped, guards=Guards())

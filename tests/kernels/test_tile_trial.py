@@ -90,7 +90,7 @@ def test_what_was_measured_for_this_package_stays_on_its_gpu() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_is_tried_for_the_8b_shape_and_its_head(ranks: int) -> None:
-    """The most common configurations use the package's table on its GPU, on one GPU and on two."""
+    """On its GPU model, the package's table covers the most common configurations, on one GPU and on two."""
     layer = _layer(4096, 4096, 32 // ranks, 8 // ranks, 14336 // ranks)
     uses = uses_of([layer], _empty(128256 // ranks, 4096), BF16, reduced=ranks > 1)
     if ranks == 1:
@@ -292,10 +292,11 @@ def test_what_is_left_when_the_time_is_up_is_the_next_starts(monkeypatch: pytest
     times = {16: {TILE: 1.0, guess_tile(*use.of(16).shape, 16): 2.0}, 32: {}, 64: {TILE: 3.0}, 8: {TILE: 4.0}}
     monkeypatch.setattr(tries, "_times", lambda use, rows: times[rows])
     tried = tries.run([(use, rows) for rows in times])
+    # At 32 rows nothing ran, and time ran out before 8.
     assert tried == [
         Tried(use.of(16), TILE, 1.0, 2.0),
         Tried(use.of(64), TILE, 3.0),
-    ]  # at 32 rows nothing ran, and time ran out before 8
+    ]
     assert limits == [3.0]
 
 

@@ -151,9 +151,9 @@ polling.watch_sockets()
 from outrider.shared.rpc.client import connect
 from outrider.shared.rpc.direct import ClientStream
 server = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
-vigil = polling.PollWindow()
+poll_window = polling.PollWindow()
 channel = connect("127.0.0.1:" + server.stdout.readline().strip())
-stream = ClientStream(channel, "/test.Echo/Stream", vigil)
+stream = ClientStream(channel, "/test.Echo/Stream", poll_window)
 
 def spent_in_a_wait():
     import threading
@@ -163,9 +163,9 @@ def spent_in_a_wait():
     return time.process_time() - before
 
 asleep = spent_in_a_wait()
-vigil.expect(10.0)
+poll_window.expect(10.0)
 awake = spent_in_a_wait()
-vigil.rest()
+poll_window.rest()
 again = spent_in_a_wait()
 print(asleep, awake, again)
 stream.cancel(); stream.drain(); channel.close(); server.kill()
@@ -221,9 +221,9 @@ def test_nothing_changes_on_few_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_grpc_too_early_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example in a script that imports gRPC before it runs the command.
+    """A script may import gRPC before it runs the command.
 
-    Its rounds over gRPC took 0.4 ms longer, and nothing showed why.
+    Without this warning, nothing would show why its rounds over gRPC take 0.4 ms longer.
     """
     said: list[str] = []
     monkeypatch.setattr(polling.log, "warning", said.append)
@@ -240,6 +240,6 @@ def test_importing_grpc_too_early_is_logged(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_grpcio_exports_its_polling_period() -> None:
     """Without this export no wait would poll, and only a clock would show it."""
-    vigil = PollWindow(enabled=True)
-    assert vigil._period is not None
-    assert vigil._period.value == SLEEP_MS
+    poll_window = PollWindow(enabled=True)
+    assert poll_window._period is not None
+    assert poll_window._period.value == SLEEP_MS

@@ -89,7 +89,7 @@ def test_no_message_is_missed_while_the_two_threads_take_turns(
         started = time.monotonic()
         taken += exchange(stream, reader, number.to_bytes(2, "little"), number % 8 * 5e-5)
         assert time.monotonic() - started < WAIT_S / 2
-        reader.thread.join(number % 5 * 1e-4)  # gives the reader time to take the stream back
+        reader.thread.join(number % 5 * 1e-4)  # leaves the reader time to get the stream back
     assert 0 < taken < 400
     stream.cancel()
     reader.thread.join(WAIT_S)

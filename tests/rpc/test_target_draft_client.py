@@ -198,7 +198,7 @@ def test_a_tree_of_another_fence_is_dropped(
         harness = start(decoder, drafter)
         harness.run()
         check_done(harness, plain)
-        assert fake.asked > 0, "the draft was asked, and answered with an outdated fence"
+        assert fake.asked > 0, "the draft received a request and answered with an outdated fence"
         assert harness.sink.finished["0"].speculation.draft_tokens == 0
     finally:
         server.stop(0)

@@ -55,9 +55,9 @@ class Observed(GraphObserver):
 class BoundedGraphs(GraphCache):
     """Keeps and drops graphs as on CUDA. `captured` lists all keys in order, including repeated captures."""
 
-    def __init__(self, most_late: int) -> None:
+    def __init__(self, max_late_graphs: int) -> None:
         self.observer = Observed()
-        super().__init__("cpu", observer=self.observer, most_late=most_late)
+        super().__init__("cpu", observer=self.observer, max_late_graphs=max_late_graphs)
         self.enabled = True
         self.captured: list[Hashable] = []
 

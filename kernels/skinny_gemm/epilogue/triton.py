@@ -1,4 +1,7 @@
-"""Epilogues in Triton, shared by both kinds of product kernels. EPILOGUE is the value of an `Epilogue`."""
+"""Epilogues in Triton, for the product kernels of few rows (`skinny_gemm.triton` and `rows`).
+
+EPILOGUE is the value of an `Epilogue`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from outrider.kernels.silu_mul.triton import gate
 def output_rows(n, EPILOGUE: tl.constexpr, HALF: tl.constexpr):
     """Return the weight row of each output n.
 
-    For pairs (EPILOGUE >= 2), return the row of the first of the pair.
-
-    The first of a pair is a gate, or a dimension of the first half of a head.
+    If outputs are computed from pairs of weight rows (EPILOGUE >= 2), return the first row of the pair: a
+    gate row (GATED), or a dimension in the first half of a head (ROTATED).
     """
     return (n // HALF) * (2 * HALF) + n % HALF if EPILOGUE == 3 else n
 
@@ -57,11 +59,11 @@ def load_constants(
 ):
     """Return the weights that an epilogue needs for outputs n.
 
-    These are the scale, the scale of the pair's second, the bias, the bias of the pair's second, and the
-    norm's weight.
+    These are the scale, the bias and the norm's weight, and for pairs also the scale and the bias of the
+    second row.
 
-    No kernel writes weights, so a program loads them before it waits for the previous kernel. Loaded after
-    the product, each would cost a memory latency.
+    No kernel writes weights, so a program loads them before it waits for the previous kernel. If they were
+    loaded after the product, each load would cost a memory latency.
     """
     real, place = n < N, output_rows(n, EPILOGUE, HALF)
     scale = tl.full(n.shape, 1.0, tl.float32)
@@ -117,10 +119,10 @@ def look_up(
 ):
     """Return the table's contribution to outputs n of rows m ``[outputs, M]``; zeros without LOOKUP.
 
-    The second result is the contribution to the second of each pair (for ROTATED).
+    The second result is the contribution to the second row of each pair (for ROTATED).
 
-    Values are returned as stored. Converting them here would wait for memory, and they are loaded long before
-    they are needed.
+    Values are loaded long before they are needed, and returned without conversion, which would have to wait
+    for them.
     """
     low = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     high = low

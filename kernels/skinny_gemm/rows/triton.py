@@ -1,11 +1,11 @@
-"""Products of 1 to 4 rows by multiply and add, with a whole row of the weight at once.
+"""Products of 1 to 4 rows by multiply and add; a program loads whole rows of the weight.
 
 A program loads its part of the weight before it waits for the previous kernel, because no kernel writes
 weights.
 
-FP8 weights: converting an FP8 weight to fp32 one number at a time takes more instructions than its memory
-takes time. A program that stays therefore reads eight numbers as one word (BYTES) and multiplies them as
-pairs of f16, in which e4m3 is exact. Four products are added up in f16, the rest in fp32.
+FP8 weights: converting an FP8 weight to fp32 one number at a time takes longer than reading it from memory.
+`stay_rows` therefore reads eight numbers as one word (BYTES) and multiplies them as pairs of f16, in which
+e4m3 is exact. Four products are added up in f16, the rest in fp32.
 
 Range: x is scaled by a power of two so that its largest number is below 16. Four products then stay below
 4 * 448 * 16 < 65504, and numbers that underflow are 2^-28 of the largest. The error this adds to a sum is a
@@ -64,9 +64,8 @@ def _prepare(values, BYTES: tl.constexpr):
     """
     if BYTES:
         exponent = tl.max(tl.abs(values), 0).to(tl.int32, bitcast=True) >> 23  # biased by 127
-        up = tl.minimum(
-            tl.maximum(257 - exponent, 1), 253
-        )  # biased exponent of the scale: the largest number becomes 8 to 16, and the scale has an inverse
+        # Biased exponent of the scale: the largest number becomes 8 to 16, and the scale has an inverse.
+        up = tl.minimum(tl.maximum(257 - exponent, 1), 253)
         scaled = values * (up << 23).to(tl.float32, bitcast=True)
         even, odd = tl.split(tl.reshape(scaled, (values.shape[0] // 8, 2, 2, 2)))
         pairs = tl.inline_asm_elementwise(
@@ -117,7 +116,7 @@ def _products(weights, x0, x1, x2, x3, BYTES: tl.constexpr):
 
 @triton.jit
 def _let_in(last):
-    """Release the next kernel on this program's last tile, when all its loads are in flight."""
+    """Release the next kernel at this program's last tile, when all loads of the program are in flight."""
     if last:
         gdc_launch_dependents()
 

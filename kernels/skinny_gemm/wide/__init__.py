@@ -1,1 +1,1 @@
-"""Products of more than a few rows; the tensor memory accelerator (TMA) loads both operands in tiles."""
+"""Products of about 65 to 512 rows; the tensor memory accelerator (TMA) loads both operands in tiles."""

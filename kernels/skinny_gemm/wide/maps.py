@@ -25,9 +25,8 @@ def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> Tenso
     """Return a tensor's map, ``[rows, columns]`` or pairs ``[2, rows, columns]``; zeros are read outside."""
     if tensor.dim() == 3:
         return TensorDescriptor.from_tensor(tensor, [2, block_rows, block_columns])
-    rows = (
-        readable_rows(tensor, block_rows) if tensor.is_cuda else tensor.shape[0]
-    )  # the interpreter warns about overflows in rows of garbage
+    # Not under the interpreter, which warns about overflows in the additional rows.
+    rows = readable_rows(tensor, block_rows) if tensor.is_cuda else tensor.shape[0]
     return TensorDescriptor(
         tensor, [rows, tensor.shape[1]], list(tensor.stride()), [block_rows, block_columns]
     )

@@ -33,14 +33,14 @@ MAX_BLOCK = 4096  # largest number of places in a short key
 WANTED_PROGRAMS = 128
 MAX_SPLITS = 32  # with more splits, the merge dominates
 CHUNKED = 1024
-"""Least block size for searching the best elements among those of the best chunks."""
+"""Least block size for which the best elements are searched in the best chunks only; see `_best_of_plain`."""
 CHUNKED_PROGRAMS = 256
 """Least number of programs for that search, which takes more steps per program. With fewer programs, the
 steps of one would determine the time of the launch."""
 UNFUSED = {"enable_fp_fusion": False}
-"""Launch option of merges. If one lane rounds a product and another fuses it into the sum, lanes of the same
-row compute different log-sum-exps. Equal logits would then get scores that differ in the last bit, and no
-longer be ordered by index."""
+"""Launch option of merges. With fusion, one lane may round a product while another fuses it into the sum, so
+lanes of the same row compute different log-sum-exps. Equal logits would then get scores that differ in the
+last bit, and would no longer be ordered by index."""
 
 
 @triton.jit
@@ -66,9 +66,9 @@ def _best_of_plain(
 ):  # fmt: skip
     """Return the best keys of a block of `count` logits at `part`, whose first index is `first`.
 
-    Repeatedly finding the maximum looks at all elements each time. With CHUNK > 0, the maxima of chunks of
-    CHUNK elements are found first. The best `topk` elements are in the `topk` chunks with the greatest
-    maxima, so only those chunks are loaded again and searched.
+    Finding the maximum `topk` times looks at all elements each time. With CHUNK > 0, the maximum of each
+    chunk of CHUNK elements is found first. The best `topk` elements are in the `topk` chunks with the
+    greatest maxima, so only those chunks are loaded again and searched.
     """
     if SHORT:
         short = tl.where(inside, short_key(values, place), NO_SHORT_KEY)
@@ -88,9 +88,8 @@ def _best_of_plain(
         keys = tl.where(inside, rank_key(values, first + place), NO_KEY)
         if CHUNK > 0:
             best_chunks = best_keys(tl.max(tl.reshape(keys, (BLOCK // CHUNK, CHUNK)), 1), topk, BLOCK_K)
-            near = (
-                tl.minimum(tl.maximum(key_index(best_chunks) - first, 0), BLOCK - 1) // CHUNK * CHUNK
-            )  # NO_KEY maps to any chunk
+            # NO_KEY maps to any chunk.
+            near = tl.minimum(tl.maximum(key_index(best_chunks) - first, 0), BLOCK - 1) // CHUNK * CHUNK
             near = near[:, None] + tl.arange(0, CHUNK)[None, :]
             again = tl.load(part + near, mask=near < count, other=-float("inf")).to(tl.float32)
             keys = tl.reshape(
@@ -153,7 +152,7 @@ def _expand_split(
 def _best_of_splits(
     keys, row, real, splits, topk, narrow, SHORT: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row among those of its splits, descending.
+    """Return the best keys ``[BLOCK_W, BLOCK_K]`` of every row over all its splits, descending.
 
     With SHORT, `narrow` is true if the values were bf16. Keys of half the width are then compared.
     """

@@ -1,1 +1,1 @@
-"""The loop of attention over token indices."""
+"""The inner loop of tree_attention, over token indices."""

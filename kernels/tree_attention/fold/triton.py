@@ -2,7 +2,7 @@
 
 The tensor core processes 64 rows of its left operand at a time:
 
-- Normally, pairs are those rows.
+- Normally, the pairs are these rows.
 - With TRANSPOSED, for few pairs, the pairs are the narrow side of the right operand, and token indices or
   head dimensions are the rows. Nothing is padded to 64, K and V move from shared memory to the tensor cores
   unchanged, and scores and results take few registers.
@@ -26,8 +26,8 @@ def fold(
     Args:
         query: ``[BLOCK_M, BLOCK_D]``. With TRANSPOSED, the query and the weighted sum are
             ``[BLOCK_D, BLOCK_M]``.
-        pages: Pages of the first step's token indices. Each step loads those of the next, so that its K and V
-            loads do not wait for them.
+        pages: Pages of the first step's token indices. Each step loads the pages of the next step, so that
+            the next step's loads of K and V do not wait for them.
         shared_end: All pairs see the indices below it, unless WINDOW.
         scale: Positive factor that gives scores in units of log2. With SOFTCAP, the factor before the cap.
     """
@@ -112,9 +112,8 @@ def _visible(
         column = tl.maximum(column, 0)
         base = tl.maximum(first - prefix_len, 0) // 32
         bits = tl.where(index < prefix_len, 1, 0)
-        for nth in tl.static_range(
-            (BLOCK_N + 31) // 32 + 1
-        ):  # the columns of a block lie in at most this many words
+        # The columns of a block are in at most this many words.
+        for nth in tl.static_range((BLOCK_N + 31) // 32 + 1):
             word = tl.load(
                 ancestors + row * words + base + nth, mask=(row >= 0) & (base + nth < words), other=0
             )

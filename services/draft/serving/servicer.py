@@ -88,8 +88,8 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._loop = protocol.loop
         self._engine = protocol.loop.engine
         self._tensors = InlineTensors(protocol.device)
-        self._vigil = PollWindow()
-        self._loop.tick(self._vigil.begin)
+        self._poll_window = PollWindow()
+        self._loop.tick(self._poll_window.begin)
 
     def Session(
         self, request_iterator: Iterator[draft_pb2.SessionRequest], context: grpc.ServicerContext
@@ -107,7 +107,11 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         yield draft_pb2.SessionReply(hello=ack)
         inlet = InlineRounds(peer, StreamRelay.try_make(Side.DRAFT, self._protocol.device))
         stream = ServerStream(
-            context, lambda message: self._take(peer, message, inlet), endings.put, MAX_UNSENT, self._vigil
+            context,
+            lambda message: self._take(peer, message, inlet),
+            endings.put,
+            MAX_UNSENT,
+            self._poll_window,
         )
         outlet.open(stream)
         stream.start()
@@ -168,7 +172,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
     def _take(self, peer: Peer, message: bytes, inlet: InlineRounds) -> None:
         """Handle a message of a session stream, on the server's polling thread."""
         if inlet.finish_sealed(message):
-            self._vigil.expect(NEXT_S)
+            self._poll_window.expect(NEXT_S)
             return
         try:
             request = draft_pb2.SessionRequest.FromString(message)
@@ -179,7 +183,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         if kind in FOLLOWED_KINDS:
             self._vigil.expect(NEXT_S)
         elif kind == "rounds_leave":
-            self._vigil.rest()
+            self._poll_window.rest()
 
 
 def _until_gone(requests: Iterator[R]) -> Iterator[R]:

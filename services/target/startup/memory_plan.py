@@ -19,7 +19,7 @@ from outrider.services.target.scheduling.limits import longest_text
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.engine.buckets import batch_buckets
-from outrider.shared.engine.graphs import MOST_LATE
+from outrider.shared.engine.graphs import MAX_LATE_GRAPHS
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
 
@@ -238,7 +238,7 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
     batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.max_running_requests)))
     return (
         WORKSPACES_BYTES
-        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MOST_LATE) * num_layers * GRAPH_BYTES_PER_LAYER
+        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MAX_LATE_GRAPHS) * num_layers * GRAPH_BYTES_PER_LAYER
     )
 
 

@@ -1,7 +1,7 @@
 """Exchanges the blobs of rounds between two processes: interface, memory layout, and a version without GPUs.
 
 In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
-trees (`shared.spec.resident`).
+trees. Each of them is one blob: a contiguous block of bytes (`shared.spec.resident`).
 
 Each direction has two slots, used in turn, and a word that announces the last blob (`doorbells`). Two slots
 are enough: a side whose wait was released sends at most one more round, so it never overwrites a blob that
@@ -22,7 +22,7 @@ from outrider.shared.rpc.ipc.slots import MAX_SLOT_BYTES, SharedMemory, SlotLayo
 
 SLOTS = 2
 STATE_BYTES = 8 * 1024 * 1024
-"""Largest state. In bf16, 64 sequences with 6 rows of 4096 take 3 MiB, with 16 rows 8 MiB.
+"""Largest state. In bf16, 64 sequences of 6 rows of width 4096 take 3 MiB; with 16 rows they take 8 MiB.
 
 Rounds of larger batches go through the host.
 """
@@ -32,11 +32,11 @@ POLL_S = 2e-5
 
 @dataclass(frozen=True, slots=True)
 class BlobLayout:
-    """Bytes of one state's slot and of one trees' slot.
+    """Sizes of the slots for states and for trees.
 
     Attributes:
-        state_bytes, trees_bytes: Size of a slot.
-        inside: Whether the slots lie behind the words in the shared memory; otherwise they lie on a device.
+        state_bytes, trees_bytes: Size of one slot.
+        inside: Whether the slots are in the shared memory, behind the words. If not, they are on a device.
     """
 
     state_bytes: int = STATE_BYTES
@@ -54,15 +54,15 @@ class BlobLayout:
         return SlotLayout(1, self.slots_bytes if self.inside else 1)
 
     def state_slot(self, number: int) -> int:
-        """Return the byte offset of a round's state among the slots."""
+        """Return the byte offset of a round's state within the memory of the slots."""
         return number % SLOTS * self.state_bytes
 
     def trees_slot(self, number: int) -> int:
-        """Return the byte offset of a round's trees among the slots."""
+        """Return the byte offset of a round's trees within the memory of the slots."""
         return SLOTS * self.state_bytes + number % SLOTS * self.trees_bytes
 
     def check(self) -> BlobLayout:
-        """Return this layout of a peer if its sizes are acceptable; raise ProtocolError otherwise."""
+        """Return this layout, which a peer announced. Raise ProtocolError if its sizes are not acceptable."""
         sizes = (self.state_bytes, self.trees_bytes)
         if not all(0 < size <= MAX_SLOT_BYTES // 8 and size % 256 == 0 for size in sizes):
             raise ProtocolError(
@@ -89,19 +89,19 @@ class BlobMailbox(Protocol):
         ...
 
     def send(self, number: int, blob: torch.Tensor) -> None:
-        """Send this side's blob of a round, ``[n] uint8``, with the number in its header. In stream order."""
+        """Send this side's blob of a round, ``[n] uint8``, in stream order. Puts the number in its header."""
         ...
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """Receive the peer's blob of a round into `blob`, and set ``expected [1] int32`` to the number.
 
-        In stream order. A blob that arrives after the limit is not received: `blob` then has another number
-        in its header.
+        Works in stream order. If the peer's blob does not arrive within `limit_s`, the header of `blob` does
+        not contain `number` afterwards.
         """
         ...
 
     def skip(self, number: int) -> None:
-        """Announce that no blob follows for a round. In stream order."""
+        """Announce, in stream order, that no blob follows for a round."""
         ...
 
     def mend(self) -> bool:

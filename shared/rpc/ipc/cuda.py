@@ -1,4 +1,4 @@
-"""Shares device memory between processes, by a few ctypes calls of the CUDA runtime that torch has loaded.
+"""Shares device memory between processes, with a few ctypes calls into the CUDA runtime that torch loaded.
 
 torch shares tensors by pickling a handle per message. Here one handle of 64 bytes is exchanged once. The
 memory comes from cudaMalloc and not from torch's caching allocator, whose blocks start inside larger ones and
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from outrider.shared.base.errors import UnavailableError
-from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
+from outrider.shared.rpc.ipc.deferred_release import DEFERRED_RELEASE
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
 MEMCPY_DEFAULT = 4
 LATE_WRITES_S = 3.0
-"""How long device memory is kept, at least, after its connection was closed.
+"""Least time for which device memory is kept after its connection was closed.
 
-A process that has mapped the memory may still read and write there. This time is longer than its streams
-wait.
+A process that has mapped the memory may still read and write it. This time is longer than the waits of that
+process's streams.
 """
 
 
@@ -35,7 +35,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class CudaError(UnavailableError):
-    """A call of the CUDA runtime or driver failed. Tensors can still be sent in other ways."""
+    """A call of the CUDA runtime or driver failed. Tensors can still be sent without CUDA IPC."""
 
     reason = "cuda_ipc"
 
@@ -53,7 +53,7 @@ class DeviceMemory:
             runtime_call("cudaMemset", pointer, ctypes.c_int(0), ctypes.c_size_t(num_bytes))
         self.pointer = int(pointer.value or 0)
         self._device = device
-        DISPOSAL.when_gone(self, functools.partial(_free, self.pointer, device), LATE_WRITES_S)
+        DEFERRED_RELEASE.when_gone(self, functools.partial(_free, self.pointer, device), LATE_WRITES_S)
 
     def handle(self) -> bytes:
         """Return the handle with which another process of this host maps the memory."""

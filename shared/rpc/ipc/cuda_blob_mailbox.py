@@ -1,4 +1,4 @@
-"""Exchanges the blobs of rounds between the GPU streams of two processes, without their hosts.
+"""Exchanges the blobs of rounds between the GPU streams of two processes, without involving their hosts.
 
 Each stream writes and awaits words in host memory that both processes have registered with CUDA. The words
 are in host memory so that either host can write them too: if a peer has died, stopped or fallen behind, the
@@ -21,7 +21,7 @@ import torch
 from outrider.kernels.round_trade import WORD_BYTES, fetch_blob, post_blob
 from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout
 from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory, copy_async, runtime_call
-from outrider.shared.rpc.ipc.deferred_release import DISPOSAL
+from outrider.shared.rpc.ipc.deferred_release import DEFERRED_RELEASE
 from outrider.shared.rpc.ipc.doorbells import Doorbells, DoorbellWatchdog, Side
 from outrider.shared.rpc.ipc.slots import PAGE_BYTES, SharedMemory
 
@@ -46,8 +46,8 @@ class StreamMailbox:
     Args:
         layout: Sizes of the slots.
         memory: Shared memory with the words.
-        slots: Memory of ``layout.slots_bytes``. If it belongs to a peer, it is unmapped together with the
-            mailbox, or if the mailbox cannot be made.
+        slots: Memory of ``layout.slots_bytes``. Memory of a peer is unmapped when the mailbox is released, or
+            if the mailbox cannot be created.
         side: The side of this process.
         device: The device of its blobs.
 
@@ -61,7 +61,7 @@ class StreamMailbox:
         self.layout = layout
         self._words = Doorbells(memory, side)
         self._watch = DoorbellWatchdog(self._words)
-        DISPOSAL.spare(self._watch)
+        DEFERRED_RELEASE.spare(self._watch)
         self._slots = slots
         self._device = device
         # All streams that the mailbox was used on, by handle.
@@ -71,7 +71,9 @@ class StreamMailbox:
         except CudaError:
             _unmap(slots)
             raise
-        DISPOSAL.when_gone(self, functools.partial(_let_go, self._words, slots, device, self._streams))
+        DEFERRED_RELEASE.when_gone(
+            self, functools.partial(_let_go, self._words, slots, device, self._streams)
+        )
         weakref.finalize(self, self._words.release, RELEASED).atexit = False
         out, back = (
             (layout.state_slot, layout.trees_slot)
@@ -89,7 +91,7 @@ class StreamMailbox:
     def send(self, number: int, blob: torch.Tensor, put: torch.cuda.Event | None = None) -> None:
         """Enqueue the blob's copy to its slot, then its announcement.
 
-        `put` is recorded once the copy is done.
+        `put` is an event to record after the copy.
         """
         slot = self._slots.pointer + self._out(number)
         with self._current() as stream:
@@ -137,7 +139,7 @@ class StreamMailbox:
         """Write and await a word of this side on the stream, so that a driver without this feature fails now.
 
         Also compiles the kernels, so that no peer has to wait for that later. The slots of round 0 are still
-        empty, so the test copies destroy nothing.
+        empty, so the test copies overwrite no data.
         """
         slot, passed = self._slots.pointer + self._in(0), self._base + self._words.passed_at
         with self._current() as stream:
@@ -149,12 +151,12 @@ class StreamMailbox:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _by_kernel(self, blob: torch.Tensor) -> bool:
-        """Return whether a kernel copies the blob: only whole words."""
+        """Return whether a kernel copies the blob, which requires a size of whole words."""
         return blob.nbytes % WORD_BYTES == 0
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[int]:
-        """Yield the device's current stream, with that device current: the driver resolves stream 0 by it."""
+        """Make the device current, as the driver resolves stream 0 by it, and yield its current stream."""
         with torch.cuda.device(self._device):
             _bind_context(torch.cuda.current_device())
             stream = torch.cuda.current_stream(self._device)
@@ -164,7 +166,7 @@ class StreamMailbox:
 
 
 def _write_value(stream: int, address: int, value: int) -> None:
-    """Enqueue a write of 4 bytes, after all earlier work is done and visible to every process."""
+    """Enqueue a write of 4 bytes that follows all earlier work and makes it visible to every process."""
     _driver_call(
         "cuStreamWriteValue32_v2",
         ctypes.c_void_p(stream),
@@ -187,7 +189,7 @@ def _wait_value(stream: int, address: int, value: int) -> None:
 
 
 def _bind_context(device: int) -> None:
-    """Bind this thread to the context of its device.
+    """Bind this thread to the context of a device.
 
     The CUDA runtime does this on its first call; the driver does not.
     """
@@ -199,7 +201,7 @@ def _bind_context(device: int) -> None:
 
 @functools.cache
 def _primary_context(device: int) -> int:
-    """Return the context that the CUDA runtime uses on a device. It is retained permanently, as by torch."""
+    """Return the context that the CUDA runtime uses on a device, and retain it permanently, as torch does."""
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     _driver_call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
     _driver_call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
@@ -238,7 +240,7 @@ def _register(memory: SharedMemory, device: torch.device) -> int:
 def _let_go(
     words: Doorbells, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]
 ) -> None:
-    """Undo `_register` and unmap the slots, after the last use on any of `streams`.
+    """Undo `_register` and unmap the slots, after the last use on each of `streams`.
 
     Waits for these streams and not for the whole device: a graph may be recording on it, and a device-wide
     wait would break that capture.

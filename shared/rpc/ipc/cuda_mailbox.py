@@ -1,10 +1,10 @@
 """Transfers tensors through a GPU mailbox: counters in shared memory, slots in the writer's device memory.
 
-The reader maps the writer's device memory. The hosts order the two processes:
+The reader maps the writer's device memory. The hosts synchronise the two processes:
 
 - The writer names a slot in a message after its copies into the slot are done.
-- The reader releases the slot after its copies out of it are done. Only then can it detect that the slot was
-  overwritten in the meantime. For copies that it does not wait for, that is when it reads the next message.
+- The reader releases the slot after its copies out of the slot are done. Only then can it detect whether the
+  slot was overwritten during the copy. If it does not wait for a copy, it does both in a later `read`.
 
 So no stream ever waits for another process, which may be dead.
 """
@@ -23,7 +23,7 @@ from outrider.shared.rpc.tensors import decode_tensor, encode_tensor, read_shape
 
 
 class CudaTensorWriter:
-    """`SlotTensorWriter` from a GPU into memory of this process on that GPU.
+    """`SlotTensorWriter` that copies rows on a GPU to slots in this process's memory on the same GPU.
 
     Args:
         ledger: The counters; its layout contains the size of a slot.
@@ -41,7 +41,7 @@ class CudaTensorWriter:
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
         """Return the message for rows in a slot, or inline.
 
-        Waits for the copies, a few µs after the rows are computed.
+        Waits for the copies, which finish a few µs after the rows are computed.
         """
         num_bytes = sum(part.nbytes for part in parts)
         on_device = all(part.device == self._device for part in parts)
@@ -53,8 +53,8 @@ class CudaTensorWriter:
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
         """Return the message for rows in a slot, or None if none is free or the rows are too large.
 
-        The copy uses its own stream and so overtakes the work of the current one. The rows may also be on the
-        host.
+        The copy uses a stream of its own, so it does not wait for the work of the current stream. The rows
+        may also be on the host.
         """
         slot = self._ledger.take() if 0 < rows.nbytes <= self.slot_bytes else None
         return None if slot is None else self._fill(slot, [rows], self._beside)
@@ -83,7 +83,7 @@ class CudaTensorReader:
         ledger: The counters, mapped.
         memory: The slots, mapped.
         device: Device of the returned tensors, for use on its current stream.
-        wait: Whether to wait for each copy, on a separate stream, so that its slot is free again immediately.
+        wait: Whether `read` waits for its copy, on a separate stream, and then releases the slot immediately.
             For long inputs.
     """
 

@@ -1,8 +1,8 @@
 """Frees GPU memory and registrations of closed connections on a background thread, when no stream waits.
 
 The last reference to a connection may disappear on any thread at any time, for example wherever the garbage
-collector runs. That may be the thread that launches rounds, which must not block for a connection that is
-over.
+collector runs. That may be the thread that launches rounds, which must not block for a connection that has
+ended.
 
 The driver must not block it either. While cudaFree or cudaHostUnregister waits for a stream that waits for a
 word, no thread can launch anything (measured: 1.4 s of a wait of 1.5 s). These calls are therefore made when
@@ -32,12 +32,12 @@ class Waiter(Protocol):
 
     @property
     def waiting(self) -> bool:
-        """Whether a wait is not over yet. May be read from any thread."""
+        """Whether a wait of its streams is still pending. May be read from any thread."""
         ...
 
 
 class DeferredRelease:
-    """Calls release functions one after the other, on a thread that starts with the first owner and stays."""
+    """Calls release functions one after the other on a thread that starts with the first `when_gone`."""
 
     def __init__(self) -> None:
         # Earliest time of each call, and the call. A SimpleQueue's `put` is reentrant, as finalizers require.
@@ -47,15 +47,15 @@ class DeferredRelease:
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
 
     def spare(self, waiter: Waiter) -> None:
-        """Delay calls while `waiter` is waiting, for at most `PATIENCE_S` each.
+        """Delay all release functions while `waiter` is waiting, each for at most `PATIENCE_S`.
 
-        Keeps only a weak reference.
+        Keeps only a weak reference to `waiter`.
         """
         with self._lock:
             self._waiters.add(waiter)
 
     def when_gone(self, owner: object, free: Callable[[], object], after_s: float = 0.0) -> None:
-        """Call `free` after the last reference to `owner` is gone, unless the process ends before.
+        """Call `free` after the last reference to `owner` is gone, unless the process ends first.
 
         Args:
             owner: The object to watch.
@@ -66,7 +66,7 @@ class DeferredRelease:
         with self._lock:
             if not self._started:
                 self._started = True
-                threading.Thread(target=self._run, name="disposal", daemon=True).start()
+                threading.Thread(target=self._run, name="deferred-release", daemon=True).start()
         weakref.finalize(owner, self._put, free, after_s).atexit = False
 
     def _put(self, free: Callable[[], object], after_s: float) -> None:
@@ -80,7 +80,7 @@ class DeferredRelease:
                 time.sleep(LOOK_S)
             try:
                 free()
-            except Exception as error:  # the device may be lost; later entries may belong to another one
+            except Exception as error:  # one device may be lost, but later entries may belong to another one
                 log.warning("memory of a connection could not be freed", error=str(error))
             del free  # and the objects that it refers to
 
@@ -90,5 +90,5 @@ class DeferredRelease:
         return any(waiter.waiting for waiter in waiters)
 
 
-DISPOSAL = DeferredRelease()
-"""The instance of this process."""
+DEFERRED_RELEASE = DeferredRelease()
+"""The process-wide instance, which all connections use."""

@@ -7,8 +7,8 @@ A wait for round n ends once the peer's word is at least n. The watchdog bounds 
     word            writer                               meaning
     STATE           the target, after writing it         the state of round n is in slot n % 2
     TREES           the draft, after writing them        the trees of round n are in slot n % 2
-    TARGET_PASSED   the target, behind its wait          its wait for trees n is over
-    DRAFT_PASSED    the draft, behind its wait           its wait for state n is over
+    TARGET_PASSED   the target, after its wait           its wait for trees n is over
+    DRAFT_PASSED    the draft, after its wait            its wait for state n is over
 
 One round in time order:
 
@@ -46,7 +46,7 @@ TICKS_A_LIMIT = 8
 """Number of checks within a wait's limit, as far as `TICK_S` and `LONGEST_TICK_S` allow.
 
 One check notices that a wait has begun, a later one that it has lasted too long. A wait is therefore released
-at most two ticks late: a quarter of its limit, but 4 ms for limits below 16 ms, and 0.1 s above 0.4 s.
+at most two ticks late. This is a quarter of its limit, but at least 4 ms and at most 0.1 s.
 """
 
 
@@ -67,7 +67,7 @@ class Side(Enum):
 
 
 class Doorbells:
-    """The words as one side sees them. `release` and the reading properties may be used from any thread.
+    """One side's view of the words. `release` and the reading properties may be used from any thread.
 
     Args:
         memory: Its first page contains the words.
@@ -76,7 +76,7 @@ class Doorbells:
     Attributes:
         given_at: Byte offset of the word that announces this side's blobs.
         awaited_at: Byte offset of the peer's word, which this side waits for.
-        passed_at: Byte offset of this side's own progress.
+        passed_at: Byte offset of the word with this side's own progress.
     """
 
     def __init__(self, memory: SharedMemory, side: Side) -> None:
@@ -93,21 +93,21 @@ class Doorbells:
 
     @property
     def given(self) -> int:
-        """The last round for which this side announced a blob."""
+        """Last round for which this side announced a blob."""
         return self._given.value
 
     @property
     def awaited(self) -> int:
-        """The last round for which the peer announced a blob, or up to which `release` ended the waits."""
+        """Last round for which the peer announced a blob, or up to which `release` ended the waits."""
         return self._awaited.value
 
     @property
     def passed(self) -> int:
-        """The last round whose wait is over on this side."""
+        """Last round whose wait is over on this side."""
         return self._passed.value
 
     def give(self, number: int) -> None:
-        """Announce from the host that this side's blob of a round is there."""
+        """Announce from the host that this side's blob of a round is in its slot."""
         self._given.value = number
 
     def release(self, number: int) -> None:
@@ -115,9 +115,10 @@ class Doorbells:
         self._awaited.value = number
 
     def begun(self, number: int) -> bool:
-        """Return whether this side's stream stands still for a round, the first that it has not passed.
+        """Return whether this side's stream has begun its wait for a round, the first that it has not passed.
 
-        The target stands still once it has announced its state. The draft is always assumed to stand still.
+        The target's stream waits as soon as it has announced its state. The draft's stream counts as waiting
+        at any time.
         """
         return self.side is Side.DRAFT or self.given >= number
 
@@ -130,9 +131,9 @@ class _Wait:
 
 
 class DoorbellWatchdog:
-    """Releases waits of a device that last too long.
+    """Releases waits of a device's streams that last too long.
 
-    Uses its own thread, as the host may be waiting for the device.
+    Uses its own thread, because the host's other threads may be waiting for the device.
 
     Args:
         words: The words as this side sees them.
@@ -180,7 +181,7 @@ class DoorbellWatchdog:
             return True
 
     def close(self) -> None:
-        """Release all waits, current and future. The thread ends once they are over."""
+        """Release all waits, current and future. The watchdog's thread ends once they are over."""
         with self._changed:
             self._closed = self.broken = True
             if self._waits:
@@ -188,7 +189,7 @@ class DoorbellWatchdog:
             self._changed.notify()
 
     def look(self) -> None:
-        """Release all waits if the first has lasted too long, or if they were released before."""
+        """Release all waits if the first one has lasted too long, or if waits were released since `mend`."""
         with self._changed:
             self._drop_passed()
             if not self._waits:
@@ -216,7 +217,7 @@ class DoorbellWatchdog:
                     return
             self.look()
             with self._changed:
-                # A broken watch must release repeatedly (see `look`), so it checks at the shortest interval.
+                # After a release, every check must repeat it (see `look`), so use the shortest interval.
                 self._tick_s = (
                     TICK_S
                     if self.broken

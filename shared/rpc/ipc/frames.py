@@ -22,15 +22,15 @@ from outrider.shared.base.errors import ProtocolError
 HEADER = struct.Struct("<IB")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
-"""Most bytes that a peer may leave unread. Beyond that it counts as gone."""
+"""Most bytes that a peer may leave unread. A peer that leaves more is treated as gone."""
 RECEIVE_BYTES = 256 * 1024
 MAX_FILES = 4
 FILE_SPACE = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
 MANY_CORES = 8
 SPIN_S = 100e-6 if (os.cpu_count() or 1) >= MANY_CORES else 0.0
-"""How long a receiver polls before it sleeps.
+"""How long a receiver polls before it sleeps, because a sleeping core takes long to wake up.
 
-A sleeping core wakes up late. With few cores, the peer needs this one.
+With few cores it does not poll, because the peer needs the core.
 """
 
 
@@ -42,7 +42,7 @@ class FrameKind(IntEnum):
     MAILBOX = 3
     SESSION = 4
     ERROR = 5
-    """A `common.v1.ErrorDetail`. The sender hangs up after it."""
+    """A `common.v1.ErrorDetail`. The sender closes the connection after it."""
 
 
 class EndOfStream(ConnectionError):
@@ -234,9 +234,9 @@ class FrameSocket:
         return frame
 
     def _send_files(self, frame: memoryview, files: Sequence[int]) -> memoryview:
-        """Send the frame's beginning with the descriptors.
+        """Send the descriptors together with the first bytes of the frame. Return the remaining bytes.
 
-        Only handshakes have any, so the socket has room.
+        Only handshakes have descriptors, so the socket has room.
         """
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
         try:

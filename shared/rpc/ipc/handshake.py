@@ -1,4 +1,4 @@
-"""Agrees on the mailboxes of a connection: the target offers memory, the draft maps or refuses it.
+"""Negotiates the mailboxes of a connection: the target offers memory, the draft maps or refuses it.
 
 In time order:
 
@@ -31,14 +31,14 @@ from outrider.shared.rpc.ipc.slots import SharedMemory, SlotLayout
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, TensorReader, TensorWriter
 
 SESSION_LAYOUT = (4, 4 * 1024 * 1024)
-"""Slots and their bytes for the rows of rounds.
+"""Number of slots and bytes per slot, for the rows of rounds.
 
-A frame has one round's rows: 3 MiB for 64 sequences of 6 rows of 4096 in bf16.
+A frame contains the rows of one round. In bf16, 64 sequences of 6 rows of width 4096 take 3 MiB.
 """
 BULK_LAYOUT = (8, MAX_CHUNK_BYTES)
-"""Slots and their bytes for the rows of prompts, in host memory."""
+"""Number of slots and bytes per slot, for the rows of prompts in host memory."""
 BULK_LAYOUT_ON_GPU = (16, 4 * 1024 * 1024)
-"""The same on a GPU. One slot has room for 512 tokens of 4096 in bf16."""
+"""The same for prompts in GPU memory. A slot has room for 512 rows of width 4096 in bf16."""
 
 log = get_logger("outrider.rpc.ipc")
 
@@ -92,7 +92,7 @@ def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[
 
 
 Made = tuple[draft_pb2.Mailbox, int, SlotTensorWriter]
-"""A mailbox's description, its descriptor, and its writer."""
+"""A mailbox's description, its file descriptor, and its writer."""
 
 
 MadeRounds = tuple[draft_pb2.RoundsMailbox, int, BlobMailbox]

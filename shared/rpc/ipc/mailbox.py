@@ -1,4 +1,4 @@
-"""Transfers tensors through a mailbox of shared memory. Without a free slot, rows are sent inline or wait."""
+"""Transfers tensors through a mailbox in shared memory. If no slot is free, rows are sent inline or later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SlotTensorWriter(TensorWriter, Protocol):
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
         """Return the message for ``[rows, columns]`` in a slot, or None if none is free.
 
-        The work that computes the rows must be done.
+        The work that computes the rows must have finished.
         """
         ...
 

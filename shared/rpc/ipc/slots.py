@@ -1,4 +1,4 @@
-"""The ledger of a mailbox: two counters per slot of shared memory show whether it is in use.
+"""The ledger of a mailbox: two counters in shared memory per slot show whether the slot is in use.
 
 The writer owns `written`, the reader `released`. Both count uses of the slot, so a slot is free if they are
 equal.
@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from outrider.shared.base.errors import ProtocolError
 
 COUNTER = struct.Struct("@Q")
-"""Native byte order, as both sides are on one host.
+"""Native format, because both sides are on one host.
 
-`struct` accesses a native counter as a whole, but byte by byte if its format names a byte order.
+`struct` accesses a native counter as a whole. With an explicit byte order, it would access single bytes.
 """
 WRITTEN, RELEASED = 0, COUNTER.size
 ENTRY_BYTES = 64
-"""Bytes per slot for its two counters: a cache line of its own."""
+"""Bytes of a slot's two counters, which have a cache line of their own."""
 PAGE_BYTES = 4096
 MAX_SLOTS = 64
 MAX_SLOT_BYTES = 64 * 1024 * 1024
@@ -50,7 +50,8 @@ class SlotLayout:
     Attributes:
         slots: Number of slots.
         slot_bytes: Bytes of each slot.
-        slots_inside: Whether the slots lie behind the counters; otherwise they lie on a device.
+        slots_inside: Whether the slots are in the shared memory, behind the counters. If not, they are on a
+            device.
     """
 
     slots: int
@@ -68,7 +69,7 @@ class SlotLayout:
         return self.data_start + (self.slots * self.slot_bytes if self.slots_inside else 0)
 
     def check(self) -> SlotLayout:
-        """Return this layout of a peer if its sizes are acceptable; raise ProtocolError otherwise."""
+        """Return this layout, which a peer announced. Raise ProtocolError if its sizes are not acceptable."""
         if not (1 <= self.slots <= MAX_SLOTS and 1 <= self.slot_bytes <= MAX_SLOT_BYTES):
             raise ProtocolError(
                 f"A mailbox has {self.slots} slots of {self.slot_bytes} bytes, which is outside the limits.",

@@ -25,7 +25,7 @@ BUFFER_BYTES = 4 * 1024 * 1024
 FULL_PAUSE_S = 0.1
 """How long `accept` pauses when no descriptor is free for a waiting connection.
 
-Immediate retries would burn a core.
+Immediate retries would keep a core busy.
 """
 
 log = get_logger("outrider.rpc.ipc")

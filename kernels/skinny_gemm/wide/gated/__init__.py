@@ -1,1 +1,1 @@
-"""Gated product of more than a few rows."""
+"""The gated product of about 65 to 512 rows."""

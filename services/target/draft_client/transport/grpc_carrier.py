@@ -110,7 +110,7 @@ class GrpcCarrier(Carrier):
         self._inbox: queue.SimpleQueue[draft_pb2.SessionReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._streams: list[ClientStream] = []
-        self._vigil = PollWindow()
+        self._poll_window = PollWindow()
         self._stream: ClientStream | None = None
         self._bulk: ClientStream | None = None
         self._stream_rounds: StreamRounds | None = None
@@ -130,7 +130,7 @@ class GrpcCarrier(Carrier):
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
         with lost():
             grpc.channel_ready_future(self._channel).result(CONNECT_TIMEOUT_S)
-            stream = self._stream = self._own(ClientStream(self._channel, SESSION_METHOD, self._vigil))
+            stream = self._stream = self._own(ClientStream(self._channel, SESSION_METHOD, self._poll_window))
             self.send(draft_pb2.SessionRequest(hello=hello))
             watchdog = threading.Timer(HANDSHAKE_TIMEOUT_S, self.close)
             watchdog.daemon = True
@@ -155,12 +155,15 @@ class GrpcCarrier(Carrier):
     def open_bulk(self, target_id: str) -> None:
         assert self._stream is not None, "hello() comes first"
         self._bulk = self._own(
-            ClientStream(self._bulk_channel, BULK_METHOD, PollWindow(enabled=self._vigil.enabled))
+            ClientStream(self._bulk_channel, BULK_METHOD, PollWindow(enabled=self._poll_window.enabled))
         )
         self._bulk_reader.start()
         if self._offers_rounds:
             self._stream_rounds = StreamRounds(
-                self._stream, self._vigil, self._dispatch, StreamRelay.try_make(Side.TARGET, self._device)
+                self._stream,
+                self._poll_window,
+                self._dispatch,
+                StreamRelay.try_make(Side.TARGET, self._device),
             )
             self.rounds = self._stream_rounds
 
@@ -208,7 +211,7 @@ class GrpcCarrier(Carrier):
         if self._stream is not None:
             for message in self._stream.poll():
                 self._take_in(message)
-            if timeout_s and (self._vigil.enabled or self._stream.taken):
+            if timeout_s and (self._poll_window.enabled or self._stream.taken):
                 self._read(self._stream, timeout_s)
                 timeout_s = 0.0
         with contextlib.suppress(queue.Empty):
@@ -256,12 +259,12 @@ class GrpcCarrier(Carrier):
     def _read(self, stream: ClientStream, timeout_s: float) -> None:
         """Wait until the inbox contains a reply or the stream has ended."""
         until = time.monotonic() + timeout_s
-        self._vigil.expect(min(timeout_s, AWAKE_S))
+        self._poll_window.expect(min(timeout_s, AWAKE_S))
         while self._inbox.empty() and not stream.ended and (remaining := until - time.monotonic()) > 0:
             message = stream.receive_within(min(remaining, AWAKE_S))
             if message is not None:
                 self._take_in(message)
-        self._vigil.rest()
+        self._poll_window.rest()
 
     def _take_in(self, message: bytes) -> None:
         """Dispatch a message on the engine thread. A malformed message ends the connection."""

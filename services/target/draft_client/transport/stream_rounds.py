@@ -101,7 +101,7 @@ class StreamRounds(RoundsChannel):
 
     Args:
         stream: The session stream.
-        vigil: Makes the stream's waits poll.
+        poll_window: Makes the stream's waits poll.
         dispatch: The carrier's method that processes other messages that the engine thread receives here.
             Only a weak reference to it is kept.
         relay: Lets the device wait for the host's word; None to enqueue nothing ahead.
@@ -110,12 +110,12 @@ class StreamRounds(RoundsChannel):
     def __init__(
         self,
         stream: ClientStream,
-        vigil: PollWindow,
+        poll_window: PollWindow,
         dispatch: Callable[[bytes], None],
         relay: StreamRelay | None = None,
     ) -> None:
         self._stream = stream
-        self._vigil = vigil
+        self._vigil = poll_window
         # The carrier owns this channel. A strong reference would be a cycle, which keeps the relay until the
         # garbage collector runs.
         self._dispatch = weakref.WeakMethod(dispatch)
@@ -174,7 +174,7 @@ class StreamRounds(RoundsChannel):
                 self._staging.load(data, message.number, trees)
             except ProtocolError as error:
                 self._distrust(error)
-        self._vigil.rest()
+        self._poll_window.rest()
 
     def hand_over(self) -> None:
         """Send the state of a round that was enqueued ahead, once the device has written it."""
@@ -219,7 +219,7 @@ class StreamRounds(RoundsChannel):
             # Without trees, release the device from its wait.
             if not came:
                 self._relay.release(enqueued.number)
-            self._vigil.rest()
+            self._poll_window.rest()
 
     def mend(self) -> bool:
         if self._closed or (self._relay is not None and not self._relay.mend()):
@@ -257,9 +257,9 @@ class StreamRounds(RoundsChannel):
     def _post(self, coming: _Round, state: NDArray[np.uint8]) -> None:
         """Send a state and start the clock for its trees."""
         whole = state.data
-        self._last_bytes = coming.extent.held_bytes(whole)
+        self._last_bytes = coming.extent.used_bytes(whole)
         self._stream.send(coming.envelopes.state.seal(whole[: self._last_bytes]))
-        self._vigil.expect(coming.limit_s)
+        self._poll_window.expect(coming.limit_s)
         self._sent_at = time.monotonic()
         self._until = self._sent_at + coming.limit_s
 

@@ -38,7 +38,7 @@ def test_an_idle_state_has_roots_of_zero() -> None:
 
 
 def test_the_number_of_graphs_recorded_after_start_up_is_bounded() -> None:
-    graphs = BoundedGraphs(most_late=2)
+    graphs = BoundedGraphs(max_late_graphs=2)
     with graphs.keeping():
         for key in ("first", "second", "third"):
             graphs.capture(key, list)
@@ -57,7 +57,7 @@ def test_the_number_of_graphs_recorded_after_start_up_is_bounded() -> None:
 
 
 def test_no_graph_is_dropped_while_there_is_room() -> None:
-    graphs = BoundedGraphs(most_late=6)
+    graphs = BoundedGraphs(max_late_graphs=6)
     with graphs.keeping():
         pass
     for key in range(6):
@@ -69,14 +69,14 @@ def test_no_graph_is_dropped_while_there_is_room() -> None:
 
 
 def test_no_graph_is_dropped_before_start_up_is_over() -> None:
-    graphs = BoundedGraphs(most_late=2)
+    graphs = BoundedGraphs(max_late_graphs=2)
     for key in range(10):
         graphs.run(key, list)
     assert len(graphs.keys) == 10
 
 
 def test_a_key_that_is_new_after_start_up_runs_eagerly_until_a_recording_pays_off() -> None:
-    graphs = BoundedGraphs(most_late=2)
+    graphs = BoundedGraphs(max_late_graphs=2)
     assert graphs.due("early"), "until start-up is over, every key is recorded"
     with graphs.keeping():
         graphs.capture("start", list)
@@ -91,7 +91,7 @@ def test_a_key_that_is_new_after_start_up_runs_eagerly_until_a_recording_pays_of
 
 
 def test_a_dropped_graph_is_recorded_again_when_its_key_comes_up() -> None:
-    graphs = BoundedGraphs(most_late=9)
+    graphs = BoundedGraphs(max_late_graphs=9)
     with graphs.keeping():
         graphs.capture("a", list)
         graphs.capture("b", list)
@@ -107,7 +107,7 @@ def test_a_dropped_graph_is_recorded_again_when_its_key_comes_up() -> None:
 
 
 def test_keys_that_are_counted_together_become_due_together() -> None:
-    graphs = BoundedGraphs(most_late=2)
+    graphs = BoundedGraphs(max_late_graphs=2)
     with graphs.keeping():
         pass
     answers = [graphs.due(("size", width), counted_as="size") for width in range(RECORD_AFTER + 1)]

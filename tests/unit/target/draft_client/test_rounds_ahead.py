@@ -50,7 +50,7 @@ def test_rows_that_do_not_count_stay_behind(target: Target, count: int, ahead: b
 
 def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_rounds, "MOST_TAKEN_S", 60.0)
-    target.vigil.enabled = True
+    target.poll_window.enabled = True
     kinds = []
     for number in (1, 2, 3, 4):
         target.stream.sent.clear()
@@ -143,7 +143,7 @@ def test_what_takes_too_long_is_not_lain_in_wait_for(target: Target, clock: Cloc
 
 def test_where_waits_sleep_nobody_is_told(target: Target, clock: Clock) -> None:
     rounds = TimedRounds(target, clock)
-    target.vigil.enabled = False
+    target.poll_window.enabled = False
     for number in (1, 2, 3):
         rounds.run(number)
         assert rounds.soon_at is None

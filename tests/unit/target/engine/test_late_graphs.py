@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 VOCAB = 64
 PROMPT = [5, 9, 2, 33, 7]
 NEW_TOKENS = 40
-MOST_LATE = 3
+MAX_LATE_GRAPHS = 3
 SHAPES = [(depth, topk, 1 + depth * topk) for depth in (1, 2, 3, 4) for topk in (1, 2, 3)]
 
 
@@ -41,7 +41,7 @@ def plain(decoder: Decoder) -> list[int]:
 def test_batches_above_the_largest_that_is_recorded_overlap_without(
     decoder: Decoder, plain: list[int]
 ) -> None:
-    graphs = BoundedGraphs(MOST_LATE)
+    graphs = BoundedGraphs(MAX_LATE_GRAPHS)
     drafter = AnswerDrafter([PROMPT + plain], VOCAB, checked=False)
     harness = make_harness(
         decoder,
@@ -73,17 +73,17 @@ def test_graphs_do_not_grow_with_the_shapes_that_clients_ask_for(
     decoder: Decoder, plain: list[int], overlap: OverlapPlan | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(round_runner, "MOST_TABLES", 4)
-    graphs = BoundedGraphs(MOST_LATE)
+    graphs = BoundedGraphs(MAX_LATE_GRAPHS)
     harness = served(decoder, AnswerDrafter([PROMPT + plain], VOCAB, checked=False), graphs, overlap)
     of_the_start = set(graphs.keys)
     for index, shape in enumerate(SHAPES):
         harness.submit(PROMPT, NEW_TOKENS, request_id=str(index), shape=shape)
         harness.run()
         assert harness.sink.tokens[str(index)] == plain, shape
-        assert len(graphs.keys) <= len(of_the_start) + MOST_LATE
+        assert len(graphs.keys) <= len(of_the_start) + MAX_LATE_GRAPHS
     assert of_the_start < set(graphs.keys), "late graphs are recorded, and those of the start stay"
     if overlap is not None:
-        assert len(graphs.captured) > len(of_the_start) + MOST_LATE, (
+        assert len(graphs.captured) > len(of_the_start) + MAX_LATE_GRAPHS, (
             "the test must need more graphs than are kept"
         )
         engine: Any = harness.engine
@@ -91,7 +91,7 @@ def test_graphs_do_not_grow_with_the_shapes_that_clients_ask_for(
 
 
 def test_a_round_that_hardly_ever_comes_up_is_not_recorded(decoder: Decoder, plain: list[int]) -> None:
-    graphs = BoundedGraphs(MOST_LATE)
+    graphs = BoundedGraphs(MAX_LATE_GRAPHS)
     harness = served(
         decoder,
         AnswerDrafter([PROMPT + plain], VOCAB, accuracy=0.0, checked=False),
@@ -109,7 +109,7 @@ def test_a_round_that_hardly_ever_comes_up_is_not_recorded(decoder: Decoder, pla
 
 
 def test_a_batch_that_shrinks_is_halved_and_meets_no_size_between(decoder: Decoder, plain: list[int]) -> None:
-    graphs = BoundedGraphs(MOST_LATE)
+    graphs = BoundedGraphs(MAX_LATE_GRAPHS)
     drafter = AnswerDrafter([PROMPT + plain], VOCAB, checked=False)
     harness = make_harness(
         decoder, drafter, overlap=OverlapPlan((1, 2, 3, 4, 6, 8), 6), graphs=graphs, max_running=8
