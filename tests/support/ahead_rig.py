@@ -53,8 +53,8 @@ class Target:
 
     def __init__(self) -> None:
         self.stream, self.relay = Stream(), Relay()
-        self.vigil = PollWindow(enabled=False)
-        self.channel = StreamRounds(self.stream, self.vigil, self.dispatch, self.relay)  # type: ignore[arg-type]
+        self.poll_window = PollWindow(enabled=False)
+        self.channel = StreamRounds(self.stream, self.poll_window, self.dispatch, self.relay)  # type: ignore[arg-type]
         self.state = RoundState.idle(1, COLUMNS, WIDTH, torch.float32, "cpu")
         assert self.state.packed is not None
         self.packed = self.state.packed
@@ -118,7 +118,7 @@ class TimedRounds:
         self.soon_at: float | None = None
         self.called_at: float | None = None
         self._target, self._clock = target, clock
-        target.vigil.enabled = True
+        target.poll_window.enabled = True
         self._send, self._settle = target.stream.send, target.relay.settle
         target.stream.send = self._note_send  # type: ignore[method-assign]
         target.relay.given = self._given  # type: ignore[method-assign]

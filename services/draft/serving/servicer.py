@@ -181,7 +181,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         self._protocol.take(peer, request, self._tensors, inlet)
         kind = request.WhichOneof("message")
         if kind in FOLLOWED_KINDS:
-            self._vigil.expect(NEXT_S)
+            self._poll_window.expect(NEXT_S)
         elif kind == "rounds_leave":
             self._poll_window.rest()
 

@@ -37,7 +37,7 @@ GRAPH_BYTES_PER_LAYER = 24 << 10
 GRAPHS_PER_BATCH_SIZE = 32
 """Plain rounds, the tree, its chain and `auto`'s shapes, for greedy, sampled and filtered rows.
 
-Graphs recorded later are bounded by `MOST_LATE`.
+Graphs recorded later are bounded by `MAX_LATE_GRAPHS`.
 """
 ALLOCATOR_SLACK = 1.25
 """Factor on activations and logits for memory that the caching allocator rounds up and fragments."""

@@ -115,7 +115,7 @@ class StreamRounds(RoundsChannel):
         relay: StreamRelay | None = None,
     ) -> None:
         self._stream = stream
-        self._vigil = poll_window
+        self._poll_window = poll_window
         # The carrier owns this channel. A strong reference would be a cycle, which keeps the relay until the
         # garbage collector runs.
         self._dispatch = weakref.WeakMethod(dispatch)
@@ -182,7 +182,7 @@ class StreamRounds(RoundsChannel):
         if enqueued is None or self._relay is None:
             return
         # 1. Send the early notice.
-        if self._put_at and self._vigil.enabled:
+        if self._put_at and self._poll_window.enabled:
             self._announce(self._relay, enqueued)
         # 2. Wait for the state.
         self._look()
@@ -202,7 +202,7 @@ class StreamRounds(RoundsChannel):
         came = False
         try:
             # 1. Switch a shared GPU back to this process.
-            if wanted and self._vigil.enabled:
+            if wanted and self._poll_window.enabled:
                 self._call_back(self._relay)
             # 2. Wait for the trees.
             data = self._await_trees(enqueued) if wanted else b""
