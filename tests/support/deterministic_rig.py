@@ -1,4 +1,4 @@
-"""Engines told to be deterministic, and the logits that their tokens were chosen from."""
+"""Deterministic engines (`--deterministic`), and the logits from which they choose their tokens."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PROMPT = [5, 9, 2, 33, 7, 1, 1, 60]
 
 
 def load(path: Path, device: torch.device | str, dtype: torch.dtype) -> Decoder:
-    """Load a target whose rows do not depend on each other."""
+    """Load a target whose rows are computed independently of each other."""
     return deterministic(load_decoder(path, device, dtype))
 
 
 def harness_of(decoder: Decoder, drafter: Drafter, **options: object) -> Harness:
-    """Build an engine that attends as such a target wants it."""
+    """Build an engine whose attention is deterministic too."""
     harness = make_harness(decoder, drafter, **options)  # type: ignore[arg-type]
     harness.runner.attention = DeterministicAttention()
     return harness
@@ -37,7 +37,7 @@ def harness_of(decoder: Decoder, drafter: Drafter, **options: object) -> Harness
 
 @contextmanager
 def recorded(decoder: Decoder) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Collect the logits of every row that chose a token, by the index of the token."""
+    """Collect the logits of every row from which a token is chosen: index of the token → logits."""
     rows: dict[int, list[torch.Tensor]] = {}
     choose = decoder.choose
 
@@ -53,7 +53,7 @@ def recorded(decoder: Decoder) -> Iterator[dict[int, list[torch.Tensor]]]:
 def plain(
     decoder: Decoder, count: int, sampling: SamplingParams | None = None
 ) -> tuple[list[int], dict[int, torch.Tensor]]:
-    """Return tokens and logits of plain decoding after `PROMPT`, alone, the prompt in one chunk."""
+    """Return tokens and logits of plain decoding after `PROMPT`, alone, with one prefill chunk."""
     harness = harness_of(decoder, NoDrafter())
     harness.submit(PROMPT, count, request_id="plain", mode=SpeculationMode.OFF, sampling=sampling)
     with recorded(decoder) as rows:
@@ -63,7 +63,7 @@ def plain(
 
 
 def assert_bits(expected: dict[int, torch.Tensor], rows: dict[int, list[torch.Tensor]]) -> None:
-    """Every token of the plain run was chosen from a row with exactly its bits."""
+    """Assert that every token of the plain run was also chosen from a row with bit-identical logits."""
     for position, logits in expected.items():
         assert any(torch.equal(logits, row) for row in rows[position]), (
             f"no row for token {position} has the bits of plain decoding"
@@ -73,7 +73,7 @@ def assert_bits(expected: dict[int, torch.Tensor], rows: dict[int, list[torch.Te
 def logits_in_chunks(
     decoder: Decoder, ids: Sequence[int], sizes: Sequence[int], page_size: int = 4
 ) -> torch.Tensor:
-    """Return ``[len(ids), V]``, the logits of a prompt that is read in parts of these sizes."""
+    """Return ``[len(ids), V]``, the logits of a prompt that is prefilled in chunks of these sizes."""
     pool = decoder.make_pool(-(-len(ids) // page_size), page_size)
     lease = pool.lease(len(ids))
     assert lease is not None

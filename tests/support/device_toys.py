@@ -1,4 +1,4 @@
-"""A drafter that keeps its rounds on the device and knows the answers: what the engine's device loop is tested with."""
+"""`AnswerDrafter`: device-resident rounds that guess known answers, for tests of the device loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ LONGEST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The form of every tree of one shape: `topk` children of one node per level, as far as the nodes reach."""
+    """The nodes that all trees of a shape have in common.
+
+    One node of each level has `topk` children, until `max_nodes` is reached.
+    """
 
     parents: list[int]
     depths: list[int]
@@ -43,7 +46,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class StaticTrees:
-    """What `AnswerRounds.draft` reads: tensors that stay where they are."""
+    """Tensors that `AnswerRounds.draft` reads. Their addresses stay the same, as CUDA graphs require."""
 
     truth: torch.Tensor
     depths: torch.Tensor
@@ -55,7 +58,7 @@ class StaticTrees:
     @classmethod
     def make(cls, bs: int, shape: DraftShape, device: torch.device) -> StaticTrees:
         template = Template.of(shape)
-        assert len(template.parents) == shape.max_nodes, "tests ask for shapes that their depth and topk fill"
+        assert len(template.parents) == shape.max_nodes, "depth and topk of the shape must fill max_nodes"
         words = mask_words(shape.max_nodes)
         masks = [[0] * words for _ in template.parents]
         for node, parent in enumerate(template.parents):
@@ -78,15 +81,17 @@ class StaticTrees:
 
 
 def main_sibling(depth: int, topk: int) -> int:
-    """Which sibling of a level carries the guess; not always the first, so that K/V has to move."""
+    """Return the sibling of a level that carries the guess: not always the first, so that K/V has to move."""
     return depth * 7 % topk
 
 
 class AnswerDrafter(FakeDrafter):
-    """Guesses the known continuation of each sequence, right where ``(7 * index + 3 * depth) % 10 < 10 * accuracy``.
+    """Guesses the known continuation of each sequence.
 
-    It checks in every round what the engine left in the state, and keeps the feature rows that it was shown, unless `checked` is False:
-    what is recorded into a graph runs no Python.
+    A guess is right where ``(7 * index + 3 * depth) % 10 < 10 * accuracy``.
+
+    In every round it checks the state that the engine left, and stores the feature rows that it received. It
+    does neither if `checked` is False: a replayed CUDA graph runs no Python.
     """
 
     device_resident = True
@@ -197,13 +202,16 @@ class AnswerRounds:
         self.static = self._fill_static()
 
     def _fill_static(self) -> StaticTrees:
-        """Return the one static set of this batch size and shape, as graphs hold the addresses, with the answers of these sessions."""
+        """Write the answers of these sessions into the static tensors of this batch size and shape.
+
+        There is only one set per size and shape, because CUDA graphs contain its addresses.
+        """
         drafter, key = self.drafter, (self.state.bs, self.shape)
         if key not in drafter.static:
             drafter.static[key] = StaticTrees.make(*key, self.state.tokens.device)
         rows = torch.zeros((self.state.bs, LONGEST), dtype=torch.int64)
         for row, session_id in enumerate(self.sessions):
-            assert session_id is not None, "nobody enters or moves who has ended"
+            assert session_id is not None, "a sequence that has ended must not enter or move"
             answer = drafter.truth(drafter.sequences[session_id])
             rows[row, : len(answer)] = torch.tensor(answer)
         drafter.static[key].truth.copy_(rows)
@@ -243,9 +251,9 @@ class AnswerRounds:
                 assert count == 0, "a retired row is idle"
                 continue
             if count == 0:
-                continue  # it ended or failed; the host does not know yet
-            assert committed <= self.upper[row], "the bound holds"
-            assert committed - count == drafter.consumed[session_id], "rounds are gapless"
+                continue  # The sequence has ended or failed, and the host does not know it yet.
+            assert committed <= self.upper[row], "more tokens were committed than the reserved bound allows"
+            assert committed - count == drafter.consumed[session_id], "a round is missing"
             known = drafter.sequences[session_id][committed - count : committed]
             assert state.tokens[row, : len(known)].tolist()[:count] == known[:count]
             drafter.consumed[session_id] = committed
@@ -254,7 +262,7 @@ class AnswerRounds:
                 del rows[committed - 1 - count :]
                 rows.extend(state.features[row, :count].clone())
         for row in range(len(self.sessions), state.bs):
-            assert int(state.counts[row]) == 0, "padding is idle"
+            assert int(state.counts[row]) == 0, "padding must be idle"
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
         for row, (session_id, tokens) in enumerate(zip(self.sessions, tokens_per_row, strict=True)):
@@ -276,7 +284,7 @@ class AnswerRounds:
             return False
         assert state.bs < self.state.bs
         assert {row for row, session_id in enumerate(self.sessions) if session_id is not None} == set(rows), (
-            "nobody is left behind"
+            "a live sequence must not be left behind"
         )
         self.sessions, self.upper, self.told = (
             [field[row] for row in rows] for field in (self.sessions, self.upper, self.told)

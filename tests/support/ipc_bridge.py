@@ -1,4 +1,4 @@
-"""Serves a gRPC draft servicer's streams over ``ipc:///path``: scripted drafts and proxies work on both transports without a change."""
+"""Serves a gRPC draft servicer over ``ipc:///path``, so that scripted drafts work on both transports."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TIMEOUT_S = 10.0
 
 
 class Streams(Protocol):
-    """What is served: `Session` of a draft servicer, which takes rows too. Parameters are positional."""
+    """A servicer's `Session` stream, which also accepts feature rows. Parameters are positional."""
 
     def Session(self, request_iterator: Iterator[Any], context: Any) -> Iterator[draft_pb2.SessionReply]: ...
 
 
 class Context:
-    """What the streams use of a `grpc.ServicerContext`."""
+    """The part of `grpc.ServicerContext` that the streams use."""
 
     def __init__(self) -> None:
         self._callbacks: list[Callable[[], object]] = []
@@ -43,7 +43,7 @@ class Context:
 
 
 class IpcBridge:
-    """Listens on `path` and feeds `streams`; pongs go to the bulk socket, as a draft sends them."""
+    """Listens on `path`, forwards messages to `streams`, and sends pongs on the bulk socket, as a draft does."""
 
     def __init__(self, path: str, streams: Streams) -> None:
         self._streams = streams

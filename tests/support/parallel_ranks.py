@@ -1,4 +1,4 @@
-"""Ranks of a spread decoder as threads of the test's own process: the same shares and sums, without processes and sockets."""
+"""Ranks of a tensor-parallel decoder as threads of the test: real shards and sums, without processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Meeting:
-    """Where the threads of one group put what they share."""
+    """Barrier and slots through which the threads of one group exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -29,7 +29,7 @@ class Meeting:
 
 
 class ThreadCollectives:
-    """`Collectives` of one thread."""
+    """`Collectives` of one thread, through a `Meeting`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting
@@ -66,7 +66,7 @@ class ThreadCollectives:
 
 
 def load_ranks(path: Path, size: int) -> list[ShardedDecoder]:
-    """Load every rank's share of a model folder in fp32."""
+    """Load every rank's shard of a model folder in fp32."""
     meeting, config = Meeting(size), read_model_config(path)
     decoders = []
     for rank in range(size):
@@ -80,11 +80,11 @@ def load_ranks(path: Path, size: int) -> list[ShardedDecoder]:
 
 
 def on_all(decoders: list[ShardedDecoder], work: Callable[[ShardedDecoder], Result]) -> list[Result]:
-    """Run `work` on all ranks at once; returns the results by rank."""
+    """Run `work` on all ranks in parallel, and return the results by rank."""
     with ThreadPoolExecutor(len(decoders)) as threads:
         return [future.result() for future in [threads.submit(work, decoder) for decoder in decoders]]
 
 
 def exit_codes(group: RankGroup) -> list[int | None]:
-    """Return those of the ranks that this process started, from rank 1 on; None: it runs."""
+    """Return the exit codes of the ranks started here, from rank 1 on; None for a running rank."""
     return [process.returncode for process in group._processes]

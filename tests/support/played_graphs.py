@@ -1,4 +1,4 @@
-"""Caches of graphs for machines without CUDA: they replay by running again, and remember what was captured and run."""
+"""Graph caches for machines without CUDA: a replay runs the function again. They list captures and runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.shared.engine.graphs import GraphCache, RecordedGraph
 
 
 class PlayedGraphs(GraphCache):
-    """As on CUDA, a key has to be captured before it is replayed; `captured` and `runs` list the keys in order."""
+    """Requires a capture before a replay, as CUDA does. `captured` and `runs` list the keys in order."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -31,30 +31,30 @@ class PlayedGraphs(GraphCache):
 
 
 class Observed:
-    """Hears of graphs, and remembers those that were dropped."""
+    """A `GraphObserver` that lists the graphs that were dropped."""
 
     def __init__(self) -> None:
         self.gone: list[int] = []
 
     def recording(self, graph: int) -> None:
-        """See `GraphObserver.recording`."""
+        """Do nothing."""
 
     def recorded(self, graph: int) -> None:
-        """See `GraphObserver.recorded`."""
+        """Do nothing."""
 
     def replaying(self, graph: int) -> None:
-        """See `GraphObserver.replaying`."""
+        """Do nothing."""
 
     def dropped(self, graph: int) -> None:
-        """See `GraphObserver.dropped`."""
+        """Add the graph to `gone`."""
         self.gone.append(graph)
 
     def forgotten(self) -> None:
-        """See `GraphObserver.forgotten`."""
+        """Do nothing."""
 
 
 class BoundedGraphs(GraphCache):
-    """Keeps and drops as on CUDA; `captured` lists all keys in order, with those that were recorded again."""
+    """Keeps and drops graphs as on CUDA. `captured` lists all keys in order, a recaptured key again."""
 
     def __init__(self, most_late: int) -> None:
         self.observer = Observed()
@@ -64,7 +64,7 @@ class BoundedGraphs(GraphCache):
 
     @property
     def pool(self) -> object:
-        """What the next graph is captured into."""
+        """Memory pool for the next capture."""
         return self._pool
 
     def run(self, key: Hashable, record: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Prompts through `ModelRunner.prefill`, recorded and not, on any device."""
+"""Runs prompts through `ModelRunner.prefill`, with and without CUDA graphs, on any device."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SIZES = (4, 8, 32)
 PAGE_SIZE = 4
 UNTOUCHED = 7.0
 CASES = [(1, []), (4, []), (5, []), (31, [6, 8]), (32, [])]
-"""Lengths of prompts, and where they are cut into chunks."""
+"""Prompt lengths, and the indices at which the prompt is split into chunks."""
 SAMPLINGS = [SamplingParams(0.0), SamplingParams(0.9, seed=(1 << 64) - 3, choice_index=2)]
 
 
 def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) -> ModelRunner:
-    """Make a runner that captures features, over a pool that holds nothing but `UNTOUCHED`."""
+    """Return a runner that captures features. Its pool is filled with `UNTOUCHED`."""
     pool = decoder.make_pool(320, PAGE_SIZE)
     runner = ModelRunner(
         decoder, pool, create_backend("auto", decoder.device), graphs=graphs, prefill_sizes=sizes
@@ -42,7 +42,7 @@ def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) ->
 def make_sequence(
     runner: ModelRunner, length: int, sampling: SamplingParams, mode: SpeculationMode
 ) -> Sequence:
-    """Make a sequence with a made-up prompt and a lease; its token indices are not its slots."""
+    """Return a sequence with a made-up prompt and a lease in which token indices differ from slots."""
     vocab = runner.decoder.config.vocab_size
     request = GenerationRequest(
         "x", [(5 * i + 3) % vocab for i in range(length)], 4, sampling, SpeculationLimits().resolve(mode)
@@ -54,7 +54,7 @@ def make_sequence(
 
 
 def prefill(runner: ModelRunner, sequence: Sequence, cuts: list[int]) -> list[int]:
-    """Compute a prompt in chunks; returns the tokens chosen."""
+    """Prefill a prompt in chunks, and return the chosen tokens."""
     pairs = itertools.pairwise([0, *cuts, sequence.committed_len])
     return [token for start, stop in pairs for token in runner.prefill([PrefillChunk(sequence, start, stop)])]
 
@@ -67,7 +67,7 @@ def check_same(
     sampling: SamplingParams,
     mode: SpeculationMode,
 ) -> None:
-    """Check that both runners choose the same token and leave the same in their pools."""
+    """Assert that both runners choose the same token and store the same numbers in their pools."""
     tokens = [
         prefill(runner, make_sequence(runner, length, sampling, mode), cuts) for runner in (plain, padded)
     ]

@@ -1,4 +1,4 @@
-"""A relay without a GPU."""
+"""`Relay`, a fake of `shared.rpc.relay` without a GPU: records blobs, and the rounds that a stream awaits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError
 
 SIZE = 512
-"""Bytes of trees, and of a draft's states."""
+"""Size in bytes of a round's trees, and of a state."""
 
 
 class Relay:
-    """What a GPU's stream would see: what it was given, and whether it stands still."""
+    """Records the blobs that it was given and the rounds that a GPU stream would wait for.
+
+    Attributes:
+        waits: Rounds for which a stream would be waiting.
+        blobs: Round → blob to send.
+        came: Round → received blob.
+        calls: Number of notices.
+        room: Largest state that fits, in bytes.
+        fails: True to fail the next wait.
+    """
 
     def __init__(self) -> None:
         self.broken = False

@@ -1,4 +1,4 @@
-"""A made-up target that drives an in-process drafter both ways: by the host, and by rounds that stay on the device."""
+"""A made-up target that drives an in-process drafter through the host and with device-resident rounds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 @dataclass
 class Stream:
-    """One made-up sequence: its text and features are functions of its number, its choices are the caller's."""
+    """One made-up sequence. Prompt and features follow from its number; the test chooses the other tokens."""
 
     session_id: int
     tokens: list[int]
     temperature: float
     seed: int
     told: int = 0
-    """Committed tokens that the drafter knows of, by either way."""
+    """Number of committed tokens that the drafter has received, through the host or on the device."""
     ended: bool = False
 
     def fence(self, length: int | None = None) -> Fence:
@@ -39,10 +39,10 @@ class Rig:
 
     Args:
         drafter: The drafter.
-        feature_size: Width of the made-up features; 0: none.
-        device: Of the features.
-        vocab_size: Tokens are below.
-        graphs: Records the rounds on the device.
+        feature_size: Width of the made-up features; 0 for none.
+        device: Device of the features.
+        vocab_size: Vocabulary size.
+        graphs: Captures the device-resident rounds.
     """
 
     drafter: InprocDrafter
@@ -67,7 +67,7 @@ class Rig:
         return torch.stack(rows).to(self.device)
 
     def open(self, session_id: int, prompt: Sequence[int], temperature: float) -> Stream:
-        """Follow a sequence from its prompt and the first token after it."""
+        """Open a sequence on the drafter, with its features, and commit the last token of the prompt."""
         stream = Stream(session_id, list(prompt), temperature, seed=session_id * 77 + 5)
         self.drafter.open(
             [SequenceOpen(stream.fence(len(prompt) - 1), stream.tokens[:-1], stream.seed, temperature)]
@@ -81,7 +81,7 @@ class Rig:
         return stream
 
     def commit(self, stream: Stream, tokens: Sequence[int]) -> None:
-        """Tell the drafter what was chosen since it was told last, the host's way."""
+        """Commit chosen tokens through the host, including those that the drafter has not received yet."""
         stream.tokens.extend(tokens)
         base = stream.told
         rows = self.feature_rows(stream, base - 1, len(stream.tokens) - 1)
@@ -94,7 +94,7 @@ class Rig:
         return self.drafter.propose(ProposalRequest(self._round, rows, None))
 
     def state(self, streams: Sequence[Stream], bs: int, columns: int) -> RoundState:
-        """Return what the engine fills before it enters: a state that never moves, all rows idle."""
+        """Return the idle state that the engine would pass to `enter`. Its tensors keep their addresses."""
         if (bs, columns) not in self._states:
             self._states[bs, columns] = RoundState.idle(
                 bs, columns, self.feature_size, torch.float32, self.device
@@ -102,7 +102,7 @@ class Rig:
         state = self._states[bs, columns]
         state.counts.zero_()
         state.tokens.zero_()
-        state.features.fill_(torch.nan)  # nobody may read what no row holds
+        state.features.fill_(torch.nan)  # Rows without a token must not be read.
         for row, stream in enumerate(streams):
             state.committed_lens[row] = len(stream.tokens)
             state.temperature[row] = stream.temperature
@@ -110,7 +110,10 @@ class Rig:
         return state
 
     def enter(self, streams: Sequence[Stream], shape: DraftShape, state: RoundState) -> ResidentBatch:
-        """Start rounds, which must be possible, as the engine does: recorded while all rows are idle."""
+        """Enter device-resident rounds as the engine does: capture first, while all rows are idle.
+
+        Asserts that the drafter accepts.
+        """
         self.record(self.drafter.rounds_for_capture(shape, state), shape, state)
         rounds = self.drafter.enter([stream.session_id for stream in streams], shape, state)
         assert rounds is not None
@@ -121,7 +124,7 @@ class Rig:
         return self.graphs.run((rounds.key, shape, state.bs, state.columns), lambda: rounds.draft(state))
 
     def advance(self, state: RoundState, row: int, stream: Stream, tokens: Sequence[int]) -> None:
-        """Leave in the state what a round of the engine leaves: `tokens` were chosen."""
+        """Write into the state what a round of the engine leaves there after choosing `tokens`."""
         stream.tokens.extend(tokens)
         count, length = len(tokens), len(stream.tokens)
         state.tokens[row] = 0
@@ -134,7 +137,7 @@ class Rig:
             state.features[row, :count] = rows
 
     def end(self, state: RoundState, rounds: ResidentBatch, row: int, stream: Stream) -> None:
-        """End a sequence within rounds."""
+        """End a sequence during device-resident rounds."""
         state.counts[row] = 0
         stream.ended = True
         rounds.retire([row])
@@ -142,7 +145,7 @@ class Rig:
 
 
 def accepted(trees: DraftBatch, row: int, wanted: int, bonus: int) -> list[int]:
-    """Return what a target may choose: down the first path of the tree for at most `wanted` nodes, then another token."""
+    """Return tokens that a target may choose: up to `wanted` nodes of the first path, then `bonus`."""
     tokens, parents = trees.tokens[row].tolist(), trees.parents[row].tolist()
     at, chosen = 0, []
     for node in range(1, int(trees.num_nodes[row])):
@@ -189,7 +192,7 @@ def host_round(
     shape: DraftShape,
     source: random.Random,
 ) -> None:
-    """Draft once in both rigs the host's way, and commit the same choices."""
+    """Draft once through the host in both rigs, and commit the same choices."""
     want, have = plain.propose(streams, shape), mixed.propose(twins, shape)
     for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
         assert_same_trees(have, row, want, row)
@@ -209,7 +212,10 @@ def device_rounds(
     columns: int,
     count: int,
 ) -> None:
-    """Draft `count` times on the device, telling each round to the host one round late; the other rig goes the host's way."""
+    """Draft `count` times: on the device in `mixed`, through the host in `plain`. Compare the trees.
+
+    The host side of `mixed` receives each round's tokens one round late, as in the engine.
+    """
     state = mixed.state(twins, len(twins) + 2, columns)  # two idle rows
     rounds = mixed.enter(twins, shape, state)
     untold: list[list[int]] | None = None
@@ -233,13 +239,13 @@ def device_rounds(
     if untold is not None:
         rounds.committed(untold)
     rounds.leave()
-    state.features.fill_(torch.nan)  # the engine may use it again at once
+    state.features.fill_(torch.nan)  # The engine may reuse the state immediately.
     for twin in twins:
         twin.told = len(twin.tokens)
 
 
 def check_mixture(plain: Rig, mixed: Rig, shape: DraftShape) -> None:
-    """Spells of rounds on the device between rounds of the host draft what the host's way alone drafts."""
+    """Assert that alternating host and device-resident rounds draft the same trees as host rounds alone."""
     streams, twins = open_streams(plain, mixed)
     source = random.Random(shape.depth * 100 + shape.topk)
     for spell in range(4):

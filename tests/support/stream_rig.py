@@ -1,4 +1,4 @@
-"""An echo over streams below grpcio's own, and the two threads that read from one."""
+"""An echo service over `shared.rpc.direct` streams, and two threads that read from one stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 10.0
 
 
 class Echo(grpc.GenericRpcHandler):
-    """Answers the first message by itself, and hands what follows to `on_message`, with what sends."""
+    """Echoes the first message itself. Calls `on_message` with the stream and each later message."""
 
     def __init__(self, on_message: Callable[[ServerStream, bytes], None], max_unsent: int = 100) -> None:
         self.ended: SimpleQueue[Exception | None] = SimpleQueue()
@@ -48,7 +48,7 @@ class Echo(grpc.GenericRpcHandler):
 
 
 class EchoServers:
-    """Servers in this process, and a stream to each."""
+    """Echo servers in this process, with one client stream to each."""
 
     def __init__(self) -> None:
         self._servers: list[grpc.Server] = []
@@ -56,7 +56,7 @@ class EchoServers:
         self._streams: list[ClientStream] = []
 
     def start(self, echo: Echo) -> ClientStream:
-        """Serve `echo`, and return a stream whose first message has come back."""
+        """Serve `echo`, and return a stream whose first message has been echoed."""
         server = grpc.server(ThreadPoolExecutor(4), handlers=[echo])
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
@@ -84,7 +84,7 @@ Serve = Callable[[Echo], ClientStream]
 
 
 class Reader:
-    """The thread that stays in `receive`."""
+    """A thread that calls `receive` until the stream ends."""
 
     def __init__(self, stream: ClientStream) -> None:
         self.got: SimpleQueue[bytes] = SimpleQueue()
@@ -101,7 +101,7 @@ class Reader:
 
 
 def exchange(stream: ClientStream, reader: Reader, message: bytes, pause_s: float = 0.0) -> bool:
-    """Send a message that comes back; returns whether this thread received it, not the reader."""
+    """Send a message that is echoed. Return True if this thread received it, False if the reader did."""
     stream.send(message)
     if pause_s:
         reader.thread.join(pause_s)
@@ -109,7 +109,7 @@ def exchange(stream: ClientStream, reader: Reader, message: bytes, pause_s: floa
 
 
 def receive(stream: ClientStream, reader: Reader, message: bytes) -> bool:
-    """Wait for a message; returns whether this thread received it, not the reader."""
+    """Wait for a message. Return True if this thread received it, False if the reader did."""
     while True:
         if not reader.got.empty():
             assert reader.got.get() == message

@@ -1,4 +1,4 @@
-"""A target engine on a toy model, driven step by step in the test's own thread, and drafters that propose whatever a test wants."""
+"""`Harness`, a target engine on a toy model, stepped by the test, and `FakeDrafter` with scripted trees."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Node = tuple[int, int]
 
 @dataclass
 class Collector:
-    """An `EventSink` that keeps what each request was told."""
+    """An `EventSink` that keeps the events of each request."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, FinishedEvent] = field(default_factory=dict)
@@ -60,8 +60,8 @@ class Collector:
     def deliver(self, events: Sequence[Event]) -> None:
         self.deliveries += 1
         for event in events:
-            assert event.request_id not in self.finished, "an event after the end"
-            assert event.request_id not in self.failed, "an event after the end"
+            assert event.request_id not in self.finished, "an event arrived after the end"
+            assert event.request_id not in self.failed, "an event arrived after the end"
             if isinstance(event, TokensEvent):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
                 self.rounds.setdefault(event.request_id, []).extend(event.rounds)
@@ -72,7 +72,12 @@ class Collector:
 
 
 class FakeDrafter:
-    """Follows sequences like a real drafter, checks what it is told, and proposes what `plan` returns for (tokens so far, row)."""
+    """Follows sequences like a real drafter, checks every call, and proposes trees by `plan`.
+
+    Args:
+        plan: Returns the draft nodes for (tokens so far, row).
+        spec: Features that it requests; none by default.
+    """
 
     device_resident = False
 
@@ -102,13 +107,13 @@ class FakeDrafter:
             self.rows[sequence.fence.session_id] = []
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        assert base == len(self.rows[session_id]), "rows arrive in order"
+        assert base == len(self.rows[session_id]), "rows must arrive in order"
         self.rows[session_id].extend(rows)
 
     def commit(self, result: Commits) -> None:
         for commit in result.commits:
             tokens = self.sequences[commit.fence.session_id]
-            assert commit.base_len == len(tokens), "commits are gapless"
+            assert commit.base_len == len(tokens), "a commit is missing"
             tokens.extend(commit.token_ids)
             assert commit.fence.committed_len == len(tokens)
             if commit.features is not None:
@@ -173,7 +178,10 @@ def trees_to_batch(trees: Sequence[tuple[int, list[Node]]]) -> DraftBatch:
 def oracle_plan(
     answers: Sequence[Sequence[int]], vocab_size: int, accuracy: float = 1.0, seed: int = 0
 ) -> Callable[[list[int], ProposalRow], list[Node]]:
-    """Propose the true continuation (with probability `accuracy` per level) among `topk` siblings, as a tree of the asked shape."""
+    """Return a plan that hides the true continuation among `topk` siblings.
+
+    At each level, the true token is included with probability `accuracy`.
+    """
     rng = random.Random(seed)
 
     def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
@@ -204,7 +212,7 @@ def oracle_plan(
 
 
 def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], ProposalRow], list[Node]]:
-    """Propose trees of random size and form with random tokens, equal siblings included."""
+    """Return a plan with random trees and random tokens; siblings may be equal."""
     rng = random.Random(seed)
 
     def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
@@ -216,7 +224,7 @@ def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], Proposal
 
 @dataclass
 class Harness:
-    """An engine over a loaded toy; `run` steps it until idle."""
+    """An engine over a toy model. `run` steps it until it is idle."""
 
     engine: TargetEngine
     scheduler: Scheduler
@@ -258,7 +266,7 @@ class Harness:
         self.scheduler.check()
 
     def check_idle(self) -> None:
-        """Assert that nothing leaked: every page is free when no request is live."""
+        """Assert that no page is held if no request is live."""
         self.scheduler.check()
         assert self.engine.num_live or self.scheduler.allocator.held_pages == 0
 
@@ -285,7 +293,10 @@ def make_harness(
     attention: AttentionBackend | None = None,
     **limits: int,
 ) -> Harness:
-    """Build an engine without a thread; with `overlap` its rounds stay on the device, with `buckets` verify passes are padded."""
+    """Build an engine without a thread.
+
+    With `overlap`, its rounds stay on the device; with `buckets`, its verify passes are padded.
+    """
     pool = decoder.make_pool(num_pages, page_size)
     runner = ModelRunner(
         decoder, pool, attention or create_backend("auto", decoder.device), buckets=buckets, graphs=graphs
@@ -299,7 +310,7 @@ def make_harness(
 def generate_plain(
     decoder: Decoder, drafter: Drafter, prompt: Sequence[int], max_new_tokens: int, **options: object
 ) -> list[int]:
-    """Return what plain decoding emits for one prompt alone."""
+    """Return the tokens of plain decoding for one prompt that is alone in the batch."""
     harness = make_harness(decoder, drafter)
     harness.submit(prompt, max_new_tokens, request_id="plain", mode=SpeculationMode.OFF, **options)  # type: ignore[arg-type]
     harness.run()
@@ -307,12 +318,15 @@ def generate_plain(
 
 
 def load_toy(path: Path) -> Decoder:
-    """Load a toy target in fp32 where tests compute."""
+    """Load a toy target in fp32 on the device of the tests."""
     return load_decoder(path, DEVICE, torch.float32)
 
 
 def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
-    """Return ``[V]``, what the token after `tokens` is the argmax of, after filters and noise, from one pass over all of `tokens`."""
+    """Return ``[V]``, the scores whose argmax is the token after `tokens`.
+
+    They are the logits of one pass over all of `tokens`, after filters and noise.
+    """
     pool = decoder.make_pool(-(-len(tokens) // 16), 16)
     lease = pool.lease(len(tokens))
     assert lease is not None
@@ -335,7 +349,7 @@ def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParam
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Return the index of the first token that differs, None for equal outputs."""
+    """Return the index of the first token that differs, or None if the outputs are equal."""
     at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
     assert at is not None or len(expected) == len(found), (
         f"one output is a prefix of the other: {len(expected)} and {len(found)} tokens"
@@ -350,7 +364,10 @@ def assert_same_tokens(
     found: Sequence[int],
     sampling: SamplingParams | None = None,
 ) -> None:
-    """Token equality as the project defines it: the first difference is allowed where the plain run's top-two gap is under 1e-4."""
+    """Assert that two outputs are equal up to a near-tie.
+
+    The first difference is allowed only if the plain run's two best scores there are less than 1e-4 apart.
+    """
     at = first_difference(expected, found)
     if at is None:
         return
@@ -362,5 +379,5 @@ def assert_same_tokens(
     gap = float(best[0] - best[1])
     print(f"near-tie at token {at}: {expected[at]} or {found[at]}, top-two gap {gap:.2e}")
     assert gap < 1e-4, (
-        f"token {at} is {found[at]}, plain decoding says {expected[at]}; the top-two gap is {gap:.2e}"
+        f"token {at} is {found[at]}, but plain decoding chose {expected[at]}; the top-two gap is {gap:.2e}"
     )
