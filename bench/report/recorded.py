@@ -29,7 +29,7 @@ PROFILED = ("gpu_idle", "gpu_idle_between")
 """Fields recorded only with ``--profile``, which measures every round once."""
 COMMIT_DIGITS = 7
 SESSION_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}T\d{4}Z")
-"""Folder of a measuring session in which a peer and Outrider ran on the same GPUs; named by its start time."""
+"""Folder of a measuring session of a peer and Outrider on the same GPUs, named by its start time."""
 OFF = ("false", "none", "auto")
 """Values of a setting that leave the default behaviour unchanged."""
 

@@ -27,5 +27,5 @@ def run_line(path: Path, command: str, provenance: str) -> str:
 
 
 def within(path: Path) -> str:
-    """Return a file's path within the results folder, including the folder of its measuring session, if any."""
+    """Return a file's path within the results folder, with the folder of its measuring session, if any."""
     return f"{path.parent.name}/{path.name}" if SESSION_FOLDER.fullmatch(path.parent.name) else path.name

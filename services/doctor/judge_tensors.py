@@ -17,7 +17,7 @@ DOWNLOAD = "Download the checkpoint again, or take another export of it."
 UNTRAINED_SHARE = 0.8
 """A model counts as untrained if at least this share of its projections look freshly initialised."""
 OTHER_SIZE = 1.5
-"""Ratio of standard deviations from which a tensor differs suspiciously from its namesakes in other layers."""
+"""Ratio of standard deviations from which a tensor is unlike the same tensor in other layers."""
 MIN_SIBLINGS = 3
 NORM_NEGATIVES = 0.25
 """Share of negative weights above which a norm counts as untrained. A norm drawn around zero has half."""

@@ -148,11 +148,13 @@ def test_ten_thousand_rounds() -> None:
     end = rounds_until(ROUNDS)
     graphs_end, bytes_end = len(harness.runner.graphs.keys), torch.cuda.memory_reserved()
     print(
-        f"{crowd.submitted} requests, {harness.engine.stats().rounds} rounds, {harness.scheduler.num_retractions} retractions"
+        f"{crowd.submitted} requests, {harness.engine.stats().rounds} rounds, "
+        f"{harness.scheduler.num_retractions} retractions"
     )
     print(f"allocated {warm / 2**20:.1f} -> {end / 2**20:.1f} MiB")
     print(
-        f"graphs {graphs_start} -> {graphs_warm} -> {graphs_end}, reserved {bytes_warm / 2**20:.0f} -> {bytes_end / 2**20:.0f} MiB"
+        f"graphs {graphs_start} -> {graphs_warm} -> {graphs_end}, "
+        f"reserved {bytes_warm / 2**20:.0f} -> {bytes_end / 2**20:.0f} MiB"
     )
     assert not harness.sink.failed
     assert len(harness.sink.finished) == crowd.submitted

@@ -130,7 +130,8 @@ def compare(folder: Path, size: int, dtype: str, reduce: str, quantization: str 
 
 
 @pytest.mark.parametrize(("dtype", "tolerance", "reduce"), [
-    ("bfloat16", 3e-2, "auto"), ("float32", 1e-4, "auto"), ("float32", 1e-4, "one-shot"), ("bfloat16", 3e-2, "group"),
+    ("bfloat16", 3e-2, "auto"), ("float32", 1e-4, "auto"), ("float32", 1e-4, "one-shot"),
+    ("bfloat16", 3e-2, "group"),
 ])  # fmt: skip
 @pytest.mark.parametrize("size", SIZES)
 def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(
@@ -139,7 +140,8 @@ def test_numbers_are_those_of_one_gpu_eager_and_in_graphs(
     found = in_a_process(compare, folder, size, dtype, reduce)
     assert found.summed_by == {"group": "GroupReduce", "one-shot": "OneShotReduce"}.get(reduce, "PeerReduce")
     print(
-        f"{size} GPUs, {dtype}, {reduce}: relative errors {found.errors}, greedy tokens below the best by {found.distances}"
+        f"{size} GPUs, {dtype}, {reduce}: relative errors {found.errors}, "
+        f"greedy tokens below the best by {found.distances}"
     )
     assert max(found.errors) < tolerance
     assert max(found.distances) <= (0 if dtype == "float32" else 0.1)
@@ -158,7 +160,8 @@ def test_experts_and_latents_are_those_of_one_gpu(
     path = write_checkpoint(tmp_path / "model", SMALL_MODEL | TINY[family], "cpu")
     found = in_a_process(compare, path, 2, dtype, "auto")
     print(
-        f"2 GPUs, {family}, {dtype}: relative errors {found.errors}, greedy tokens below the best by {found.distances}"
+        f"2 GPUs, {family}, {dtype}: relative errors {found.errors}, "
+        f"greedy tokens below the best by {found.distances}"
     )
     assert max(found.errors) < tolerance
     assert max(found.distances) <= (0 if dtype == "float32" else 0.1)

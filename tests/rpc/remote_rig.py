@@ -1,4 +1,4 @@
-"""Runs an engine whose remote drafter is connected to a scripted draft (`FakeDraft`), and checks its answers."""
+"""Runs an engine whose remote drafter follows a scripted draft (`FakeDraft`), and checks its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs work of several ranks on GPUs in a fresh process, and `Session`, one sequence on one GPU or several."""
+"""Runs work of several GPU ranks in a fresh process; `Session` is one sequence on one GPU or several."""
 
 from __future__ import annotations
 

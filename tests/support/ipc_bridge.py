@@ -43,7 +43,7 @@ class Context:
 
 
 class IpcBridge:
-    """Listens on `path`, forwards messages to `streams`, and sends pongs on the bulk socket, as a draft does."""
+    """Listens on `path`, forwards messages to `streams`, and sends pongs on the bulk socket."""
 
     def __init__(self, path: str, streams: Streams) -> None:
         self._streams = streams
