@@ -99,7 +99,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     }
 
     # 3. The target. EAGLE can mean MTP layers, as in SGLang. A draft process finds that out from the
-    # checkpoint. The target would refuse MTP layers under the name EAGLE, so it is started without the name.
+    # checkpoint, so the target is started without the name and accepts either.
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
     target_algorithm = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
     target = (

@@ -35,7 +35,7 @@ OFFERED = offered_shapes((TREE, DraftShape(5, 1, 6)), max(SIZES))
 """The shapes from which `auto` chooses, including the tree."""
 NODES = (1, 2, 4, 8, 16)
 MOST_GRAPHS = len(SamplingMode) * len(SIZES) * (len(NODES) + 2 + len(OFFERED))
-"""Host-driven passes, plain rounds (with and without feature rows), and rounds of each shape."""
+"""Maximum number of graphs: host-driven passes, plain rounds with and without features, and all shapes."""
 MOST_BYTES_PER_GRAPH = 8 << 20
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
