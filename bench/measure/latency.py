@@ -345,12 +345,10 @@ class Latency:
         config, context = self._engine.decoder.config, self._options.prompt + self._options.new_tokens // 2
         share = 1 / self._options.engine.tp
         if shape.tree is None:
-            return [forward_pass(config, batch, batch, context, self._itemsize, self._quantized).times(share)]
+            return [forward_pass(config, batch, batch, context, self._itemsize, self._sizes).times(share)]
         tree, head = shape.tree, self._options.engine.shape.head
         shaped = (tree.depth, tree.topk, tree.max_nodes)
-        return speculative_round(
-            config, head, batch, *shaped, context, self._itemsize, share, self._quantized
-        )
+        return speculative_round(config, head, batch, *shaped, context, self._itemsize, share, self._sizes)
 
     def _floor_ms(self, works: Sequence[Work]) -> float:
         return sum(self._ceilings.seconds(work.nbytes, work.flops) for work in works) * 1e3
@@ -363,7 +361,7 @@ class Latency:
         ]
 
     @property
-    def _quantized(self) -> QuantizedSizes:
+    def _sizes(self) -> QuantizedSizes:
         settings = self._options.engine.settings
         return QuantizedSizes(
             1 if settings.get("quantization") == "fp8" else None,
