@@ -234,7 +234,7 @@ def serve(
     dtype: Dtype = "auto",
     output: Output = None,
 ) -> None:
-    """Measure clients under an open-loop load, over REST or gRPC: TTFT, ITL, e2e, goodput, accept length."""
+    """Measure client latency under an open-loop load: TTFT, ITL, e2e, goodput and accept length."""
     from outrider.bench.load.open_loop import Load
     from outrider.bench.load.serve import Api, ServeOptions, run_serve
 

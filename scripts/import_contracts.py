@@ -68,7 +68,7 @@ class NoCircles(Contract):
 
 
 def _circles(imports: dict[str, list[str]]) -> list[list[str]]:
-    """Return the groups of modules that reach each other: the strongly connected components (Tarjan, 1972)."""
+    """Return the groups of modules that import each other in circles (strongly connected; Tarjan, 1972)."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []

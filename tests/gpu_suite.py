@@ -279,7 +279,7 @@ def record(suite: Suite, names: list[str], commit: str) -> dict[str, Any]:
 
 
 def why(error: str) -> str:
-    """Return the end of the lines of a pytest report that describe the error."""
+    """Return the last lines of the error description in a pytest report."""
     return " ".join(line[4:] for line in error.splitlines() if line.startswith("E "))[-500:]
 
 

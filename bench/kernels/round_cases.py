@@ -27,7 +27,7 @@ from outrider.kernels.verify_round import RoundTensors, accept_round, begin_roun
 PATIENCE = 1000
 """Maximum number of polls for a message, which is already there."""
 PLACES = 4
-"""Places in the ring to which results are posted."""
+"""Number of slots in the ring to which results are posted."""
 UNLIMITED = 1 << 30
 ROUND_NUMBER = 7
 

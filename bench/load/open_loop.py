@@ -65,7 +65,7 @@ class Experience:
         return (self.chunks[-1] - self.chunks[0]) / max(self.tokens - 1, 1)
 
     @property
-    def whole_s(self) -> float:
+    def total_s(self) -> float:
         """Seconds from sending the request to the end of the stream (e2e)."""
         return self.ended - self.sent
 
@@ -151,7 +151,7 @@ class LoadSummary:
     """Summary of a load; times are in milliseconds.
 
     Attributes:
-        first_token, between, per_token, whole: TTFT, gaps between pieces, mean time per token, and e2e.
+        first_token, between, per_token, total: TTFT, gaps between pieces, mean time per token, and e2e.
             Each maps `PERCENTILES` to values.
         requests, failed: Counts.
         request_rate, token_rate: Answered requests and their tokens per second. The time runs from the first
@@ -165,7 +165,7 @@ class LoadSummary:
     first_token: dict[int, float]
     between: dict[int, float]
     per_token: dict[int, float]
-    whole: dict[int, float]
+    total: dict[int, float]
     requests: int
     failed: int
     request_rate: float
@@ -211,7 +211,7 @@ def summarise_load(
         first_token=_percentiles([experience.first_token_s for experience in answered]),
         between=_percentiles(gaps),
         per_token=_percentiles([experience.per_token_s for experience in answered if experience.tokens > 1]),
-        whole=_percentiles([experience.whole_s for experience in answered]),
+        total=_percentiles([experience.total_s for experience in answered]),
         requests=len(experiences),
         failed=len(experiences) - len(answered),
         request_rate=len(answered) / span,

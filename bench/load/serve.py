@@ -1,6 +1,6 @@
-"""`outrider bench serve`: measures clients under an open-loop Poisson load, over REST or gRPC.
+"""`outrider bench serve`: measures client latency under an open-loop Poisson load, over REST or gRPC.
 
-It first sends a few requests one at a time. Their figures are the floor of those under load.
+It first sends a few requests one at a time. Their figures are the floor of the figures under load.
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ def run_serve(options: ServeOptions) -> int:
 
 
 def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row]:
-    """Return the figures. Times have those of lone requests as the floor, rates have the offered rate."""
+    """Return the figures. The floor of a time is that of lone requests; of a rate, the offered rate."""
     offered = len(load.arrivals()) / load.duration_s  # the rate of these arrivals, not the nominal mean
     rows = []
     for name, under_load, floor in (
         ("time to first token", summary.first_token, alone.first_token),
         ("between pieces (ITL)", summary.between, alone.between),
         ("per token after the first (TPOT)", summary.per_token, alone.per_token),
-        ("whole request (e2e)", summary.whole, alone.whole),
+        ("whole request (e2e)", summary.total, alone.total),
     ):
         rows += [
             Row(f"{name}, p{percent}", under_load[percent], "ms", floor[50], "alone, p50")

@@ -63,7 +63,7 @@ def measure(
 
 
 def measure_eager(work: Work, device: torch.device, *, samples: int = SAMPLES, repeat: int = 100) -> Times:
-    """Return the time of a call of `work` including its launch, from `repeat` back-to-back calls a sample."""
+    """Return the time of one call of `work`, launch included. Each sample makes `repeat` calls in a row."""
     seconds = []
     for _ in range(samples):
         synchronise(device)

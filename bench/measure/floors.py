@@ -27,7 +27,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Narrow:
+class QuantizedSizes:
     """Sizes, in bytes, of the target's quantized numbers; None for those in the usual dtype.
 
     Attributes:
@@ -59,7 +59,12 @@ def target_parameters(config: ModelConfig) -> int:
 
 
 def forward_pass(
-    config: ModelConfig, rows: int, sequences: int, context: int, itemsize: int, narrow: Narrow | None = None
+    config: ModelConfig,
+    rows: int,
+    sequences: int,
+    context: int,
+    itemsize: int,
+    quantized: QuantizedSizes | None = None,
 ) -> Work:
     """Return the work of one decode or verify pass, which reads the weights and the sequences' K/V once.
 
@@ -69,11 +74,11 @@ def forward_pass(
         sequences: Sequences in the batch.
         context: Cached tokens of each sequence.
         itemsize: Bytes of a weight and of a cached number.
-        narrow: Exceptions to `itemsize`.
+        quantized: Exceptions to `itemsize`.
     """
-    narrow = narrow or Narrow()
+    quantized = quantized or QuantizedSizes()
     parameters = target_parameters(config)
-    weights = parameters * (narrow.products or itemsize)
+    weights = parameters * (quantized.products or itemsize)
     cached = (
         2
         * config.num_layers
@@ -81,7 +86,7 @@ def forward_pass(
         * config.head_dim
         * context
         * sequences
-        * (narrow.cache or itemsize)
+        * (quantized.cache or itemsize)
     )
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * context * rows
     return Work(weights + cached, 2 * parameters * rows + attention)
@@ -128,7 +133,7 @@ def speculative_round(
     context: int,
     itemsize: int,
     share: float = 1.0,
-    narrow: Narrow | None = None,
+    quantized: QuantizedSizes | None = None,
 ) -> list[Work]:
     """Return the parts of a round that run one after another.
 
@@ -142,8 +147,8 @@ def speculative_round(
         context: Cached tokens of each sequence.
         itemsize: Bytes of a number in the usual dtype.
         share: Share of the verify pass that one tensor-parallel rank computes.
-        narrow: The target's quantized numbers, if any.
+        quantized: The target's quantized numbers, if any.
     """
     grown = [draft_step(head, batch * (1 if step == 0 else topk), itemsize) for step in range(steps)]
-    verify = forward_pass(config, batch * nodes, batch, context, itemsize, narrow).times(share)
+    verify = forward_pass(config, batch * nodes, batch, context, itemsize, quantized).times(share)
     return [*grown, verify, projection(head, batch * nodes, itemsize)]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from outrider.bench.measure.clock import percentile, summarise
-from outrider.bench.measure.floors import Narrow, Work, forward_pass, prefill, speculative_round
+from outrider.bench.measure.floors import QuantizedSizes, Work, forward_pass, prefill, speculative_round
 from outrider.bench.measure.idle import Profile, profiled
 from outrider.bench.measure.roofline import Ceilings, measure_ceilings
 from outrider.bench.report.record import Result, Row, finish
@@ -51,7 +51,7 @@ from outrider.shared.spec.tree import DraftShape
 SYNTHETIC = "synthetic acceptance"
 WARM_UP_TOKENS = 24
 WARM_UP_RUNS = 3
-"""A remote draft learns the size of the rounds in the first run, and takes part in all rounds by the last."""
+"""A remote draft learns the rounds' sizes in the first run, and takes part in all rounds of the last run."""
 HALVING_TOKENS = 12
 """Extra answer length of each further half of the batch, so that the batch shrinks through all sizes."""
 STEADY_AFTER = 5
@@ -345,10 +345,10 @@ class Latency:
         config, context = self._engine.decoder.config, self._options.prompt + self._options.new_tokens // 2
         share = 1 / self._options.engine.tp
         if shape.tree is None:
-            return [forward_pass(config, batch, batch, context, self._itemsize, self._narrow).times(share)]
+            return [forward_pass(config, batch, batch, context, self._itemsize, self._sizes).times(share)]
         tree, head = shape.tree, self._options.engine.shape.head
         shaped = (tree.depth, tree.topk, tree.max_nodes)
-        return speculative_round(config, head, batch, *shaped, context, self._itemsize, share, self._narrow)
+        return speculative_round(config, head, batch, *shaped, context, self._itemsize, share, self._sizes)
 
     def _floor_ms(self, works: Sequence[Work]) -> float:
         return sum(self._ceilings.seconds(work.nbytes, work.flops) for work in works) * 1e3
@@ -361,9 +361,9 @@ class Latency:
         ]
 
     @property
-    def _narrow(self) -> Narrow:
+    def _sizes(self) -> QuantizedSizes:
         settings = self._options.engine.settings
-        return Narrow(
+        return QuantizedSizes(
             1 if settings.get("quantization") == "fp8" else None,
             1 if settings.get("kv_cache_dtype") == "fp8_e4m3" else None,
         )

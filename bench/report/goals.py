@@ -63,14 +63,14 @@ class Goal:
 def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable[[Results], Figure | None]:
     """Return a function that finds a round's milliseconds, with vLLM's figure for `config` beside it.
 
-    If vLLM was measured in the same call, the result of that call is used. vLLM always ran on one GPU, so
-    its call is ignored for `tp`.
+    If vLLM was measured in the same session, Outrider's result of that session is used. vLLM always ran on
+    one GPU, so its session is ignored for `tp`.
     """
 
     def find(results: Results) -> Figure | None:
         peer = results.vllm(config, batch)
-        call = peer[0] if peer is not None and "tp" not in settings else None
-        found = results.latency(f"round {kind}, batch {batch}", beside=call, **settings)
+        session = peer[0] if peer is not None and "tp" not in settings else None
+        found = results.latency(f"round {kind}, batch {batch}", beside=session, **settings)
         if found is None:
             return None
         if peer is None:

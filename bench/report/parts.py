@@ -17,7 +17,7 @@ def ceiling_lines(results: Results) -> Iterator[str]:
 
 
 def load_lines(results: Results) -> Iterator[str]:
-    """Yield the table of clients' experience under load, with that of lone requests as the floor."""
+    """Yield the table of clients' experience under load, with the figures of lone requests as the floor."""
     recorded = results.latest("serve")
     yield from _rows(recorded, "load", "`outrider bench serve`")
 

@@ -20,18 +20,18 @@ PLAIN_SETTINGS = frozenset(
     )
 )  # fmt: skip
 """Settings that every run of `outrider bench latency` records. All others come from ``--set``."""
-NO_MATTER = ("CUDA_MPS_PIPE_DIRECTORY", "NCCL_VERSION", "TRITON_CACHE_DIR")
-"""Environment variables that name places or versions and do not affect figures.
+IRRELEVANT_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "NCCL_VERSION", "TRITON_CACHE_DIR")
+"""Environment variables that contain paths or versions and do not affect figures.
 
-The pipe directory is among them because the setting `mps` already records whether MPS was used.
+The pipe directory is one of them, because the setting `mps` already records whether MPS was used.
 """
 PROFILED = ("gpu_idle", "gpu_idle_between")
 """Fields recorded only with ``--profile``, which measures every round once."""
 COMMIT_DIGITS = 7
-CALL = re.compile(r"\d{4}-\d{2}-\d{2}T\d{4}Z")
-"""Name of a call's folder: the time at which the call began."""
+SESSION_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}T\d{4}Z")
+"""Folder of a measuring session of a peer and Outrider on the same GPUs, named by its start time."""
 OFF = ("false", "none", "auto")
-"""Values of such a setting that leave the default behaviour unchanged."""
+"""Values of a setting that leave the default behaviour unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,13 @@ class RecordedResult:
     def command(self) -> str:
         """Command line of the run, preceded by the environment variables that affect figures."""
         environment: Mapping[str, str] = self.content.get("environment", {})
-        variables = [f"{name}={value}" for name, value in environment.items() if name not in NO_MATTER]
+        variables = [
+            f"{name}={value}" for name, value in environment.items() if name not in IRRELEVANT_VARIABLES
+        ]
         return " ".join((*variables, *map(str, self.content.get("command", ()))))
 
     @property
-    def occasion(self) -> str:
+    def provenance(self) -> str:
         """Time, machine and commit of the measurement, as far as they are recorded.
 
         Example: ``2026-11-21 15:00 UTC, GPU 29f2f6ee, 16 of 64 cores, commit 2ea2987``.
@@ -137,7 +139,7 @@ class PeerFigures:
         return str(self._about.get("command", ""))
 
     @property
-    def occasion(self) -> str:
+    def provenance(self) -> str:
         """Time and machine of the run; empty if not recorded."""
         recorded = [str(self._about[name]) for name in ("date", "gpu", "beside") if name in self._about]
         return "; ".join(recorded)
@@ -157,15 +159,15 @@ class Results:
 
     If several files fit a query, the latest one is returned, or the one closest to the argument `near`.
 
-    A subfolder named after a time contains results that were measured beside a peer in the same call.
-    Comparisons with that peer search this subfolder first.
+    A subfolder named by a time contains results of one measuring session with a peer. Comparisons with that
+    peer search its session's folder first.
 
     Raises:
         ConfigurationError: A file is not valid JSON.
     """
 
     def __init__(self, folder: Path) -> None:
-        places = (folder, *sorted(path for path in folder.iterdir() if CALL.fullmatch(path.name)))
+        places = (folder, *sorted(path for path in folder.iterdir() if SESSION_FOLDER.fullmatch(path.name)))
         found = (recorded for place in places for recorded in _recorded(place))
         self._files = sorted(found, key=lambda recorded: recorded.date, reverse=True)
         peer_files = [path for place in places for path in sorted(place.glob("vllm*.jsonl"), reverse=True)]
@@ -196,7 +198,7 @@ class Results:
             changes: All non-default settings that the run must have.
             mps: Whether the run used MPS.
             near: Return the file measured closest to this one instead (`RecordedResult.distance`).
-            beside: Prefer the file from the call in which this peer ran, if it has the case.
+            beside: Prefer the file from this peer's measuring session, if it has the case.
             settings: Settings that the run must have. By default: in-process, on one GPU.
         """
         here = {"shape": SHAPE, "prompt": 512, "new_tokens": 384, "draft_device": None, "tp": None}
@@ -209,12 +211,12 @@ class Results:
             counts = needs in PROFILED or not recorded.content.get("profiles")
             return counts and recorded.changes == (changes or {}) and recorded.under_mps == mps
 
-        call = (
+        session = (
             []
             if beside is None
             else [recorded for recorded in self._files if recorded.path.parent == beside.path.parent]
         )
-        return self._latest("latency", case, wanted, needs, fits, near, files=call) or self._latest(
+        return self._latest("latency", case, wanted, needs, fits, near, files=session) or self._latest(
             "latency", case, wanted, needs, fits, near
         )
 

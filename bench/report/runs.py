@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.bench.report.recorded import CALL, RecordedResult, read_result
+from outrider.bench.report.recorded import SESSION_FOLDER, RecordedResult, read_result
 
 
 def command_lines(sources: set[Path]) -> Iterator[str]:
@@ -15,17 +15,17 @@ def command_lines(sources: set[Path]) -> Iterator[str]:
         yield "Commands, with the date and machine of each run:"
         for path in sorted(sources):
             recorded = RecordedResult(path, read_result(path))
-            yield run_line(path, recorded.command, recorded.occasion)
+            yield run_line(path, recorded.command, recorded.provenance)
 
 
-def run_line(path: Path, command: str, occasion: str) -> str:
-    """Return the line of one file; `command` and `occasion` may be empty if they are not recorded."""
+def run_line(path: Path, command: str, provenance: str) -> str:
+    """Return the line of one file; `command` and `provenance` may be empty if they are not recorded."""
     parts = [f"`{command}`"] if command else []
-    parts += [f"({occasion})"] if occasion else []
+    parts += [f"({provenance})"] if provenance else []
     name = within(path)
     return f"- [{name.rpartition('.')[0]}](../bench/results/{name}): {' '.join(parts) or '(not recorded)'}"
 
 
 def within(path: Path) -> str:
-    """Return a file's path within the results folder, including its call's folder if it has one."""
-    return f"{path.parent.name}/{path.name}" if CALL.fullmatch(path.parent.name) else path.name
+    """Return a file's path within the results folder, with the folder of its measuring session, if any."""
+    return f"{path.parent.name}/{path.name}" if SESSION_FOLDER.fullmatch(path.parent.name) else path.name

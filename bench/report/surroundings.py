@@ -30,7 +30,7 @@ VARIABLES = (
     "TRITON_INTERPRET",
 )
 PREFIXES = ("NCCL_", "OUTRIDER_")
-TOLD_ELSEWHERE = ("NCCL_VERSION", REVISION)
+RECORDED_ELSEWHERE = ("NCCL_VERSION", REVISION)
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_PIPES = "/tmp/nvidia-mps"
@@ -52,7 +52,7 @@ def recorded_environment() -> dict[str, str]:
         if name in VARIABLES
         or (
             name.startswith(PREFIXES)
-            and name not in TOLD_ELSEWHERE
+            and name not in RECORDED_ELSEWHERE
             and not any(word in name for word in SECRET)
         )
     }

@@ -114,7 +114,7 @@ def goal_lines(results: Results) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
     yield from command_lines(sources)
     for path, peer in sorted(peers.items()):
-        yield run_line(path, peer.command, peer.occasion)
+        yield run_line(path, peer.command, peer.provenance)
 
 
 def cost_lines(results: Results) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Engines, drafts and random-weight models that benchmarks build, mostly in their own process."""
+"""Engines, drafts and random-weight models that benchmarks build, mostly in the benchmark's process."""

@@ -33,7 +33,7 @@ class TargetFlag:
 
 TARGET_FLAGS: Mapping[str, TargetFlag] = {
     "deterministic": TargetFlag(
-        bool, "Compute bit-identical logits for a token in every tree, batch and chunking; slower."
+        bool, "Compute bit-identical logits for a token in every tree, batch and prefill chunk; slower."
     ),
     "quantization": TargetFlag(
         str, "fp8 computes matrix products with 8-bit weights and activations.", "none|fp8", "none"
@@ -69,7 +69,7 @@ TARGET_FLAGS: Mapping[str, TargetFlag] = {
         float, "With --tp: exit if a GPU does not join a step within this many seconds.", default="120.0"
     ),
     "tp_all_reduce": TargetFlag(
-        str, "With --tp: all-reduce method; see docs/architecture.md.", "auto|one-shot|group", "auto"
+        str, "With --tp: all-reduce method; see docs/tensor-parallelism.md.", "auto|one-shot|group", "auto"
     ),
     "draft_rounds": TargetFlag(
         str,

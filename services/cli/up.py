@@ -189,7 +189,7 @@ def up(
     log_level: Annotated[
         str, typer.Option(help="Log level of all services: debug, info, warning or error.")
     ] = "info",
-    **target_flags: Any,
+    **target_settings: Any,
 ) -> None:
     """Start the gateway, the target and the draft.
 
@@ -221,7 +221,7 @@ def up(
         transport=transport,
         mps=mps,
         log_level=log_level,
-        target_flags={name: value for name, value in target_flags.items() if value is not None},
+        target_settings={name: value for name, value in target_settings.items() if value is not None},
     )
     console = StatusConsole(stderr=True, highlight=False)
     with (

@@ -8,7 +8,7 @@ import torch
 
 from outrider.services.doctor.finding import Finding
 from outrider.services.doctor.generic_tensors import check_generic
-from outrider.services.doctor.judge_tensors import DOWNLOAD, Examined, judge
+from outrider.services.doctor.judge_tensors import DOWNLOAD, NamedStatistics, judge
 from outrider.services.doctor.pair import ANYTHING, Pair, expected_of
 from outrider.services.doctor.statistics import describe
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
@@ -162,13 +162,13 @@ def _compare(reader: CheckpointReader, config: ModelConfig) -> list[str]:
     return list(expected.shapes) or list(reader.names)
 
 
-def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) -> list[Examined]:
+def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) -> list[NamedStatistics]:
     floating = [
         name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape
     ]
     if not whole:  # experts come in tens of thousands and look alike; loading reads all of the target anyway
         floating = floating[:: 1 + len(floating) // MAX_SAMPLED]
-    return [Examined(name, describe(_file(reader, name), whole=whole)) for name in floating]
+    return [NamedStatistics(name, describe(_file(reader, name), whole=whole)) for name in floating]
 
 
 def _file_format(reader: CheckpointReader) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Checks the tensors of models that run on transformers' modules against those transformers would save."""
+"""Checks tensors of models that run on transformers' modules against the tensors that a save would write."""
 
 from __future__ import annotations
 

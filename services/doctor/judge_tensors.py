@@ -15,16 +15,16 @@ NORM_ENDING = "norm.weight"
 TRAINED = "Check that this is a trained export."
 DOWNLOAD = "Download the checkpoint again, or take another export of it."
 UNTRAINED_SHARE = 0.8
-"""Minimum share of projections that look initialised for a model to count as untrained, whatever its size."""
+"""A model counts as untrained if at least this share of its projections look freshly initialised."""
 OTHER_SIZE = 1.5
-"""Ratio between the deviations of one tensor in different layers that training does not explain."""
+"""Ratio of standard deviations from which a tensor is unlike the same tensor in other layers."""
 MIN_SIBLINGS = 3
 NORM_NEGATIVES = 0.25
-"""Share of negative weights above which a norm counts as untrained. Numbers drawn around zero have half."""
+"""Share of negative weights above which a norm counts as untrained. A norm drawn around zero has half."""
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class NamedStatistics:
     """A tensor's name and its statistics."""
 
     name: str
@@ -37,7 +37,7 @@ class Examined:
 
 
 def judge(
-    examined: Sequence[Examined], whose: str, *, sampled: bool, norms_about_one: bool = True
+    examined: Sequence[NamedStatistics], whose: str, *, sampled: bool, norms_about_one: bool = True
 ) -> Iterator[Finding]:
     """Report damaged or untrained tensors of a model.
 
@@ -75,7 +75,7 @@ def named(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:MAX_NAMED])}{more})"
 
 
-def _norms(norms: Sequence[Examined], whose: str, about_one: bool) -> Iterator[Finding]:
+def _norms(norms: Sequence[NamedStatistics], whose: str, about_one: bool) -> Iterator[Finding]:
     ones = [one.name for one in norms if one.statistics.constant and one.statistics.mean == 1.0]
     if ones and len(ones) == len(norms):
         yield Finding.warning(
@@ -102,7 +102,7 @@ def _norms(norms: Sequence[Examined], whose: str, about_one: bool) -> Iterator[F
         )
 
 
-def _untrained(weights: Sequence[Examined], whose: str, *, sampled: bool) -> Iterator[Finding]:
+def _untrained(weights: Sequence[NamedStatistics], whose: str, *, sampled: bool) -> Iterator[Finding]:
     """Report projections that look freshly initialised: almost all together, or single large ones."""
     looks = {one.name: look for one in weights if (look := one.statistics.looks_initialised)}
     if looks and len(looks) >= UNTRAINED_SHARE * len(weights):
@@ -114,7 +114,7 @@ def _untrained(weights: Sequence[Examined], whose: str, *, sampled: bool) -> Ite
             f"{TRAINED} --probe measures the accept length, which is 1.0 for an untrained head.",
         )
         return
-    large = [one for one in weights if one.name in looks and one.statistics.telling]
+    large = [one for one in weights if one.name in looks and one.statistics.is_large]
     groups = _groups(weights)
     for one in large:
         if sampled and not _differs(one, groups[_group(one.name)], looks[one.name]):
@@ -127,7 +127,7 @@ def _untrained(weights: Sequence[Examined], whose: str, *, sampled: bool) -> Ite
         )
 
 
-def _differs(one: Examined, group: Sequence[Examined], look: str) -> bool:
+def _differs(one: NamedStatistics, group: Sequence[NamedStatistics], look: str) -> bool:
     """Return True if a tensor that looks initialised differs from the same tensor in other layers.
 
     Training leaves some tensors of small models almost unchanged, so similar tensors are not suspicious.
@@ -141,8 +141,8 @@ def _differs(one: Examined, group: Sequence[Examined], look: str) -> bool:
     return not 1 / OTHER_SIZE < ratio < OTHER_SIZE
 
 
-def _groups(weights: Sequence[Examined]) -> Mapping[str, list[Examined]]:
-    groups: dict[str, list[Examined]] = {}
+def _groups(weights: Sequence[NamedStatistics]) -> Mapping[str, list[NamedStatistics]]:
+    groups: dict[str, list[NamedStatistics]] = {}
     for one in weights:
         groups.setdefault(_group(one.name), []).append(one)
     return groups

@@ -150,7 +150,7 @@ def plan_memory(
 def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -> int:
     """Return the size of an EAGLE-3 head's table of embedding products on a GPU, or 0 if it keeps none.
 
-    See `token_products`.
+    `token_products` makes this table while the head is loaded.
     """
     nbytes = (
         config.vocab_size * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * dtype.itemsize
@@ -243,7 +243,7 @@ def _draft(pair: Pair) -> tuple[int, int, int]:
 
 
 def _mtp(pair: Pair) -> tuple[int, int, int]:
-    """Return the same for MTP layers, whose tensors are stored together with the target's own."""
+    """Return the triple of `_draft` for MTP layers, whose tensors are stored among the target's own."""
     mtp, config = pair.mtp, pair.mtp.config
     with CheckpointReader(pair.choice.require_folder()) as reader:
         own = expected_of(reader, config).shapes

@@ -78,7 +78,7 @@ class TensorStatistics:
         return f"truncated normal, std {self.std:.3g}" if -UNIFORM < self.kurtosis < 0 else ""
 
     @property
-    def telling(self) -> bool:
+    def is_large(self) -> bool:
         """True if the tensor is large enough to be judged on its own."""
         return self.numbers >= ENOUGH_NUMBERS
 

@@ -96,5 +96,5 @@ def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> 
     console.print(f"Speculation made it [bold]{speeds['on'] / speeds['off']:.2f} ×[/] as fast.")
     if runs["on"][-1].text != runs["off"][-1].text:
         console.print(
-            "The two answers differ where two tokens were almost equally likely (see docs/architecture.md)."
+            "The two answers differ where two tokens were almost equally likely (see docs/numerics.md)."
         )

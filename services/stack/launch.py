@@ -99,7 +99,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     }
 
     # 3. The target. EAGLE can mean MTP layers, as in SGLang. A draft process finds that out from the
-    # checkpoint. The target would refuse MTP layers under the name EAGLE, so it is started without the name.
+    # checkpoint, so the target is started without the name and accepts either.
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
     target_algorithm = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
     target = (
@@ -110,7 +110,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         | placement
         | capacity
     )
-    target |= {name.replace("_", "-"): value for name, value in options.target_flags.items()}
+    target |= {name.replace("_", "-"): value for name, value in options.target_settings.items()}
     children = [
         _child("gateway", gateway),
         _child("target", target | (texts if options.speculates and inproc else {})),
@@ -127,11 +127,11 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         )
         draft |= shape
         draft |= {
-            name.replace("_", "-"): options.target_flags.get(name)
+            name.replace("_", "-"): options.target_settings.get(name)
             for name in ("cuda_graph_max_bs", "disable_cuda_graph")
         }
         draft["max-sessions"] = _sessions(options.max_running_requests)
-        draft["disable-tile-trial"] = options.target_flags.get("disable_tile_trial")
+        draft["disable-tile-trial"] = options.target_settings.get("disable_tile_trial")
         children.append(_child("draft", draft, DRAFT_DRAIN_S))
     return StackPlan(
         tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address
@@ -203,7 +203,7 @@ def check_options(options: StackOptions) -> None:
     if not options.skip_tokenizer and not (options.target / "tokenizer.json").exists():
         fix = "Add the file, or pass --skip-tokenizer to serve token ids only."
         raise ConfigurationError(f"--target {options.target} has no tokenizer.json. {fix}", field="--target")
-    if options.target_flags or options.mem_fraction_static is not None:
+    if options.target_settings or options.mem_fraction_static is not None:
         _check_target_flags(options)
     for port in (options.port, options.port + 1):
         with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
@@ -235,7 +235,7 @@ def _check_target_flags(options: StackOptions) -> None:
         "draft": draft,
     }
     related["mem_fraction_static"] = options.mem_fraction_static
-    TargetSettings.load({**related, **options.target_flags}).check()
+    TargetSettings.load({**related, **options.target_settings}).check()
 
 
 def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:

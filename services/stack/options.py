@@ -51,7 +51,7 @@ class StackOptions:
         mps: Share the GPU through NVIDIA's multi-process service. The draft then has its own process.
         tp: Number of GPUs that share the target (processes on a CPU). With AUTO transport, the draft then
             runs in the target's first process.
-        target_flags: Settings that only the target reads, by setting name.
+        target_settings: Settings that only the target reads, by setting name.
     """
 
     target: Path = DEMO_TARGET
@@ -77,7 +77,7 @@ class StackOptions:
     mem_fraction_static: float | None = None
     tp: int | None = None
     mps: bool = False
-    target_flags: Mapping[str, object] = field(default_factory=dict)
+    target_settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def speculates(self) -> bool:

@@ -62,7 +62,7 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
         "dtype": options.dtype,
         **sizes,
         **caps,
-        **options.target_flags,
+        **options.target_settings,
     }
     settings = TargetSettings.load({name: value for name, value in given.items() if value is not None})
     dtype = settings.torch_dtype() or torch.bfloat16

@@ -66,7 +66,8 @@ class Surroundings:
 class Child:
     """A supervised process.
 
-    It is restarted when it exits after the supervisor has settled. Earlier exits are left to the caller.
+    A process that exits after `Supervisor.settle` is restarted. If it exits before, the start has failed, and
+    the caller decides what to do.
 
     Attributes:
         starts: How often the process has been started.

@@ -50,31 +50,38 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "rope_scaling": YARN},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "mixtral": {"model_type": "mixtral", **EXPERTS},
-    "qwen3-moe": {"model_type": "qwen3_moe", **EXPERTS, "moe_intermediate_size": 64, "head_dim": 32, "norm_topk_prob": True},
-    "gpt-oss": {"model_type": "gpt_oss", **EXPERTS, "head_dim": 32, "sliding_window": 48, "rope_scaling": YARN},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe", **EXPERTS, "moe_intermediate_size": 64, "head_dim": 32,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss": {
+        "model_type": "gpt_oss", **EXPERTS, "head_dim": 32, "sliding_window": 48, "rope_scaling": YARN,
+    },
     "deepseek-v3": {
-        "model_type": "deepseek_v3", **LATENT, "kv_lora_rank": 64, "q_lora_rank": 96, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
+        "model_type": "deepseek_v3", **LATENT, "kv_lora_rank": 64, "q_lora_rank": 96,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
     },
 }  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {
-        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
         "rope_scaling": {
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
     },
     "Qwen3-8B": {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1000000.0, "max_position_embeddings": 40960,
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "rope_theta": 1000000.0, "max_position_embeddings": 40960,
     },
     "gpt-oss-20b, MXFP4": {
-        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
-        "sliding_window": 128, "rope_theta": 150000.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+        "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "rope_theta": 150000.0,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
         "rope_scaling": {
             "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
             "original_max_position_embeddings": 4096,
@@ -82,13 +89,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "quantization_config": {"quant_method": "mxfp4"},
     },
     "DeepSeek-V3, 1 dense and 1 sparse of 61 layers": {
-        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 2,
-        "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1, "n_routed_experts": 256, "n_shared_experts": 1,
-        "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "moe_intermediate_size": 2048, "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+        "num_hidden_layers": 2, "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512,
+        "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "first_k_dense_replace": 1, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "moe_intermediate_size": 2048,
+        "max_position_embeddings": 163840,
         "rope_scaling": {
-            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
+            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
         },
     },
 }  # fmt: skip
@@ -258,7 +267,8 @@ def test_published_widths_load_and_decode_in_bf16(name: str, folder: Path) -> No
     seconds = time.perf_counter() - began
     held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
     print(
-        f"\n{name}: file {(path / 'model.safetensors').stat().st_size / 2**30:.2f} GiB, loaded in {seconds:.1f} s, "
+        f"\n{name}: file {(path / 'model.safetensors').stat().st_size / 2**30:.2f} GiB, "
+        f"loaded in {seconds:.1f} s, "
         f"{held / 2**30:.2f} GiB held, {peak / 2**30:.2f} GiB at the peak"
     )
     assert held >= decoder.weight_bytes
@@ -281,7 +291,8 @@ def test_published_widths_load_and_decode_in_bf16(name: str, folder: Path) -> No
     step_ms = (time.perf_counter() - began) * 1e3 / 20
     pool = session.pool.bytes_per_token
     print(
-        f"  steps and tree against one pass: mean cosine {similarity.mean():.5f}; {step_ms:.2f} ms a step; {pool} bytes of KV per token"
+        f"  steps and tree against one pass: mean cosine {similarity.mean():.5f}; "
+        f"{step_ms:.2f} ms a step; {pool} bytes of KV per token"
     )
     assert similarity.mean() >= AGREEMENT.get(name, 0.95)
 

@@ -57,7 +57,8 @@ while (received := frames.receive(120.0)) is not None:
     busy = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     for _ in range(4):
         busy = busy @ busy * 1e-3
-    rows = torch.arange(count * 4096, device=device, dtype=torch.float32).view(count, 4096).add_(number).add_(busy[0, 0].float() * 0)
+    rows = torch.arange(count * 4096, device=device, dtype=torch.float32).view(count, 4096)
+    rows.add_(number).add_(busy[0, 0].float() * 0)
     rows = rows.remainder_(251).to(torch.bfloat16)
     writer = offered.bulk if bulk else offered.session
     message = writer.write([rows[: count // 2], rows[count // 2 :]] if count > 1 else [rows])
@@ -227,6 +228,7 @@ def test_the_round_trip_is_short(writer: Writer) -> None:
         times.append(time.perf_counter() - started)
     times.sort()
     print(
-        f"round trip with a matrix product of 4 x 4096: p50 {times[50] * 1e6:.0f} us, p90 {times[90] * 1e6:.0f} us"
+        f"round trip with a matrix product of 4 x 4096: "
+        f"p50 {times[50] * 1e6:.0f} us, p90 {times[90] * 1e6:.0f} us"
     )
     assert times[50] < 0.05

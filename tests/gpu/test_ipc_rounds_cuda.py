@@ -200,7 +200,8 @@ def test_the_round_trip_is_short(draft: Draft) -> None:
         times.append(time.perf_counter() - started)
     times.sort()
     print(
-        f"round trip with a matrix product of 2048^3: p50 {times[30] * 1e6:.0f} us, p90 {times[54] * 1e6:.0f} us"
+        f"round trip with a matrix product of 2048^3: "
+        f"p50 {times[30] * 1e6:.0f} us, p90 {times[54] * 1e6:.0f} us"
     )
     assert times[30] < 0.05
 

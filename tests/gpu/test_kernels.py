@@ -44,7 +44,8 @@ def test_kv_compact(page_size: int, bs: int, columns: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "page_size", "dim", "heads", "kv_heads"),
     [
-        (BF16, 16, 128, 32, 8), (BF16, 1, 64, 4, 4), (BF16, 3, 80, 6, 2), (BF16, 16, 32, 8, 1), (BF16, 16, 24, 5, 1),
+        (BF16, 16, 128, 32, 8), (BF16, 1, 64, 4, 4), (BF16, 3, 80, 6, 2), (BF16, 16, 32, 8, 1),
+        (BF16, 16, 24, 5, 1),
         (F32, 16, 128, 32, 8), (F32, 3, 80, 6, 2), (F16, 16, 128, 32, 8),
     ],
 )  # fmt: skip

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 PROMPT = [5, 9, 14, 3, 77, 21, 8]
 FIRST_OF_A_ROUND = "_begin"
 MOST = {None: 86, (5, 4, 16): 148, (5, 1, 6): 144}
-"""Kernels and copies of a plain round and of some tree shapes. Lower a number when it falls."""
+"""Maximum number of kernels and copies in a plain round and in tree rounds. Lower a number when it falls."""
 
 
 @pytest.mark.parametrize("shape", list(MOST))

@@ -35,7 +35,7 @@ OFFERED = offered_shapes((TREE, DraftShape(5, 1, 6)), max(SIZES))
 """The shapes from which `auto` chooses, including the tree."""
 NODES = (1, 2, 4, 8, 16)
 MOST_GRAPHS = len(SamplingMode) * len(SIZES) * (len(NODES) + 2 + len(OFFERED))
-"""Host-driven passes, plain rounds (with and without feature rows), and rounds of each shape."""
+"""Maximum number of graphs: host-driven passes, plain rounds with and without features, and all shapes."""
 MOST_BYTES_PER_GRAPH = 8 << 20
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
@@ -148,11 +148,13 @@ def test_ten_thousand_rounds() -> None:
     end = rounds_until(ROUNDS)
     graphs_end, bytes_end = len(harness.runner.graphs.keys), torch.cuda.memory_reserved()
     print(
-        f"{crowd.submitted} requests, {harness.engine.stats().rounds} rounds, {harness.scheduler.num_retractions} retractions"
+        f"{crowd.submitted} requests, {harness.engine.stats().rounds} rounds, "
+        f"{harness.scheduler.num_retractions} retractions"
     )
     print(f"allocated {warm / 2**20:.1f} -> {end / 2**20:.1f} MiB")
     print(
-        f"graphs {graphs_start} -> {graphs_warm} -> {graphs_end}, reserved {bytes_warm / 2**20:.0f} -> {bytes_end / 2**20:.0f} MiB"
+        f"graphs {graphs_start} -> {graphs_warm} -> {graphs_end}, "
+        f"reserved {bytes_warm / 2**20:.0f} -> {bytes_end / 2**20:.0f} MiB"
     )
     assert not harness.sink.failed
     assert len(harness.sink.finished) == crowd.submitted

@@ -23,7 +23,7 @@ POINTS = [1, 20, 50, 80, 120, 160, 200, 250, 300, 350]
 
 @pytest.fixture
 def points(transport: str) -> list[int]:
-    """Token counts at which the draft is hit.
+    """Token counts at which the draft is killed or suspended.
 
     Shared memory uses every second point, because a restart takes the same path there.
     """

@@ -191,7 +191,7 @@ def largest_error(model: Model, folder: Path, length: int) -> float:
     features = model.hidden(torch.tensor([tokens]))[0].detach()
     peer, fence = PeerId(1), Fence(1, 1, length, extend_prefix_hash(FNV_OFFSET, tokens))
     engine.open(peer, SequenceOpen(fence, tokens, 0, 0.0))
-    for row in range(length - 1):  # one by one, so that each layer's rows arrive in the most parts
+    for row in range(length - 1):  # one by one, so that each layer's rows arrive in as many parts as possible
         engine.add_features(peer, 1, 1, row, features[row : row + 1])
         engine.step()
     engine.commit(peer, Commit(fence, length, (), None), Ask(1, DraftShape(5, 1, 6), 0.0))

@@ -91,7 +91,7 @@ def test_output_is_that_of_plain_decoding_with_a_smaller_draft(
 def test_a_draft_equal_to_the_target_is_accepted_in_full(
     target: Decoder, target_dir: Path, shape: tuple[int, int, int], temperature: float
 ) -> None:
-    """Holds only if each row attends to its own path at the right position and the noise is the target's."""
+    """True only if each row attends to its own path at the right position and the noise is the target's."""
     harness = run(target, target_dir, PROMPTS, SamplingParams(temperature=temperature, seed=5), shape)
     for finished in harness.sink.finished.values():
         histogram = finished.speculation.accepted_histogram

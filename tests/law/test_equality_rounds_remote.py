@@ -32,10 +32,10 @@ torch.set_num_threads(1)
 VOCAB = 64
 OVERLAP = OverlapPlan((1, 2, 4), 6)
 FAULT_S = 3.0 if ON_GPU else 1.0
-"""On a GPU, a draft occasionally compiles a kernel for a size that it meets for the first time."""
+"""Fault deadline of the draft. On a GPU it includes the time to compile a kernel for a new size."""
 PROMPT = [1, 2, 3, 4]
 BOUND_S = 20.0
-"""A run that is delayed by more than a few fault deadlines is considered hung."""
+"""Time limit of a run. A run delayed by more than a few fault deadlines is considered hung."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Heads of both kinds behind real gRPC draft the same trees, and thus rounds, as in the target's process."""
+"""Heads of both kinds behind real gRPC draft the same trees as in the target's process."""
 
 from __future__ import annotations
 

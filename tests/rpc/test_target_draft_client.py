@@ -2,104 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from fake_draft import FakeDraft, chain
-from support.target_harness import Harness, generate_plain, load_toy, make_harness
-from support.toys import make_toy_target
+from fake_draft import FakeDraft
+from remote_rig import FAULT_S, PROMPT, VOCAB, check_done, connected, start, truthful, wait_for
+from support.target_harness import make_harness
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.draft_client.transport import grpc_carrier
-from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.rpc.version import PROTOCOL_VERSION
-from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.drafter import DrafterState
 
 torch.set_num_threads(1)
-VOCAB = 64
-PROMPT = [5, 9, 2, 33, 7]
-FAULT_S = 0.3
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
-
-
-@pytest.fixture(scope="module")
-def plain(decoder: Decoder) -> list[int]:
-    return generate_plain(decoder, NoDrafter(), PROMPT, 200)
-
-
-@pytest.fixture(params=["unix:", "ipc://"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"{request.param}{tmp_path}/draft.sock"
-
-
-@pytest.fixture
-def drafter(decoder: Decoder, address: str) -> Iterator[RemoteDrafter]:
-    drafter = RemoteDrafter(
-        address, TargetIdentity.of(decoder), decoder.weight, torch.device("cpu"), fault_deadline_s=FAULT_S
-    )
-    yield drafter
-    drafter.shutdown()
-
-
-def truthful(plain: list[int]) -> Callable[[list[int], draft_pb2.Commit], draft_pb2.Tree]:
-    """Draft the tokens that the target will choose."""
-    answer = PROMPT + plain
-
-    def plan(tokens: list[int], commit: draft_pb2.Commit) -> draft_pb2.Tree:
-        count = min(commit.shape.depth, commit.shape.max_nodes - 1)
-        return chain(answer[len(tokens) : len(tokens) + count])
-
-    return plan
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
-    """Wait until other threads reach a state. Return the time it took."""
-    started = time.monotonic()
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() - started < timeout_s, "the state was not reached in time"
-        pause.wait(0.005)
-    return time.monotonic() - started
-
-
-def connected(drafter: RemoteDrafter) -> None:
-    wait_for(lambda: drafter.state() is DrafterState.ON)
-
-
-def refused_for(drafter: RemoteDrafter, field: str) -> str:
-    """Wait until the target refuses its draft for a field. Return the message."""
-    wait_for(lambda: drafter.refusal() is not None)
-    refusal = drafter.refusal()
-    assert refusal is not None
-    assert refusal.field == field
-    assert drafter.state() is not DrafterState.ON
-    return refusal.message
-
-
-def start(decoder: Decoder, drafter: RemoteDrafter, count: int = 1, max_new_tokens: int = 60) -> Harness:
-    harness = make_harness(decoder, drafter, prefill_chunk=4)
-    for index in range(count):
-        harness.submit(PROMPT, max_new_tokens, request_id=str(index), shape=(4, 1, 5), trace=True)
-    return harness
-
-
-def check_done(harness: Harness, plain: list[int], count: int = 1, max_new_tokens: int = 60) -> None:
-    for index in range(count):
-        assert harness.sink.tokens[str(index)] == plain[:max_new_tokens]
-    harness.check_idle()
 
 
 @pytest.mark.parametrize("most_short_bytes", [grpc_carrier.MAX_SHORT_BYTES, 0], ids=["short", "long"])
@@ -351,74 +269,6 @@ def test_without_room_in_the_draft_the_sequence_decodes_plainly(
         assert len(fake.opens) == 1
         assert harness.sink.finished["0"].speculation.fallback_reason == "full"
     finally:
-        server.stop(0)
-
-
-def test_a_head_that_does_not_fit_is_refused(
-    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int]
-) -> None:
-    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size + 1)
-    server = fake.serve(address)
-    try:
-        refused_for(drafter, "fc.weight")
-        harness = start(decoder, drafter)
-        harness.run()
-        check_done(harness, plain)
-    finally:
-        server.stop(0)
-
-
-@pytest.mark.parametrize(("version", "older"), [(1, "draft"), (0, "draft"), (99, "target")])
-def test_a_draft_of_another_release_is_refused_and_decoding_continues(
-    decoder: Decoder, drafter: RemoteDrafter, address: str, plain: list[int], version: int, older: str
-) -> None:
-    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
-    fake.ack.protocol_version = version
-    server = fake.serve(address)
-    try:
-        message = refused_for(drafter, "protocol_version")
-        assert (
-            f"version {version} of the draft protocol, this target version {PROTOCOL_VERSION}: "
-            f"update the {older}" in message
-        )
-        harness = start(decoder, drafter)
-        harness.run()
-        check_done(harness, plain)
-        assert fake.opens == []
-        fake.ack.protocol_version = PROTOCOL_VERSION  # simulates an update of the draft
-        connected(drafter)
-    finally:
-        server.stop(0)
-
-
-@pytest.mark.parametrize(
-    ("asked", "said", "fits"),
-    [
-        ("EAGLE3", "EAGLE3", True),
-        ("NEXTN", "MTP", True),
-        ("auto", "NGRAM", True),
-        ("EAGLE", "MTP", True),
-        ("EAGLE", "EAGLE3", False),
-        ("STANDALONE", "", False),
-    ],
-)
-def test_a_draft_of_another_algorithm_is_refused(
-    decoder: Decoder, address: str, plain: list[int], asked: str, said: str, fits: bool
-) -> None:
-    fake = FakeDraft(truthful(plain), hidden_size=decoder.config.hidden_size)
-    fake.ack.algorithm = said
-    server = fake.serve(address)
-    identity = TargetIdentity.of(decoder, algorithm=Algorithm(asked))
-    drafter = RemoteDrafter(address, identity, decoder.weight, decoder.device)
-    try:
-        if fits:
-            connected(drafter)
-            return
-        message = refused_for(drafter, "speculative_algorithm")
-        assert asked in message
-        assert (said or "unknown kind") in message
-    finally:
-        drafter.shutdown()
         server.stop(0)
 
 

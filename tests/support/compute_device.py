@@ -1,4 +1,4 @@
-"""Selects the device of the tests: the CPU, or the value of the `OUTRIDER_TEST_DEVICE`.
+"""Selects the device of the tests: the CPU, or the value of `OUTRIDER_TEST_DEVICE`.
 
 `make test-gpu` sets it to `cuda`.
 

@@ -149,8 +149,7 @@ def reference_tree(
 
     1. The `topk` best children of the root become candidates and form the first beam.
     2. At each further step, the `topk` best children of each beam node become candidates, in beam order. The
-    `topk`
-       best of them form the next beam.
+       `topk` best of them form the next beam.
     3. Of all candidates, the best ``max_nodes - 1`` are kept, in the order in which they became candidates.
 
     Every ranking is by score. Equal scores are ranked by candidate order.

@@ -13,7 +13,7 @@ from outrider.bench.load.open_loop import Experience, Load, summarise_load
 from outrider.bench.load.serve import serve_rows
 from outrider.bench.measure.clock import measure, percentile, summarise
 from outrider.bench.measure.floors import (
-    Narrow,
+    QuantizedSizes,
     draft_step,
     forward_pass,
     prefill,
@@ -44,7 +44,7 @@ def test_the_floor_of_the_8b_shape_is_the_measured_one() -> None:
 def test_narrow_numbers_are_read_as_such() -> None:
     config = LLAMA.model_config()
     wide, narrow = (
-        forward_pass(config, 1, 1, 1000, 2, sizes) for sizes in (None, Narrow(products=1, cache=1))
+        forward_pass(config, 1, 1, 1000, 2, sizes) for sizes in (None, QuantizedSizes(products=1, cache=1))
     )
     assert narrow.nbytes == wide.nbytes / 2, "including the output head"
     assert narrow.flops == wide.flops

@@ -117,15 +117,15 @@ def test_the_table_tells_every_run_apart(tmp_path: Path) -> None:
     recorded = RecordedResult(tmp_path / "ours.json", content)
     assert recorded.command == "CUDA_VISIBLE_DEVICES=1 outrider bench latency"
     assert (
-        recorded.occasion
+        recorded.provenance
         == "2026-01-02 15:04 UTC, GPU a, 16 of 64 cores, with `nvidia-cuda-mps-control -d` running"
     )
     content["command"].append("--mps")
-    assert recorded.occasion.endswith("cores"), "the command contains it"
+    assert recorded.provenance.endswith("cores"), "the command contains it"
     content["source"] = {"commit": "0123456789abcdef", "modified": False, "trees": {}}
-    assert recorded.occasion.endswith("16 of 64 cores, commit 0123456")
+    assert recorded.provenance.endswith("16 of 64 cores, commit 0123456")
     content["source"] |= {"modified": True}
-    assert recorded.occasion.endswith(", commit 0123456 with uncommitted changes")
+    assert recorded.provenance.endswith(", commit 0123456 with uncommitted changes")
     record(tmp_path, "plain", "latency", SETTINGS, rows)
     lines = [
         {
@@ -197,7 +197,7 @@ def test_a_peer_is_compared_with_what_ran_in_its_call(tmp_path: Path) -> None:
     lines += [{"case": "run", "config": config, "bs": 1, "ms_round": 5.5} for config in ("chain3", "plain")]
     (call / "vllm.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     assert "**4.80 ms** |" in line_of(tmp_path, "round, chain of 3, batch 1"), (
-        "rows without a ratio use the peer's call too"
+        "rows without a ratio use the peer's session too"
     )
     assert "**2.50 ms** |" in line_of(tmp_path, "plain decode step, batch 1, `--tp 2`"), (
         "the peer had one GPU, so the latest run is used"
@@ -213,7 +213,7 @@ def test_a_peer_is_compared_with_what_ran_in_its_call(tmp_path: Path) -> None:
     )
     record(tmp_path, "plain", "latency", SETTINGS, [latency_row("round plain, batch 4", 4.0)])
     assert "| plain decode |  | 4.00 / 6.00 |  |  |" in list(round_lines(Results(tmp_path))), (
-        "the latest if the call has no run of ours"
+        "the latest if the session has no run of ours"
     )
 
 

@@ -18,10 +18,14 @@ TYPE_ONLY = "\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {
 
 # Contract, file that gets the import, imported module.
 PLANTED = [
-    ("Kernels know of no part above them", "kernels/philox/reference.py", "outrider.shared.base.errors"),
+    (
+        "Kernels import no other part of Outrider",
+        "kernels/philox/reference.py",
+        "outrider.shared.base.errors",
+    ),
     ("Kernels import torch, Triton, FlashInfer and NumPy", "kernels/verify/reference.py", "fastapi"),
     ("Kernels import torch, Triton, FlashInfer and NumPy", "kernels/kv_store/reference.py", "transformers"),
-    ("In shared code only attention", "shared/spec/fence.py", "outrider.kernels.verify"),
+    ("In shared code, only attention", "shared/spec/fence.py", "outrider.kernels.verify"),
     ("Protobuf messages stop", "shared/spec/tree.py", "outrider.common.v1.common_pb2"),
     ("Protobuf messages stop", "services/target/engine/engine.py", "outrider.target.v1.target_pb2"),
     ("Protobuf messages stop", "services/target/scheduling/limits.py", "google"),
@@ -36,7 +40,7 @@ PLANTED = [
         "outrider.services.draft.sessions.session",
     ),
     (
-        "Shared code knows of no service",
+        "Shared code imports no service",
         "shared/nn/config/model_config.py",
         "outrider.services.cli.settings_options",
     ),
@@ -48,7 +52,7 @@ PLANTED = [
         "outrider.services.target.model.outcome",
     ),
     (
-        "The target's app alone",
+        "Only the target's app",
         "services/target/engine/inbox.py",
         "outrider.services.target.draft_client.breaker",
     ),

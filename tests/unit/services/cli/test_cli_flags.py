@@ -112,12 +112,12 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
     basis: dict[str, Any] = (
         {"draft": None, "algorithm": Algorithm.NGRAM} if by_ngrams else {"draft": Path("/m/d")}
     )
-    changed = {"target_flags": {option: wanted}} if option in TARGET_FLAGS else {option: wanted}
+    changed = {"target_settings": {option: wanted}} if option in TARGET_FLAGS else {option: wanted}
     for name in options_of("up")[option]:
         value = not wanted if name.startswith("--no-") else wanted
         arrived = up(monkeypatch, [name, typed] if typed else [name])
         assert (
-            arrived.target_flags.get(option) if option in TARGET_FLAGS else getattr(arrived, option)
+            arrived.target_settings.get(option) if option in TARGET_FLAGS else getattr(arrived, option)
         ) == value
     if option in ("transport", "skip_tokenizer", "mps"):
         return
@@ -145,14 +145,18 @@ def test_the_targets_flags_are_its_settings() -> None:
 @pytest.mark.parametrize(
     ("values", "field", "message"),
     [
-        ({"target_flags": {"quantization": "int4"}}, "quantization", "'none' or 'fp8' .flag --quantization"),
-        ({"target_flags": {"cuda_graph_max_bs": 0}}, "cuda_graph_max_bs", "greater than or equal to 1"),
         (
-            {"target_flags": {"deterministic": True, "attention_backend": "triton"}},
+            {"target_settings": {"quantization": "int4"}},
+            "quantization",
+            "'none' or 'fp8' .flag --quantization",
+        ),
+        ({"target_settings": {"cuda_graph_max_bs": 0}}, "cuda_graph_max_bs", "greater than or equal to 1"),
+        (
+            {"target_settings": {"deterministic": True, "attention_backend": "triton"}},
             "attention_backend",
             "omit --attention-backend",
         ),
-        ({"target_flags": {"deterministic": True}, "tp": 2}, "deterministic", "not supported with --tp 2"),
+        ({"target_settings": {"deterministic": True}, "tp": 2}, "deterministic", "not supported with --tp 2"),
     ],
 )
 def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: str, message: str) -> None:
@@ -161,7 +165,7 @@ def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: 
     assert caught.value.field == field
     check_options(
         StackOptions(
-            port=free_port(), device="cpu", target_flags={"deterministic": True, "quantization": "fp8"}
+            port=free_port(), device="cpu", target_settings={"deterministic": True, "quantization": "fp8"}
         )
     )
 

@@ -160,7 +160,7 @@ def start_error(pair: Pair) -> str:
 def test_a_draft_model_whose_padding_differs_is_refused_only_without_its_tokenizer(tmp_path: Path) -> None:
     pair = pair_of(padded(tmp_path / "target", 104), padded(tmp_path / "draft", 97), Algorithm.STANDALONE)
     assert refused(examine(pair)) == [start_error(pair)], (
-        "without tokenizers, the padding cannot be told from tokens"
+        "without tokenizers, padding cannot be distinguished from tokens"
     )
     for folder in (pair.target, tmp_path / "draft"):
         set_tokens(folder)

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from outrider.services.doctor.finding import Finding, Severity
-from outrider.services.doctor.judge_tensors import Examined, judge
+from outrider.services.doctor.judge_tensors import NamedStatistics, judge
 from outrider.services.doctor.statistics import TensorStatistics, describe
 
 torch.set_num_threads(1)
@@ -57,7 +57,7 @@ class Model:
 
     def findings(self, name: str = "", changed: TensorStatistics | None = None) -> Sequence[Finding]:
         examined = self.examined | ({name: changed} if changed is not None else {})
-        found = judge([Examined(*one) for one in examined.items()], "the model", sampled=self.sampled)
+        found = judge([NamedStatistics(*one) for one in examined.items()], "the model", sampled=self.sampled)
         return [finding for finding in found if finding.severity is not Severity.OK]
 
 
@@ -106,13 +106,13 @@ def test_a_tensor_is_suspected_if_its_size_differs_from_other_layers() -> None:
     """Some trained tensors look initialised; they are suspected only if other layers' sizes differ."""
     generator = torch.Generator().manual_seed(5)
     like = [
-        Examined(
+        NamedStatistics(
             f"layers.{i}.v_proj.weight", describe(torch.randn(256, 256, generator=generator), whole=True)
         )
         for i in range(4)
     ]
     trained = [
-        Examined(
+        NamedStatistics(
             f"layers.{i}.mlp.weight", describe(torch.randn(256, 256, generator=generator).pow(3), whole=True)
         )
         for i in range(4)
@@ -120,7 +120,7 @@ def test_a_tensor_is_suspected_if_its_size_differs_from_other_layers() -> None:
     assert all(
         finding.severity is Severity.OK for finding in judge([*like, *trained], "the model", sampled=True)
     )
-    other = Examined(
+    other = NamedStatistics(
         "layers.4.v_proj.weight", describe(0.02 * torch.randn(256, 256, generator=generator), whole=True)
     )
     (finding,) = [

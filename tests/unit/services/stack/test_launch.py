@@ -66,7 +66,9 @@ def test_cuda_graph_flags_are_the_same_for_target_and_draft(inproc: bool) -> Non
     flags = {"disable_cuda_graph": True, "cuda_graph_max_bs": 8}
     lines = command_lines(
         plan_stack(
-            StackOptions(num_steps=3, topk=1, num_draft_tokens=4, target_flags=flags), RUNTIME, inproc=inproc
+            StackOptions(num_steps=3, topk=1, num_draft_tokens=4, target_settings=flags),
+            RUNTIME,
+            inproc=inproc,
         )
     )
     for service in ("target",) if inproc else ("target", "draft"):
@@ -240,7 +242,7 @@ def test_rounds_on_the_device_are_for_a_draft_of_its_own(pair: tuple[Path, Path]
         "draft": pair[1],
         "device": "cpu",
         "skip_tokenizer": True,
-        "target_flags": {"draft_rounds": "device"},
+        "target_settings": {"draft_rounds": "device"},
     }
     check_options(StackOptions(**kept, port=launch.free_port(), transport=Transport.GRPC))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="would do nothing") as caught:

@@ -66,7 +66,7 @@ def test_both_caches_get_the_size_of_the_in_process_plan(
     assert tokens == plan.kv_tokens > 0
     used = tokens * (plan.target_kv_per_token + plan.draft_kv_per_token)
     assert used + CONTEXTS_BYTES < 0.85 * (10000 << 20) - (2000 << 20)
-    narrow = shared_kv_tokens(changed(options, target_flags={"kv_cache_dtype": "fp8_e4m3"}))
+    narrow = shared_kv_tokens(changed(options, target_settings={"kv_cache_dtype": "fp8_e4m3"}))
     assert narrow is not None
     assert narrow > 1.2 * tokens
     half = shared_kv_tokens(changed(options, mem_fraction_static=0.425))
