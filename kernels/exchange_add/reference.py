@@ -13,7 +13,8 @@ from outrider.kernels.stream import Stream
 
 
 def exchange_add(
-    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes, bias: torch.Tensor | None,
+    parts: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, boxes: Boxes,
+    bias: torch.Tensor | None,
     out: torch.Tensor | None
 ) -> Stream:  # fmt: skip
     rows, width = residual.shape

@@ -87,7 +87,8 @@ def head_input(
             tokens, embedding, features, rows, embedding_norm, feature_norm, eps, normed
         )
     return reference.head_input(
-        tokens, embedding, features, rows, embedding_norm, feature_norm, eps, residual is Residual.NORMED_FEATURE
+        tokens, embedding, features, rows, embedding_norm, feature_norm, eps,
+        residual is Residual.NORMED_FEATURE
     )  # fmt: skip
 
 

@@ -169,6 +169,7 @@ def path_attention(
 
         version = compiled.path_attention
     return version(
-        q, k_plane, v_plane, page_table, paths.sequences, paths.prefix_lens, paths.lengths, paths.columns, sinks,
+        q, k_plane, v_plane, page_table, paths.sequences, paths.prefix_lens, paths.lengths, paths.columns,
+        sinks,
         scale=scale, max_kv_len=max_kv_len, window=window, softcap=softcap,
     )  # fmt: skip

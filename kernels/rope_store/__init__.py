@@ -106,7 +106,8 @@ def rope_store(
     heads = parts.shape[-1] // dim - 2 * kv_heads
     if heads < 0 or parts.shape[-1] % dim:
         raise ValueError(
-            f"parts has {parts.shape[-1]} columns; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}"
+            f"parts has {parts.shape[-1]} columns; "
+            f"planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}"
         )
     expect_contiguous("parts", parts)
     expect("cos", cos, (rows, 1, dim))

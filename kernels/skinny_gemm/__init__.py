@@ -19,7 +19,8 @@ from outrider.kernels.skinny_gemm.types import LIBRARY, Epilogue, Method, Overla
 from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
 
 __all__ = [
-    "Epilogue", "Lookup", "Method", "Overlap", "Rotary", "Tile", "choose_tile", "project", "project_add", "project_gated", "project_normed",
+    "Epilogue", "Lookup", "Method", "Overlap", "Rotary", "Tile", "choose_tile", "project", "project_add",
+    "project_gated", "project_normed",
     "project_rotated",
 ]  # fmt: skip
 
@@ -266,7 +267,8 @@ def project_rotated(
     kv_heads, dim = rotary.k_plane.shape[2:]
     if weight.shape[0] % dim or weight.shape[0] // dim <= 2 * kv_heads:
         raise ValueError(
-            f"weight has {weight.shape[0]} rows; planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}"
+            f"weight has {weight.shape[0]} rows; "
+            f"planes of {kv_heads} heads of {dim} need (heads + {2 * kv_heads}) * {dim}"
         )
     if use_triton(x):
         from outrider.kernels.skinny_gemm import triton as compiled

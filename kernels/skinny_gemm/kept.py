@@ -55,10 +55,13 @@ class Tried:
         """Return a JSON object that `from_json` can read."""
         product, tile = self.product, self.tile
         return {
-            "product": [product.epilogue.name, product.out_features, product.in_features, product.rows, _name(product.dtype)],
+            "product": [
+                product.epilogue.name, product.out_features, product.in_features, product.rows,
+                _name(product.dtype),
+            ],
             "tile": [
-                tile.method.value, tile.block_n, tile.block_k, tile.splits, tile.warps, tile.stages, tile.block_m, tile.overlap.value,
-                tile.programs,
+                tile.method.value, tile.block_n, tile.block_k, tile.splits, tile.warps, tile.stages,
+                tile.block_m, tile.overlap.value, tile.programs,
             ],
             "microseconds": self.microseconds, "rule": self.rule, "library": self.library,
         }  # fmt: skip

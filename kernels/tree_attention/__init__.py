@@ -125,7 +125,8 @@ def tree_attention(
 
         version = compiled.tree_attention
     version(
-        q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out,
+        q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks,
+        out,
         scale=scale, max_query_len=max_query_len, max_kv_len=max_kv_len, window=window, softcap=softcap,
     )  # fmt: skip
     return out

@@ -53,7 +53,8 @@ class Blocks:
 
 
 def choose_blocks(
-    bs: int, rows: int, pairs: int, kv_heads: int, block_d: int, itemsize: int, max_kv_len: int, processors: int, roomy: bool = True
+    bs: int, rows: int, pairs: int, kv_heads: int, block_d: int, itemsize: int, max_kv_len: int,
+    processors: int, roomy: bool = True
 ) -> Blocks:  # fmt: skip
     """Return the sizes of a launch, as measured on an H200 with heads of 128 in bf16.
 

@@ -13,7 +13,8 @@ ROUNDING = 1e-6
 """Tolerance of a prefix's probability, which is a long sum in fp32. If it is within this distance from p, the
 token at the end of the prefix may be kept or dropped."""
 FILTERS = [
-    (0, 0.9, 0.0), (50, 1.0, 0.0), (50, 0.9, 0.0), (1, 1.0, 0.0), (7, 0.5, 0.05), (0, 1.0, 0.1), (0, 0.999, 0.0), (100_000_000, 0.8, 0.0),
+    (0, 0.9, 0.0), (50, 1.0, 0.0), (50, 0.9, 0.0), (1, 1.0, 0.0), (7, 0.5, 0.05), (0, 1.0, 0.1),
+    (0, 0.999, 0.0), (100_000_000, 0.8, 0.0),
     (0, 0.0, 0.0), (3000, 0.3, 0.0), (0, 1.0, 0.0), (0, 1e-9, 1.0),
 ]  # fmt: skip
 

@@ -84,7 +84,8 @@ class Histories:
     PAGE_SIZE = 3
 
     def __init__(
-        self, device: str, dtype: torch.dtype, length: int, nodes: int, *, heads: int = 4, kv_heads: int = 2, dim: int = 16,
+        self, device: str, dtype: torch.dtype, length: int, nodes: int, *, heads: int = 4, kv_heads: int = 2,
+        dim: int = 16,
         plane_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(length * 31 + nodes)
@@ -186,7 +187,8 @@ def check_against_tree_attention(device: str, dtype: torch.dtype, **options: obj
     q = histories.q[-12:]
     with reference_version():
         expected = tree_attention(
-            q, *histories.planes, histories.table[2:], prefix, kv_len, starts, masks, scale=0.3, max_query_len=12, max_kv_len=162,
+            q, *histories.planes, histories.table[2:], prefix, kv_len, starts, masks, scale=0.3,
+            max_query_len=12, max_kv_len=162,
             **options,  # type: ignore[arg-type]
         )  # fmt: skip
         plain = histories.attend(q, histories.path(), **options)

@@ -198,7 +198,8 @@ def check_project_add(
 
 
 def check_project_gated(
-    device: str, dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile | None, guards: Guards, *, bias: bool, gelu: bool,
+    device: str, dtype: torch.dtype, rows: int, size: int, width: int, tile: Tile | None, guards: Guards, *,
+    bias: bool, gelu: bool,
     normed: bool = True, fp8: bool = False,
 ) -> None:  # fmt: skip
     make = Maker(device, dtype, guards, rows + size)
@@ -233,7 +234,8 @@ def make_lookup(make: Maker, rows: int, columns: int) -> Lookup:
 
 
 def check_project_rotated(
-    device: str, dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, width: int, tile: Tile | None, guards: Guards, *,
+    device: str, dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, width: int,
+    tile: Tile | None, guards: Guards, *,
     bias: bool = False, normed: bool = True, fp8: bool = False,
 ) -> None:  # fmt: skip
     make = Maker(device, dtype, guards, rows + heads)
@@ -356,7 +358,8 @@ def check_silu_mul(
 
 
 def check_rope_store(
-    device: str, dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, splits: int, guards: Guards, *, bias: bool = False,
+    device: str, dtype: torch.dtype, rows: int, heads: int, kv_heads: int, dim: int, splits: int,
+    guards: Guards, *, bias: bool = False,
     head_norm: bool = False, normed: bool = True,
 ) -> None:  # fmt: skip
     make = Maker(device, dtype, guards, rows + heads)

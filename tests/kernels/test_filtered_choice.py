@@ -12,8 +12,10 @@ from outrider.kernels.verify import triton as compiled
 @pytest.mark.parametrize(
     ("kind", "dtype", "vocab"),
     [
-        ("peaked", torch.float32, 900), ("peaked", torch.bfloat16, 5000), ("flat", torch.float32, 900), ("flat", torch.bfloat16, 900),
-        ("ties", torch.float32, 5000), ("ties", torch.bfloat16, 900), ("ties", torch.float16, 900), ("masked", torch.bfloat16, 900),
+        ("peaked", torch.float32, 900), ("peaked", torch.bfloat16, 5000), ("flat", torch.float32, 900),
+        ("flat", torch.bfloat16, 900),
+        ("ties", torch.float32, 5000), ("ties", torch.bfloat16, 900), ("ties", torch.float16, 900),
+        ("masked", torch.bfloat16, 900),
     ],
 )  # fmt: skip
 def test_what_is_kept_is_what_the_law_keeps(kind: str, dtype: torch.dtype, vocab: int) -> None:

@@ -202,9 +202,11 @@ def test_rotation_and_store(
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "dim", "width", "tile"),
     [
-        (1, 4, 2, 16, 64, Tile(Method.SUM, 2)), (3, 2, 1, 24, 40, Tile(Method.SUM, 4)), (1, 3, 1, 24, 40, STAY),
+        (1, 4, 2, 16, 64, Tile(Method.SUM, 2)), (3, 2, 1, 24, 40, Tile(Method.SUM, 4)),
+        (1, 3, 1, 24, 40, STAY),
         (7, 4, 2, 16, 64, DOT), (33, 3, 1, 24, 50, DOT),
-        (4, 4, 2, 16, 64, SPLIT), (2, 4, 2, 16, 64, LIBRARY), (1, 2, 2, 32, 32, None), (5, 2, 2, 32, 32, None),
+        (4, 4, 2, 16, 64, SPLIT), (2, 4, 2, 16, 64, LIBRARY), (1, 2, 2, 32, 32, None),
+        (5, 2, 2, 32, 32, None),
     ],
 )  # fmt: skip
 def test_rotated_products(

@@ -94,7 +94,8 @@ def test_window_hides_what_lies_too_far_back(tree: bool) -> None:
 def test_windows_end_within_the_tree(window: int, give_positions: bool) -> None:
     sequences = [Sequence(50, 140), Sequence(3, 64), Sequence(0, 33), Sequence(700, 2, 70)]
     check_tree_attention(
-        "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=True, window=window, chain=True,
+        "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=True, window=window,
+        chain=True,
         give_positions=give_positions, guards=Guards(),
     )  # fmt: skip
 
@@ -111,7 +112,8 @@ def test_a_chain_with_a_window_equals_causal_rows_with_it() -> None:
     )
     chain, causal = (
         tree_attention(
-            q, k[None], v[None], torch.zeros(1, 1, dtype=torch.int32), lens - rows, lens, torch.tensor([0, rows], dtype=torch.int32), given,
+            q, k[None], v[None], torch.zeros(1, 1, dtype=torch.int32), lens - rows, lens,
+            torch.tensor([0, rows], dtype=torch.int32), given,
             scale=0.25, max_query_len=rows, max_kv_len=kv, window=window,
         )
         for given in (masks, None)
@@ -232,7 +234,8 @@ def test_sinks_take_part_in_every_softmax(tree: bool, prefix: int) -> None:
 def test_tree_rows_know_their_position_from_their_mask() -> None:
     sequences = [Sequence(50, 70), Sequence(90, 1), Sequence(2, 4)]
     check_tree_attention(
-        "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=True, window=60, give_positions=False, sinks=True,
+        "cpu", torch.float32, sequences, heads=4, kv_heads=2, dim=16, page_size=3, tree=True, window=60,
+        give_positions=False, sinks=True,
         guards=Guards(),
     )  # fmt: skip
 
@@ -259,7 +262,8 @@ def test_a_capped_score_is_the_tanh_of_it() -> None:
     q, k, v = (torch.randn(5, 1, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     got = tree_attention(
-        q, k[None], v[None], table, torch.zeros_like(lens), lens, torch.tensor([0, 5], dtype=torch.int32), None,
+        q, k[None], v[None], table, torch.zeros_like(lens), lens, torch.tensor([0, 5], dtype=torch.int32),
+        None,
         scale=0.25, max_query_len=5, max_kv_len=5, softcap=0.3,
     )  # fmt: skip
     scores = (0.3 * (q[:, 0] @ k[:, 0].T * 0.25 / 0.3).tanh()).masked_fill(
@@ -275,7 +279,8 @@ def test_a_sink_is_a_logit_without_a_value(sinks: bool) -> None:
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     logit = torch.tensor([0.7])
     got = tree_attention(
-        q, k[None], v[None], table, torch.zeros_like(lens), lens, torch.tensor([0, 5], dtype=torch.int32), None,
+        q, k[None], v[None], table, torch.zeros_like(lens), lens, torch.tensor([0, 5], dtype=torch.int32),
+        None,
         scale=0.25, max_query_len=5, max_kv_len=5, sinks=logit if sinks else None,
     )  # fmt: skip
     scores = (q[:, 0] @ k[:, 0].T * 0.25).masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf)

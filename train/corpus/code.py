@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (one row of the table a line)
 """Small Python functions: request, code block, one-line explanation."""
 
 from random import Random

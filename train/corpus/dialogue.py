@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (one row of the table a line)
 """Small talk: greetings, questions about the assistant, plans, and advice over several turns."""
 
 from random import Random

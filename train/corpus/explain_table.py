@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (one row of the table a line)
 """Concepts with short explanations, written for this corpus.
 
 The columns are: term | definition | mechanism | relevance or an example.

@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (one row of the table a line)
 """Lists of everyday things, each with a short remark."""
 
 from random import Random

@@ -164,7 +164,7 @@ def _best_of_splits(
         other=NO_KEY,
     )
     if SHORT:
-        if narrow:  # noqa: SIM108 (a ternary would compute both)
+        if narrow:  # a ternary would compute both
             best = widened(_best_narrow(narrowed(found), topk, BLOCK_W, BLOCK_K))
         else:
             best = best_keys_of_rows(found, topk, BLOCK_W, BLOCK_K)

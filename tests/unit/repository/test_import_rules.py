@@ -1,4 +1,7 @@
-"""Each contract of `.importlinter` breaks when it is violated: a copy of the sources gets one violation of each kind."""
+"""Each contract of `.importlinter` breaks when it is violated.
+
+A copy of the sources gets one violation of each kind.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 def lint(root: Path) -> tuple[int, str]:
-    """Run import-linter over the sources in `root`. Return its exit code and its output with single blanks."""
+    """Run import-linter over `root`. Return its exit code, and its output with single blanks."""
     environment = {**os.environ, "PYTHONPATH": str(root / "farm"), "COLUMNS": "400"}
     command = [sys.executable, "-c", RUN, "--no-cache"]
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)
