@@ -175,14 +175,15 @@ class GraphCache:
         """Return whether to call `run` for this key now. If False, the caller runs the function eagerly.
 
         A key that was not recorded at start-up becomes due after it has occurred `RECORD_AFTER` times: by
-        then it is likely to occur often enough to repay the recording.
+        then it is likely to occur often enough to repay the recording. During start-up a key is due at once,
+        unless it is counted under a name.
 
         Args:
             key: The key of `run`.
-            counted_as: Name under which occurrences are counted. Keys with the same name share one count and
-                become due together. None counts `key` alone.
+            counted_as: Name under which occurrences are counted, during start-up too. Keys with the same name
+                share one count and become due together. None counts `key` alone.
         """
-        if not self._started or self.holds(key):
+        if self.holds(key) or (not self._started and counted_as is None):
             return True
         if len(self._met) > 8 * self._max_late_graphs:  # mostly keys that occurred a few times, long ago
             self._met.clear()

@@ -250,7 +250,7 @@ def test_a_deadline_ends_one_request_only(decoder: Decoder) -> None:
     harness.submit(PROMPT, 60, request_id="b", shape=(3, 2, 7))
     for _ in range(8):
         harness.step()
-    harness.engine._expire(deadline)
+    harness.engine._receive(deadline)
     harness.run()
     assert harness.sink.failed["late"].error.code is ErrorCode.DEADLINE_EXCEEDED
     assert len(harness.sink.tokens["late"]) < 60

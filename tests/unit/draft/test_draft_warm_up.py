@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from outrider.services.draft.serving import protocol
 from outrider.services.draft.serving.loop import DraftLoop
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.warmup import compiled_batches, usual_shapes
+from outrider.shared.engine import graphs as recording
 from outrider.shared.spec.tree import DraftShape
 
 CPU = torch.device("cpu")
@@ -95,7 +97,10 @@ def test_all_rounds_of_a_draft_share_one_cache_that_can_be_turned_off(pair: tupl
     assert rounds.graphs.max_bs == 8
 
 
-def test_larger_batches_than_are_recorded_run_without(pair: tuple[Path, Path]) -> None:
+def test_larger_batches_than_are_recorded_run_without(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "RECORD_AFTER", 0)
     engine = engine_of(pair)
     rounds = engine.strategy.rounds
     assert rounds is not None
@@ -104,3 +109,16 @@ def test_larger_batches_than_are_recorded_run_without(pair: tuple[Path, Path]) -
     for bs in (2, 4, 8):
         host.record(bs, DraftShape(2, 2, 4))
     assert [key[0].bs for key in graphs.captured] == [2, 4]  # type: ignore[index]
+
+
+def test_warm_up_records_the_planned_rounds_and_no_others(pair: tuple[Path, Path]) -> None:
+    for record in (False, True):
+        engine = engine_of(pair)
+        rounds = engine.strategy.rounds
+        assert rounds is not None
+        graphs = PlayedGraphs()
+        host = DraftGraph(rounds.memory, graphs, engine.strategy.info.feature_size, torch.float32)
+        engine.strategy.rounds = replace(rounds, host=host)
+        warmup.warm_up(engine, CPU, record=record)
+        recorded = [(key[0].bs, key[0].depth, key[0].topk) for key in graphs.captured]  # type: ignore[index]
+        assert recorded == ([(1, 5, 4), (1, 5, 1)] if record else [])

@@ -107,9 +107,8 @@ def test_a_dropped_graph_is_recorded_again_when_its_key_comes_up() -> None:
 
 
 def test_keys_that_are_counted_together_become_due_together() -> None:
+    """Before start-up has ended, too."""
     graphs = BoundedGraphs(max_late_graphs=2)
-    with graphs.keeping():
-        pass
     answers = [graphs.due(("size", width), counted_as="size") for width in range(RECORD_AFTER + 1)]
     assert answers == [False] * RECORD_AFTER + [True]
     graphs.expect("another")
