@@ -27,11 +27,12 @@ PROMPT_LEN = 20
 LONG_PROMPT_LEN = 300
 """A prompt with more rows than CUDA graphs are captured for."""
 PERIOD = 7
-"""Period of the made-up sequence. It repeats itself so that n-grams find matches."""
+"""Period of the made-up sequence. The sequence repeats so that n-grams find matches."""
 MOST_UNRECORDED = 16
 """Largest number of concurrent sessions for a strategy without recorded rounds."""
 MOST_TOKENS = 256
-"""Upper bound of the tokens of a made-up sequence with its tree; decides how many fit into the cache."""
+"""Upper bound of the tokens of a made-up sequence with its tree; decides how many sequences fit into the
+cache."""
 
 
 def warm_up(
@@ -44,7 +45,7 @@ def warm_up(
 ) -> None:
     """Follow made-up sequences and grow trees of the default shapes, greedy and with noise.
 
-    On a GPU this runs for batches of several sizes.
+    On a GPU, the warm-up uses batches of several sizes.
 
     Args:
         engine: An engine without sessions.

@@ -105,11 +105,11 @@ class Levels:
 
     Attributes:
         page_table: ``[bs, pages] int32``.
-        prefixes: By lag: ``[bs] int32``, the number of stable rows of such a stage.
-        slots: By lag: ``[bs, depth - 1, topk] int64``, the KV slots that each level writes.
-        visible: By lag, if some rows would lie before position 0: ``[bs * topk, words] int32``, a mask of the
-            scratch columns at position 0 or later.
-        passes: The model's pass for each key.
+        prefixes: For each lag, ``[bs] int32``: the number of stable rows of a stage with that lag.
+        slots: For each lag, ``[bs, depth - 1, topk] int64``: the KV slots that each level writes.
+        visible: For each lag with which some rows would lie before position 0, ``[bs * topk, words] int32``:
+            a mask of the scratch columns at position 0 or later.
+        passes: The model's pass for each `PassKey`.
         constants: Constants of the shape.
         max_stable_len: Largest number of stable rows of a sequence.
     """
@@ -187,7 +187,7 @@ class Beam:
         return LevelRows(self.tokens, self.ancestors, self.parents)
 
     def advance(self, children: Expansion, states: torch.Tensor, level: int) -> None:
-        """Move on to the best children of the rows of `level`. Each inherits the mask of its own parent."""
+        """Move on to the best children of the rows of `level`. Each child inherits its parent's mask."""
         bs, topk = self._constants.bs, self._constants.topk
         chosen = select_beam(children.scores.view(bs, topk * topk), topk)  # [bs, topk] int32
         child = (chosen + self._constants.first_child).view(-1)  # index among the children of all sequences

@@ -41,7 +41,7 @@ class EmbeddedTokens:
 def embed_tokens(
     attention: Attention, norm: RMSNorm, embedding: torch.Tensor, feature_norm: RMSNorm, *, fold: bool
 ) -> EmbeddedTokens | None:
-    """Build the table of a first layer, or return None if it would take too much memory.
+    """Build the table of a first layer, or return None if the table would take too much memory.
 
     Args:
         attention: The layer's attention; its q-k-v product reads [embedding ; feature].

@@ -1,4 +1,4 @@
-"""Shapes and loading of multi-head latent attention in heads, as in heads for Kimi-K2.
+"""Shapes and loading of multi-head latent attention in draft heads, for example in heads for Kimi-K2.
 
 The computation itself is in `shared.nn.layers.latent_attention`.
 """
