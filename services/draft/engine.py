@@ -4,8 +4,8 @@ The engine combines the session table with one drafting strategy. It is synchron
 is driven by the draft service's loop or by the in-process drafter. It also evicts idle sessions when KV
 memory is short, and drops requests whose deadline has passed.
 
-`enter` starts rounds that stay on the device: drafting and verification alternate on the GPU, each feeding
-the other, and the hosts learn the results one round late (see `shared.spec.resident`).
+`enter` starts rounds that stay on the device. Drafting and verification then alternate on the GPU and pass
+each other their results there. The hosts learn these results one round late (see `shared.spec.resident`).
 
     messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
     ready sessions → extend     Feed the target's features of committed tokens, never drafted features.

@@ -1,4 +1,4 @@
-"""The draft's settings (flags of ``serve draft``), and plans from them: KV pages, threads, device, dtype."""
+"""Defines the draft's settings (flags of ``serve draft``); derives KV pages, threads, device and dtype."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Rounds that stay on the device, for the sessions of one draft engine (a `ResidentBatch`).
 
-In such rounds, the tokens and features of one round feed the next on the GPU (see `shared.spec.resident`).
-This module enters and leaves such rounds. Before each round, it reserves KV pages in each session's
-`PageLease`. It updates the sessions one round late.
+In such rounds, the tokens and features of one round are the next round's input on the GPU; see
+`shared.spec.resident`. This module enters and leaves such rounds. Before each round, it reserves KV pages in
+each session's `PageLease`. It updates the sessions one round late.
 
 Between `enter` and `leave`, the fresh rows (tokens and features chosen by the last round) exist only in the
 target engine's `RoundState`. `leave` copies the last round's features back into the sessions.

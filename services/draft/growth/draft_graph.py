@@ -2,8 +2,8 @@
 
 Such rounds serve frames of remote targets and batches whose composition changes. The host's inputs, except
 page tables, are packed into one copy. On a GPU, launching the hundred kernels of a round takes longer than
-running them, so rounds of a recurring size are recorded as CUDA graphs. The first few rounds of each size run
-eagerly, with the same code.
+running these kernels, so rounds of a recurring size are recorded as CUDA graphs. The first few rounds of each
+size run eagerly, with the same code.
 
 Also defines the draft's limit on recorded batch sizes (`DraftGraphs`).
 """
@@ -215,7 +215,8 @@ class DraftGraphs:
         device: Device of the draft.
 
     Attributes:
-        cache: Graphs of all rounds and prompts of the draft. They run on one stream, so they share memory.
+        cache: Graphs of all rounds and prompts of the draft. The graphs run on one stream and therefore share
+            memory.
         max_bs: Larger batches run without graphs.
     """
 

@@ -50,7 +50,7 @@ ONE_STAGE = Stage()
 
 @dataclass(frozen=True, slots=True)
 class PassKey:
-    """One pass of a stage over the rows of a level. Levels count from 1."""
+    """One pass of a stage over the rows of a level. Levels are counted from 1."""
 
     level: int
     stage: Stage
@@ -85,7 +85,7 @@ class GrowingModel(Protocol):
     device: torch.device
 
     def stage(self, level: int) -> Stage:
-        """Return the stage that runs a level. Levels count from 1."""
+        """Return the stage that runs a level. Levels are counted from 1."""
         ...
 
     def level_passes(

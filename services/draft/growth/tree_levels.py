@@ -127,8 +127,8 @@ class Levels:
         behind, topk = key.stage.behind, self.constants.topk
         prefix, written = self.prefixes[behind], topk * key.level
         if behind in self.visible:
-            # Let every row attend to itself: a row that attends to nothing would become NaN and spoil other
-            # rows, even those that do not attend to it.
+            # Let every row attend to itself. A row that attends to nothing would become NaN. The NaN would
+            # spoil even rows that do not attend to that row.
             ancestors = ancestors & self.visible[behind] | self.constants.self_bits[key.level - 1]
         return AttentionBatch(
             page_table=self.page_table,
@@ -166,7 +166,7 @@ class Beam:
         tokens: ``[rows] int32``.
         scores: ``[rows] fp32``, cumulative scores.
         states: ``[rows, hidden]``, the states of the rows' parents, used as the rows' features.
-        ancestors, parents: See `LevelRows`.
+        ancestors, parents: The same as in `LevelRows`.
         candidates: ``[bs, topk] int32``, the index of each row among all candidates of its tree.
     """
 

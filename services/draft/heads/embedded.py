@@ -5,9 +5,9 @@ of the embedding depends only on the token, so it is looked up in a table:
 
     table[token] = Wqkv[:, :hidden] @ norm(embedding[token])
 
-The product in each pass then reads only half of its weight matrix. Reading weights dominates the time of a
-pass over few rows: for a layer of Llama-3.1-8B's shape with its draft vocabulary, the table saves 7 % of the
-bytes read.
+The product in each pass then reads only half of its weight matrix. In a pass over few rows, most of the time
+is spent on reading weights. For a layer of Llama-3.1-8B's shape, with its draft vocabulary, the table saves
+7 % of the bytes read.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class InlineRounds(RoundsInlet):
             False if the message is anything but the awaited state.
 
         Raises:
-            ProtocolError: See `finish`.
+            ProtocolError: The state does not have the size that the round needs; see `finish`.
         """
         waiting, relay = self._waiting, self._relay
         if waiting is None or relay is None:

@@ -9,7 +9,7 @@ The target reads a round's tokens back from its device, and then sends them to t
 
     RoundsEnter                the pending tokens; round 1 extends by them
     RoundsNext n + 1 or later  the tokens that round n chose; round n + 1 extends by them
-    RoundsLeave                all other tokens but those of the last round, which follow in a commit
+    RoundsLeave                all remaining tokens except those of the last round, which follow in a commit
 """
 
 from __future__ import annotations

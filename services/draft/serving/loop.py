@@ -1,6 +1,6 @@
 """The loop of the draft's engine thread: reads its sockets, runs commands of other threads, then drafts.
 
-It also expires sessions of silent targets, runs low-priority work while no session is open, and lets a
+The loop also expires sessions of silent targets, runs low-priority work while no session is open, and lets a
 receiving thread run short urgent commands itself (`run_here`).
 
 Streams of targets on this host are `Source`s, which the engine thread reads itself. Threads of other streams
@@ -191,7 +191,7 @@ class DraftLoop(Steppable):
         return self._expire_at_s
 
     def step_failed(self, error: Exception) -> None:
-        """Forget the sessions that the failed step worked on; their targets open them again."""
+        """Forget the sessions that the failed step worked on; the targets open these sessions again."""
         with self._turn:
             self._give_up(error)
 

@@ -1,8 +1,8 @@
 """The draft protocol: dispatches each message of a target to the engine or its rounds, and sends replies.
 
-This includes the checks of Hello (tokenizer, lender of borrowed tensors), rounds that wait for the rows of
-their prompts, and the choice of the thread that runs a command. Transports (gRPC, unix sockets) only deliver
-messages.
+The module also checks Hello messages (tokenizer, lender of borrowed tensors), delays rounds until the rows of
+their prompts have arrived, and chooses the thread that runs a command. Transports (gRPC, unix sockets) only
+deliver messages.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from outrider.shared.spec.drafter import SequenceOpen
 log = get_logger("outrider.draft")
 
 PREFILL_S = 0.03
-"""How long the engine thread busy-polls after Open for the rows of a short prompt. A sleeping thread would wake
-up late, and the target would have to wait."""
+"""How long the engine thread busy-polls after Open for the rows of a short prompt. A sleeping thread would
+wake up late, and the target would have to wait for the thread."""
 BEGINNING_S = 0.005
 """How long the engine thread busy-polls for the first round after the rows of a short prompt."""
 PASS_ROWS = 512
@@ -224,7 +224,7 @@ class DraftProtocol:
         The last missing tensor also starts the warm-up.
 
         Raises:
-            OutriderError: See `warm_up`.
+            OutriderError: The warm-up failed; see `warm_up`.
         """
         missed = bool(self._engine.strategy.missing())
         self._engine.strategy.lend(name, tensor)

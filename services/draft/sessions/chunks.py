@@ -22,7 +22,7 @@ class RowChunk:
 
     @property
     def stop(self) -> int:
-        """The index after that of the last row."""
+        """The index of the last row, plus one."""
         return self.start + self.count
 
 

@@ -5,7 +5,7 @@ or late messages are dropped and counted. If a message does not fit its session,
 sequence and answers RESYNC. The target then opens the sequence again with a higher epoch. Wrong or reordered
 messages cannot cause more harm than that.
 
-Ledger of one session (what ends each resource):
+Ledger of one session (which event ends each resource):
 
     resource                    created by      ended by
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
@@ -60,7 +60,7 @@ class SessionLimits:
             for this time.
         row_source: The input of the strategy's rows.
         rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
-            addition to the last one.
+            addition to the last row of that prefix.
         usual_shape: Shape of most trees; warm-up prepares it.
     """
 

@@ -37,7 +37,7 @@ class StrategyInfo:
         row_source: The input from which the rows of its KV are computed.
         hidden_size: Hidden size of its model; 0 without a model.
         rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
-            addition to the last one.
+            addition to the last row of that prefix.
         extend_rows: Largest number of rows per pass over prompts.
     """
 

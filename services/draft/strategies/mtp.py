@@ -1,8 +1,9 @@
 """Drafting with the multi-token prediction (MTP) layers of the target's own checkpoint.
 
-Layer m (from 0) works on pairs. At position t, the layer pairs the token t + 1 + m with layer (m - 1)'s state
-at t, and predicts the token t + 2 + m. Layer 0 uses the target's last hidden state after the final norm. Each
-layer has its own K/V, in a plane of the pool. With C committed tokens, layer m has C - 1 - m rows.
+Layer m (from 0) works on pairs. At position t, the layer pairs the token t + 1 + m with the state of
+layer m - 1 at t, and predicts the token t + 2 + m. Layer 0 uses the target's last hidden state after the
+final norm. Each layer has its own K/V, in a plane of the pool. With C committed tokens, layer m has C - 1 - m
+rows.
 
 Layer i runs level i of a tree. Levels beyond the last layer repeat that layer on its own previous state, as
 is usual for models with one MTP layer.

@@ -42,7 +42,8 @@ class Eagle3Config:
             the file decide.
         attention_bias: True if the projections of q, k and v must have biases. If False, the tensors in the
             file decide.
-        norm_before_residual: True if the residual of the first layer is the normed feature, not the raw one.
+        norm_before_residual: True if the residual of the first layer is the normed feature, not the raw
+            feature.
         norm_output: True if the next step's feature is the normed state.
     """
 

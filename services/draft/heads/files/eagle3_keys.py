@@ -28,8 +28,8 @@ def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
     """Match the names and shapes of a checkpoint's tensors against its configuration.
 
     Raises:
-        CheckpointError: A tensor is missing, unexpected or misshaped. The message names all of them as the
-            file spells them.
+        CheckpointError: A tensor is missing, unexpected or misshaped. The message lists all such tensors in
+            the file's spelling.
     """
     stored = canonical_names(reader, _rename)
     check_sizes(reader, config, stored)

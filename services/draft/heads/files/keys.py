@@ -78,8 +78,8 @@ class HeadKeys:
             head_dim: Width of an attention head, for files that rotate pairs.
 
         Raises:
-            CheckpointError: A tensor is missing, unexpected or misshaped. The message names all of them as
-                the file spells them.
+            CheckpointError: A tensor is missing, unexpected or misshaped. The message lists all such
+                tensors in the file's spelling.
         """
         # 1. Collect the tensors that may be skipped, each with its reason.
         dialect = _dialect(reader)

@@ -82,7 +82,9 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 
 def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Return a configuration with Hugging Face's keys, or return it unchanged if it has them.
+    """Return a configuration with Hugging Face's keys.
+
+    A configuration that already has such keys is returned unchanged.
 
     Raises:
         CheckpointError: A key requests something that is not supported.

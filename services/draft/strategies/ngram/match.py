@@ -26,7 +26,8 @@ MAX_MATCHES = 48
 MATCH_GROWTH = 2.0
 """Factor by which a continuation's weight grows with each further token of matching context."""
 OLDEST_WEIGHT = 0.5
-"""Weight of a continuation at the beginning of the text, relative to one at its end."""
+"""Weight of a continuation at the beginning of the text, relative to a continuation at the end of the
+text."""
 SEPARATOR = -1
 """Marks the end of a document. No token id has this value."""
 
