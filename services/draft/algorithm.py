@@ -47,7 +47,7 @@ class Choice:
 
 
 def choose(configured: Algorithm, draft: Path | None, target_weights: Path | None) -> Choice:
-    """Choose the algorithm, and check that the folders suit it.
+    """Choose the algorithm, and check that the folders suit the algorithm.
 
     Args:
         configured: The setting `speculative_algorithm`.

@@ -1,6 +1,6 @@
 """The in-process drafter: a draft engine in the target's process, called by the target's engine thread.
 
-The launcher creates it and passes it to the target, because services do not import each other.
+The launcher creates the drafter and passes it to the target, because services do not import each other.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
             self._note(commit.fence.session_id, self._engine.commit(HOST_PEER, commit, None))
 
     def announce(self, request: ProposalRequest) -> None:
-        """Do nothing: drafting runs on the caller's thread, so it cannot start early."""
+        """Do nothing, because drafting runs on the caller's thread and cannot start early."""
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
         started = time.monotonic()

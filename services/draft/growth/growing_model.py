@@ -1,4 +1,4 @@
-"""The interface of a model that `HostGrower` grows trees with, and its adapter for recurrent heads.
+"""The interface of a model with which `HostGrower` grows trees, and the adapter for recurrent heads.
 
 Such a model maps tokens and their parents' states to states, level by level. A model may run different
 levels with different stages, as chained MTP modules do.

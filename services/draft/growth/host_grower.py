@@ -132,8 +132,8 @@ class HostGrower:
         made: list[torch.Tensor] = []  # states computed by the current stage, level by level
         for level in range(1, depth):
             *missed, own = constants.passes[level - 1]
-            # 2. If another stage takes over: run it over the earlier levels first, to fill its K/V. Its input
-            # features are the previous stage's states of the rows' parents.
+            # 2. If another stage takes over, run that stage over the earlier levels first, to fill its K/V.
+            # Its input features are the previous stage's states of the rows' parents.
             if missed:
                 assert batch.stage_states is not None, (
                     "a model with more than two stages needs the states of every stage"

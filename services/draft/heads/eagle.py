@@ -110,7 +110,7 @@ class EagleHead(LoadedHead, HasProducts):
         return head, keys
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        # Features are sent raw: `fc` also reads the embedding, so the target cannot apply it in advance.
+        # Features are sent raw. `fc` also reads the embedding, so the target cannot apply `fc` in advance.
         if target is not None:
             self.config.check_target(target)
         return FeatureSpec(final_hidden=True, feature_size=self.hidden_size, fingerprint=RAW_FEATURES)

@@ -1,7 +1,7 @@
 """Precomputes the embedding's share of an EAGLE-3 head's first q-k-v product, as a table over all tokens.
 
 The first product of an EAGLE-3 head reads the pair [norm(embedding of the token) ; norm(feature)]. The share
-of the embedding depends only on the token, so it is looked up in a table:
+of the embedding depends only on the token, so this share is looked up in a table:
 
     table[token] = Wqkv[:, :hidden] @ norm(embedding[token])
 

@@ -53,7 +53,7 @@ def check_eagle(reader: ConfigReader, *, ends_with_norm: bool) -> None:
     """Reject options that need a different EAGLE-1/2 network from the one implemented here.
 
     Args:
-        reader: The head's configuration, its sections merged.
+        reader: The head's configuration, with its sections merged.
         ends_with_norm: True if a norm follows the last layer of this kind of head.
 
     Raises:
