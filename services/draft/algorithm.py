@@ -28,7 +28,7 @@ MTP_MARKS = (".input_proj.weight", ".eh_proj.weight")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen algorithm, and the folder that it reads.
+    """The chosen algorithm, and the folder that the algorithm reads.
 
     Attributes:
         algorithm: EAGLE (any kind of head), MTP, STANDALONE or NGRAM.
@@ -47,7 +47,7 @@ class Choice:
 
 
 def choose(configured: Algorithm, draft: Path | None, target_weights: Path | None) -> Choice:
-    """Choose the algorithm, and check that the folders suit it.
+    """Choose the algorithm, and check that the folders suit the algorithm.
 
     Args:
         configured: The setting `speculative_algorithm`.
@@ -98,7 +98,7 @@ def check_head(choice: Choice, algorithm: str) -> None:
     """Check that a loaded head is of the configured kind.
 
     Raises:
-        CheckpointError: The kinds differ. The message names both.
+        CheckpointError: The kinds differ. The message names both kinds.
     """
     if choice.configured in (Algorithm.EAGLE, Algorithm.EAGLE3) and choice.configured.value != algorithm:
         raise CheckpointError(
@@ -109,7 +109,7 @@ def check_head(choice: Choice, algorithm: str) -> None:
 
 
 def check_token_map(choice: Choice, token_map: Path | None) -> None:
-    """Check that the chosen algorithm can be restricted by a token map, if one is given.
+    """If a token map is given, check that the chosen algorithm can use a token map.
 
     Raises:
         ConfigurationError: The algorithm is NGRAM, which has no vocabulary of its own.
@@ -137,7 +137,7 @@ def identify(folder: Path) -> Algorithm:
 
 
 def _own_layers(target_weights: Path | None) -> Path:
-    """Return the target's folder. Its own MTP layers draft if no draft is given; raise if it has none."""
+    """Return the target's folder, from which MTP layers are loaded. Raise if it contains no MTP layers."""
     assert target_weights is not None, "check_given"
     if identify(target_weights) is not Algorithm.MTP:
         raise ConfigurationError(

@@ -19,7 +19,8 @@ from outrider.shared.rpc.address import IpcAddress, grpc_address
 from outrider.shared.rpc.server import SyncServer, sync_server
 
 MAX_WORKERS = 64
-"""Threads of the gRPC server. Each open stream occupies one: two per target, plus short calls."""
+"""Number of threads of the gRPC server. Each target occupies two threads with its two open streams. Short
+calls need further threads."""
 
 log = get_logger("outrider.draft")
 
@@ -47,7 +48,8 @@ def run(settings: DraftSettings) -> int:
 class DraftService:
     """A draft service on one address. Call `start`, then `stop`.
 
-    It always serves gRPC. With the address ``ipc:///path`` it also serves a socket for targets on this host.
+    The service always serves gRPC. With the address ``ipc:///path``, the service also listens on a unix
+    socket for targets on this host.
 
     Args:
         settings: The resolved settings.
@@ -79,7 +81,7 @@ class DraftService:
 
     @property
     def address(self) -> str:
-        """The address that it listens on, with the actual port."""
+        """The address that the service listens on, with the actual port."""
         return self._settings.listen if self._ipc else self._server.address
 
     def start(self) -> None:
@@ -117,7 +119,10 @@ def _use_device(device: torch.device) -> None:
 
 
 def _tokenizer(settings: DraftSettings) -> str:
-    """Return the fingerprint of the draft's tokenizer, else of the target's; empty if neither has one."""
+    """Return the fingerprint of the draft's tokenizer, or of the target's if the draft has no tokenizer.
+
+    The result is empty if neither has a tokenizer.
+    """
     prints = (
         tokenizer_fingerprint(folder)
         for folder in (settings.draft, settings.target_weights)

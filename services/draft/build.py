@@ -1,6 +1,6 @@
 """Builds the draft engine from settings: chooses and loads the strategy, sizes its KV pool, borrows tensors.
 
-Used by the draft service and by the in-process drafter.
+The draft service and the in-process drafter call `build_engine`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def build_engine(
     Args:
         settings: The resolved settings.
         device, dtype: Device and type to compute with.
-        target: The target in this process, which lends the missing tensors afterwards; None if the target
-            runs elsewhere.
-        sizing: Chooses the size of the KV cache if `kv_tokens` is not set. None: `plan_pages` chooses it.
+        target: The target in this process, which lends the missing tensors after this call; None if the
+            target runs in another process.
+        sizing: Function that chooses the size of the KV cache if `kv_tokens` is not set. If `sizing` is None,
+            `plan_pages` chooses the size.
 
     Raises:
         CheckpointError: The checkpoint, or a tensor to borrow from `target_weights`, is unusable. The message
@@ -108,11 +109,11 @@ class Build:
 
     Attributes:
         settings: The resolved settings.
-        choice: The chosen way of drafting, and its folder.
+        choice: The chosen algorithm, and the folder that the algorithm reads.
         device, dtype: Device and type to compute with.
         target: The target in this process, or None.
         same_tokenizer: True if the tokenizers in the folders of draft and target were compared and are equal.
-        sizing: See `build_engine`.
+        sizing: Function that chooses the size of the KV cache; see `build_engine`.
     """
 
     settings: DraftSettings
@@ -131,7 +132,7 @@ class Build:
         return read_model_config(folder).vocab_size if folder is not None else None
 
     def token_map(self) -> torch.Tensor | None:
-        """Return the target ids to which drafting is restricted, ``[size] int64``; None if it is not."""
+        """Return the only target ids to draft, ``[size] int64``; None if drafting is not restricted."""
         path = self.settings.speculative_token_map
         return read_token_map(path).to(self.device) if path is not None else None
 

@@ -4,8 +4,8 @@ The engine combines the session table with one drafting strategy. It is synchron
 is driven by the draft service's loop or by the in-process drafter. It also evicts idle sessions when KV
 memory is short, and drops requests whose deadline has passed.
 
-`enter` starts rounds that stay on the device: drafting and verification alternate on the GPU, each feeding
-the other, and the hosts learn the results one round late (see `shared.spec.resident`).
+`enter` starts rounds that stay on the device. Drafting and verification then alternate on the GPU and pass
+each other their results there. The hosts learn these results one round late (see `shared.spec.resident`).
 
     messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
     ready sessions → extend     Feed the target's features of committed tokens, never drafted features.
@@ -33,12 +33,13 @@ from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 OUT_OF_PAGES_RETRY_MS = 1000
-"""Delay before a target may reopen a session refused for lack of pages or of borrowed tensors."""
+"""Delay before a target may reopen a session that was refused because pages or borrowed tensors were
+missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeOrigin:
-    """The session state that a tree was grown from: its peer, its fence and the target's round."""
+    """The session state from which a tree was grown: peer, fence and the target's round."""
 
     peer: PeerId
     fence: Fence
@@ -55,7 +56,7 @@ class ProposedTrees:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A session that the draft dropped because it is out of KV memory; the target may retry after a delay."""
+    """A session that was dropped because KV memory ran out; the target may retry after a delay."""
 
     peer: PeerId
     session_id: int
@@ -113,7 +114,7 @@ class DraftEngine:
         return self._counted("features", self.sessions.add_features(peer, session_id, epoch, base, rows, now))
 
     def commit(self, peer: PeerId, commit: Commit, ask: Ask | None) -> Answer:
-        """Append the tokens that a round chose, and note the tree wanted next (None = none)."""
+        """Append the tokens that a round chose, and store the next tree request (None requests no tree)."""
         now = self._clock()
         self.sessions.touch(peer, now)
         return self._counted("commit", self.sessions.commit(peer, commit, ask, now))
@@ -135,11 +136,11 @@ class DraftEngine:
         self.sessions.touch(peer, self._clock())
 
     def drop_peer(self, peer: PeerId) -> int:
-        """Forget every session of a peer that has left; returns how many there were."""
+        """Forget every session of a peer that has left, and return the number of these sessions."""
         return self.sessions.drop_peer(peer)
 
     def expire(self) -> int:
-        """Forget the sessions of peers that have been silent for too long; returns how many there were."""
+        """Forget the sessions of peers that have been silent for too long; return the number of sessions."""
         expired = len(self.sessions.expire(self._clock()))
         self.metrics.expired.inc(expired)
         return expired
@@ -149,20 +150,21 @@ class DraftEngine:
         return bool(self.sessions.ready() or self.sessions.extendable())
 
     def step(self) -> Drafted:
-        """Grow the requested trees. If none is requested, feed one chunk of waiting rows to the strategy."""
+        """Grow the requested trees. If there are none, feed one chunk of waiting rows to the strategy."""
         ready = self.sessions.ready()
         if ready:
             return self._draft(ready)
         return Drafted((), self._warm())
 
     def give_up(self) -> int:
-        """Forget every session that a failed step may have corrupted; returns how many there were.
+        """Forget every session that a failed step may have corrupted; return the number of sessions.
 
-        Their targets open them again.
+        The targets open these sessions again.
         """
         # Sessions that the failed step was working on.
         tainted = {id(session): session for session in (*self.sessions.ready(), *self.sessions.extendable())}
-        # Sessions with rows in the KV but no state of the last row: the step may have half extended them.
+        # Sessions that have rows in the KV but no state of the last row. The failed step may have extended
+        # them only in part.
         tainted |= {
             id(session): session
             for session in self.sessions
@@ -215,8 +217,8 @@ class DraftEngine:
 
         Args:
             sessions: Sessions with reserved memory.
-            left: By id of the `Session` object, the number of rows that may be left for the launch that grows
-                the tree. At least one row is left. None: extend by every row.
+            left: Maps the id of a `Session` object to the number of its rows that may be left for the launch
+                that grows the tree. At least one row is left. None extends each session by all of its rows.
         """
         while behind := [
             session for session in sessions if session.extendable_rows > (left[id(session)] if left else 0)
@@ -241,7 +243,7 @@ class DraftEngine:
     def absorb(self, peer: PeerId, session_ids: Sequence[int]) -> None:
         """Extend sessions of an unfinished prompt by all rows received so far, except the last one.
 
-        Skips sessions for which no memory is free: no idle session is evicted for this.
+        Sessions for which no memory is free are skipped, because no idle session is evicted for this purpose.
         """
         found = [self.sessions.get(peer, session_id) for session_id in session_ids]
         behind = [one for one in found if one is not None and one.extendable_rows > 1 and not one.engaged]
@@ -253,7 +255,8 @@ class DraftEngine:
     ) -> SessionRounds | None:
         """Start rounds that stay on the device; see `DeviceDrafter.enter`.
 
-        If more rows are waiting than one round can add, the excess is extended here.
+        If more rows are waiting than one round can add, this method adds the excess rows before the rounds
+        start.
 
         Returns:
             The rounds; None if these sessions cannot enter now.
@@ -293,7 +296,8 @@ class DraftEngine:
         """Reserve memory for each session, evicting idle ones if necessary.
 
         Returns:
-            The sessions with memory, and refusals for the others, which are forgotten.
+            The sessions that have memory, and a refusal for each session without memory. Refused sessions are
+            forgotten.
         """
         kept: list[Session] = []
         refusals: list[Refusal] = []
@@ -312,7 +316,7 @@ class DraftEngine:
         return kept, tuple(refusals)
 
     def _groups(self, sessions: Sequence[Session], now: float) -> Iterator[list[Session]]:
-        """Yield batches of equal depth and topk. Requests whose deadline has passed are dropped."""
+        """Yield batches of requests with equal depth and topk. Drop requests whose deadline has passed."""
         groups: dict[tuple[int, int], list[Session]] = {}
         for session in sessions:
             ask = session.ask
@@ -326,7 +330,7 @@ class DraftEngine:
         yield from groups.values()
 
     def _counted(self, message: str, answer: Answer) -> Answer:
-        """Count an answer that is not ACCEPTED, and return it."""
+        """Count the answer in the metrics if it is not ACCEPTED, and return the answer."""
         if answer.verdict is Verdict.ACCEPTED:
             return answer
         if answer.verdict is Verdict.RESYNC:

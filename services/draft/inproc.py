@@ -1,6 +1,6 @@
 """The in-process drafter: a draft engine in the target's process, called by the target's engine thread.
 
-The launcher creates it and passes it to the target, because services do not import each other.
+The launcher creates the drafter and passes it to the target, because services do not import each other.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def drafter_beside(
 
     Args:
         decoder: The target's model; the draft uses its device and dtype.
-        settings: `draft`, `speculative_algorithm` and the sizes. From `target_weights`, only MTP layers and
-            the tokenizer are read.
-        sizing: Sizes the draft's KV cache if `kv_tokens` is not set.
+        settings: The draft's settings; `draft`, `speculative_algorithm` and the sizes are used. The folder
+            `target_weights` is read only for MTP layers and the tokenizer.
+        sizing: Chooses the size of the draft's KV cache if `kv_tokens` is not set.
 
     Raises:
         CheckpointError: The draft cannot be loaded or does not fit the target. The message names the key and
@@ -112,7 +112,7 @@ class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
             self._note(commit.fence.session_id, self._engine.commit(HOST_PEER, commit, None))
 
     def announce(self, request: ProposalRequest) -> None:
-        """Do nothing: drafting runs on the caller's thread, so it cannot start early."""
+        """Do nothing, because drafting runs on the caller's thread and cannot start early."""
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
         started = time.monotonic()
@@ -182,7 +182,7 @@ class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
         return drafted.proposals
 
     def _fail(self, session_ids: Sequence[int]) -> None:
-        """Log the current exception, and note which of these sessions were lost because of it."""
+        """Log the current exception, and record which of these sessions the exception has ended."""
         log.exception("drafting failed", sessions_lost=self._engine.give_up())
         for session_id in session_ids:
             if self._engine.sessions.get(HOST_PEER, session_id) is None:
@@ -206,7 +206,7 @@ class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
 def _placed(
     proposals: Sequence[ProposedTrees], rows: Sequence[ProposalRow], device: torch.device
 ) -> DraftBatch:
-    """Put the trees of all proposals at their rows. Every other row gets a tree of one node, its root."""
+    """Put the trees of all proposals at their rows. Every other row gets a tree that has only a root."""
     roots = [row.root_token for row in rows]
     if not proposals:
         return root_trees(roots, device)

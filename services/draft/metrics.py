@@ -1,4 +1,7 @@
-"""The draft's Prometheus metrics. `GetInfo` returns them as text; the gateway exposes them with its own."""
+"""The draft's Prometheus metrics.
+
+`GetInfo` returns the metrics as text. The gateway exposes them together with its own metrics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The draft's settings (flags of ``serve draft``), and plans from them: KV pages, threads, device, dtype."""
+"""Defines the draft's settings (flags of ``serve draft``); derives KV pages, threads, device and dtype."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from outrider.shared.spec.tree import DraftShape
 CPU_KV_TOKENS = 64 * 1024
 CPU_KV_BYTES = 1 << 30
 FREE_SHARE = 0.1
-"""Default limit of the KV cache, as a share of the free GPU memory. The target may need the rest."""
+"""Default limit of the KV cache, as a share of the free GPU memory. The target may need the remaining
+memory."""
 SESSION_TOKENS = 16 * 1024
-"""Default limit of the KV cache: its tokens divided by `max_sessions`. With 64 sessions, this is close to a
-target's cache on a large GPU: 848K tokens for an 8B model on an H200."""
+"""Default limit of the KV cache, as the number of tokens divided by `max_sessions`. With 64 sessions, the
+limit is close to a target's cache on a large GPU, for example 848K tokens for an 8B model on an H200."""
 SMALL_HEAD = 1024
 """Hidden size up to which a head's operations are too short to gain from several threads."""
 
@@ -159,7 +160,7 @@ class DraftSettings(ServiceSettings):
             )
 
     def sized(self, kv_tokens: int) -> DraftSettings:
-        """Return the settings with a cache of this size, unless they set the size themselves.
+        """Return the settings with a cache of this size, unless a cache size is already set.
 
         The cache is at least large enough for one tree of the largest shape.
         """
@@ -193,10 +194,10 @@ class DraftSettings(ServiceSettings):
 
 
 def plan_pages(settings: DraftSettings, bytes_per_token: int, gpu_memory: tuple[int, int] | None) -> int:
-    """Return the number of pages of the KV pool. A pure function, so that tests need no GPU.
+    """Return the number of pages of the KV pool. This is a pure function, so that tests need no GPU.
 
     Args:
-        settings: `kv_tokens`, `mem_fraction_static`, `max_sessions`, `page_size` and the limits of a tree.
+        settings: `kv_tokens`, `mem_fraction_static`, `max_sessions`, `page_size` and tree limits are used.
         bytes_per_token: Size of one token in the draft's KV cache.
         gpu_memory: (free, total) bytes of the GPU after the weights were loaded; None on a CPU.
 

@@ -25,13 +25,14 @@ _log = get_logger("outrider.draft")
 WARM_UP_PEER = PeerId(0)
 PROMPT_LEN = 20
 LONG_PROMPT_LEN = 300
-"""A prompt with more rows than CUDA graphs are captured for."""
+"""Length of a prompt that has more rows than any captured CUDA graph."""
 PERIOD = 7
-"""Period of the made-up sequence. It repeats itself so that n-grams find matches."""
+"""Period of the made-up sequence. The sequence repeats so that n-grams find matches."""
 MOST_UNRECORDED = 16
 """Largest number of concurrent sessions for a strategy without recorded rounds."""
 MOST_TOKENS = 256
-"""Upper bound of the tokens of a made-up sequence with its tree; decides how many fit into the cache."""
+"""Upper bound of the tokens of a made-up sequence with its tree; decides how many sequences fit into the
+cache."""
 
 
 def warm_up(
@@ -44,21 +45,21 @@ def warm_up(
 ) -> None:
     """Follow made-up sequences and grow trees of the default shapes, greedy and with noise.
 
-    On a GPU this runs for batches of several sizes.
+    On a GPU, the warm-up uses batches of several sizes.
 
     Args:
         engine: An engine without sessions.
         device: The engine's device.
-        record: On a GPU, also capture the rounds that the host starts; needed for a draft whose rounds do not
-            stay on the device.
-        tiles: Tune the tiles of products that were never measured.
+        record: Whether to capture, on a GPU, also the rounds that the host starts. A draft whose rounds do
+            not stay on the device needs these graphs.
+        tiles: Whether to tune the kernel tiles of matrix products that were never measured.
         tiles_s: Start no further tuning after this time, in seconds.
 
     Raises:
         CheckpointError: The draft's output is not finite, because its weights are damaged or its dtype is too
             narrow.
     """
-    # 1. Tune tiles, then rehearse the work without kernels, to compile all kernels that it needs.
+    # 1. Tune tiles. Then rehearse the work without kernels, to compile all kernels that the work needs.
     if tiles and isinstance(engine.strategy, HasProducts):
         try_products(engine.strategy.uses(), device, tiles_s)
     works, rounds = list(_works(engine, device, record)), engine.strategy.rounds
@@ -101,7 +102,7 @@ def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:
     """Return the batch sizes to prepare: 1, 2, 4 … up to the largest batch, limited by the cache.
 
     Kernels are compiled again for a size of 1, for multiples of 16, and for each power of two to which sizes
-    are padded. A compilation in mid-stream takes longer than a target waits.
+    are padded. A compilation while sessions are open takes longer than a target waits for a tree.
     """
     pages, rounds = engine.strategy.pages(), engine.strategy.rounds
     most = engine.sessions.limits.max_sessions

@@ -1,8 +1,8 @@
 """Rounds that stay on the device, for the sessions of one draft engine (a `ResidentBatch`).
 
-In such rounds, the tokens and features of one round feed the next on the GPU (see `shared.spec.resident`).
-This module enters and leaves them, reserves KV pages for the sessions ahead of each round (in the session's
-`PageLease`), and updates the sessions one round late.
+In such rounds, the tokens and features of one round are the next round's input on the GPU; see
+`shared.spec.resident`. This module enters and leaves such rounds. Before each round, it reserves KV pages in
+each session's `PageLease`. It updates the sessions one round late.
 
 Between `enter` and `leave`, the fresh rows (tokens and features chosen by the last round) exist only in the
 target engine's `RoundState`. `leave` copies the last round's features back into the sessions.
@@ -31,7 +31,7 @@ from outrider.shared.spec.resident import ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 SPARE_TOKENS = 64
-"""Tokens by which a lease grows beyond the need, so that a page table is not rewritten in every round."""
+"""Number of extra tokens by which a lease grows, so that a page table is not rewritten in every round."""
 
 
 class RoundMemory:
@@ -40,7 +40,7 @@ class RoundMemory:
     Args:
         drafter: Runs the rounds.
         pool: KV pool of the model.
-        lead: See `RoundModel.lead`.
+        lead: The model's `RoundModel.lead`.
     """
 
     def __init__(self, drafter: RoundDrafter, pool: KVPool, lead: int) -> None:
@@ -51,7 +51,7 @@ class RoundMemory:
         self._budgets: dict[tuple[int, int], torch.Tensor] = {}
 
     def budgets(self, bs: int, nodes: int) -> torch.Tensor:
-        """Return ``[bs] int32`` filled with `nodes`, at a fixed address; it never changes."""
+        """Return a constant tensor ``[bs] int32`` at a fixed address, filled with `nodes`."""
         if (bs, nodes) not in self._budgets:
             with torch.inference_mode(False):
                 self._budgets[bs, nodes] = torch.full(
@@ -94,7 +94,8 @@ class SessionRounds(ResidentBatch):
         now: Returns monotonic seconds.
 
     Attributes:
-        key: Address of the page table, the only input other than the state whose address can change.
+        key: Address of the page table. Apart from the state, the page table is the only input whose address
+            can change.
     """
 
     def __init__(
@@ -147,7 +148,8 @@ class SessionRounds(ResidentBatch):
             (lease, memory.tokens_needed(upper, self._bounded)) for lease, upper in rows if lease is not None
         ]
         assert len(needs) == len(rows), "sessions in rounds must have a lease"
-        # If one lease grows, grow all: the table is rewritten anyway, and then not again for many rounds.
+        # If one lease grows, grow every lease. The table is rewritten anyway, and the spare pages then avoid
+        # further rewrites for many rounds.
         grows = any(not memory.holds(lease, needed) for lease, needed in needs)
         for lease, needed in needs:
             if memory.tables.width_for(needed) is None or not memory.reserve(lease, needed, grows=grows):
@@ -206,7 +208,7 @@ class SessionRounds(ResidentBatch):
 
     @torch.inference_mode()
     def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """Continue with these rows in another state. Their pages are written to the table of the new size."""
+        """Continue with these rows in another state, and write their pages to the table of the new size."""
         width = self._table.tensor.shape[1]
         self._sessions = [self._sessions[row] for row in rows]
         self._counts = [self._counts[row] for row in rows]
@@ -225,8 +227,8 @@ class SessionRounds(ResidentBatch):
             if session is None:
                 continue
             session.engaged = False
-            # The state that the last tree grew from is not on the host. The next extension recomputes it,
-            # because at least the root's row is pending.
+            # The host does not have the state from which the last tree grew. The next extension recomputes
+            # that state, because at least the root's row is pending.
             session.last_state = None
             if session.row_source is RowSource.FEATURES:
                 session.features = FeatureQueue(session.cached_rows)

@@ -2,8 +2,8 @@
 
 Such rounds serve frames of remote targets and batches whose composition changes. The host's inputs, except
 page tables, are packed into one copy. On a GPU, launching the hundred kernels of a round takes longer than
-running them, so rounds of a recurring size are recorded. The first few of each size run eagerly, with the
-same code.
+running these kernels, so rounds of a recurring size are recorded as CUDA graphs. The first few rounds of each
+size run eagerly, with the same code.
 
 Also defines the draft's limit on recorded batch sizes (`DraftGraphs`).
 """
@@ -112,7 +112,7 @@ class DraftGraph:
         drafted = (
             self._graphs.run(key, lambda: self._run(buffers, size)) if recorded else self._run(buffers, size)
         )
-        # Copy the results: the next round of this size overwrites them.
+        # Copy the results, because the next round of this size overwrites them.
         trees, states = _copied(drafted, len(sessions), max(shape.max_nodes for shape in shapes))
         for session, count, state in zip(sessions, counts, states.unbind(0), strict=True):
             session.cached_rows += count
@@ -137,7 +137,7 @@ class DraftGraph:
         return self._memory.drafter.draft(buffers.inputs, size)
 
     def _record(self, key: tuple[GrowthSize, int], size: GrowthSize, buffers: _Buffers) -> bool:
-        """Return True if a graph of this size exists. Record one once the size has recurred often enough."""
+        """Return True if a graph of this size exists. Record it once the size has recurred often enough."""
         if not self._graphs.enabled or size.bs > power_of_2(self._max_bs()):
             return False
         if not self._graphs.due(key, counted_as=size):
@@ -155,8 +155,8 @@ class DraftGraph:
 
     def _make_buffers(self, bs: int, rows: int, width: int) -> _Buffers:
         device = self._memory.pool.device
-        # Use a separate table. A table taken from `PageTables` would be missing there, and rounds on the
-        # device would get another table than their graphs were recorded with.
+        # Use a separate table. If a table of `PageTables` were used here, rounds on the device would get a
+        # different table from the one that their graphs were recorded with.
         table = PageTable(bs, width, device)
         with torch.inference_mode(False):
             packed = torch.zeros(_packed_size(bs, rows), dtype=torch.int32, device=device)
@@ -181,7 +181,7 @@ class DraftGraph:
     def _load(
         self, sessions: Sequence[Session], counts: Sequence[int], max_nodes: Sequence[int], buffers: _Buffers
     ) -> None:
-        """Copy the inputs of a round to their addresses. Rows after those of the sessions are idle."""
+        """Copy the inputs of a round to their fixed addresses. Rows after the sessions' rows are idle."""
         bs, rows = buffers.inputs.tokens.shape
         packed = np.zeros(buffers.packed.shape[0], dtype=np.int32)
         bounds = np.cumsum([2 * bs * rows, 2 * bs, bs, bs, bs, bs, bs])
@@ -215,7 +215,8 @@ class DraftGraphs:
         device: Device of the draft.
 
     Attributes:
-        cache: Graphs of all rounds and prompts of the draft. They run on one stream, so they share memory.
+        cache: Graphs of all rounds and prompts of the draft. The graphs run on one stream and therefore share
+            memory.
         max_bs: Larger batches run without graphs.
     """
 
@@ -251,9 +252,10 @@ class DeviceGrowth:
 
     Attributes:
         memory: Shared by the rounds that stay on the device.
-        host: Runs the rounds that the host starts. None where extending and growing separately is faster.
-        extension: Extends sessions by short prompts. None where graphs do not help.
-        graphs: The graphs of all three.
+        host: Runs the rounds that the host starts. None if separate launches to extend and to grow are
+            faster.
+        extension: Extends sessions by short prompts. None if graphs do not help.
+        graphs: The graph cache that the three share.
     """
 
     memory: RoundMemory
@@ -296,7 +298,7 @@ def _packed_size(bs: int, rows: int) -> int:
 
 
 def _copied(drafted: GrownTrees, count: int, nodes: int) -> tuple[DraftBatch, torch.Tensor]:
-    """Return copies of the first `count` trees, cut to `nodes` columns, and of their states."""
+    """Return copies of the first `count` trees, cut to `nodes` columns, and copies of their states."""
     trees = drafted.trees
     assert trees.logprobs is not None, "rounds must return log-probs"
     columns = [part[:count, :nodes] for part in (trees.tokens, trees.parents, trees.depths)]

@@ -1,9 +1,9 @@
 """One drafting round entirely on the device: extends the draft's KV, grows the levels and builds the trees.
 
-The round needs nothing from the host, so it can be one CUDA graph. It computes the same as
-`DraftStrategy.extend` followed by `HostGrower.grow`, but reads the sequence lengths from device memory. Every
-sequence extends by R rows, of which the last `counts` are real (`kernels.round_plan`). An idle sequence is
-computed too, but reads and writes no KV.
+The round needs nothing from the host, so it can be one CUDA graph. A round computes the same results as
+`DraftStrategy.extend` followed by `HostGrower.grow`, but it reads the sequence lengths from device memory.
+Every sequence extends by R rows, of which the last `counts` are real (`kernels.round_plan`). Idle sequences
+are computed as well, but they read and write no KV.
 
 Stable rows are the KV rows of committed tokens. A tree grows from the root, the last committed token.
 """
@@ -109,7 +109,8 @@ class RoundDrafter:
     def draft(self, inputs: GrowthInputs, shape: GrowthSize) -> GrownTrees:
         """Enqueue one round.
 
-        Writes the extension's rows after the stable rows, and the levels' rows after those.
+        In the KV, the extension's rows are written after the stable rows. The levels' rows follow the
+        extension's rows.
         """
         model, pool, bs = self._model, self._pool, shape.bs
         topk = min(shape.topk, model.vocabulary.size)
@@ -220,7 +221,10 @@ class RoundDrafter:
         )
 
     def _query_start(self, bs: int, rows: int) -> torch.Tensor:
-        """Return the first rows, ``[bs + 1] int32``, from a cache: graphs cannot copy them from the host."""
+        """Return the index of each sequence's first row, and the row count, as ``[bs + 1] int32``.
+
+        The tensor comes from a cache, because a graph cannot copy it from the host.
+        """
         if (bs, rows) not in self._starts:
             self._starts[bs, rows] = (torch.arange(bs + 1, dtype=torch.int32) * rows).to(self._model.device)
         return self._starts[bs, rows]

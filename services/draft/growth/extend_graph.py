@@ -23,7 +23,8 @@ from outrider.shared.kv.pool import KVPool
 SIZES = (32, 64, 128, 256, 512)
 """Row counts of the recorded passes. Longer passes keep the device busy without a graph."""
 LONGEST_CONTEXT = 1024
-"""Tokens that the page table covers. Attention is planned for this many even if the context is shorter."""
+"""Number of tokens that the page table covers. Attention is planned for this number of tokens even if the
+context is shorter."""
 
 
 class ExtendGraph(RecordedRows["_Inputs"]):
@@ -66,7 +67,8 @@ class ExtendGraph(RecordedRows["_Inputs"]):
         size = self._size_for(chunk.count)
         session, inputs, ahead = chunk.session, self._at(size), 1 - self._model.lead
         assert session.lease is not None, "a session must be reserved before it is extended"
-        # A row that pairs the feature of t with the token t + 1 (lead 0) reads one token further ahead.
+        # With lead 0, the row at position t pairs the feature of t with the token t + 1, so the row reads the
+        # token one position ahead.
         inputs.rows.load(session.lease, session.tokens[chunk.start + ahead : chunk.stop + ahead], chunk.start)
         if session.row_source is RowSource.FEATURES:
             inputs.features[size - chunk.count :].copy_(

@@ -1,4 +1,4 @@
-"""The interface of a model that `HostGrower` grows trees with, and its adapter for recurrent heads.
+"""The interface of a model with which `HostGrower` grows trees, and the adapter for recurrent heads.
 
 Such a model maps tokens and their parents' states to states, level by level. A model may run different
 levels with different stages, as chained MTP modules do.
@@ -33,11 +33,12 @@ class Stage:
 
     Each stage has its own K/V. A row of the tree attends to the sequence's stable rows (those of committed
     tokens) in that K/V, and to its ancestors on all levels. A stage that takes over at level 2 or later
-    therefore first runs the earlier levels, on the states that the previous stage computed for their parents.
+    therefore runs the earlier levels first. As inputs, it uses the states that the previous stage computed
+    for the parents of those levels' rows.
 
     Attributes:
-        behind: Number of the sequence's stable rows that this stage's K/V lacks. An MTP module with
-            `behind` modules before it reads token t + 1 + `behind` in the row of position t. A stage with
+        behind: Number of the sequence's stable rows that this stage's K/V lacks. If `behind` modules precede
+            an MTP module, that module reads the token t + 1 + `behind` in the row of position t. A stage with
             `behind` >= 2 takes over at level `behind`, from the stage whose `behind` is one less.
     """
 
@@ -49,7 +50,7 @@ ONE_STAGE = Stage()
 
 @dataclass(frozen=True, slots=True)
 class PassKey:
-    """One pass of a stage over the rows of a level. Levels count from 1."""
+    """One pass of a stage over the rows of a level. Levels are counted from 1."""
 
     level: int
     stage: Stage
@@ -84,7 +85,7 @@ class GrowingModel(Protocol):
     device: torch.device
 
     def stage(self, level: int) -> Stage:
-        """Return the stage that runs a level. Levels count from 1."""
+        """Return the stage that runs a level. Levels are counted from 1."""
         ...
 
     def level_passes(
@@ -99,7 +100,10 @@ class GrowingModel(Protocol):
 
 
 class HeadGrowth(GrowingModel):
-    """Grows trees with a recurrent head: one stage; the state of a row is the feature of its children."""
+    """Grows trees with a recurrent head, which has one stage.
+
+    The state of a row is the feature of the row's children.
+    """
 
     def __init__(self, head: RecurrentHead) -> None:
         self._head = head
@@ -123,7 +127,7 @@ class HeadGrowth(GrowingModel):
 
 
 def split_rotation(rotation: Rotation, levels: int) -> list[Rotation]:
-    """Split the rotary angles of the rows of all levels into those of each level."""
+    """Split the rotary angles of all rows into equal parts, one for each level."""
     rows = rotation.cos.shape[0] // levels
     return [
         Rotation(rotation.cos[start : start + rows], rotation.sin[start : start + rows])

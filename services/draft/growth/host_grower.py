@@ -12,9 +12,9 @@ All rows of level i have rope position S - 1 + i. A row sees the prefix, its own
 may keep two children of one row and none of another, so the ancestor masks are re-indexed at every level.
 
 A model with several stages (chained MTP modules) has separate K/V planes for each stage. A stage that lags b
-rows behind has the prefix [0, S - b). Its levels follow immediately, at rope positions S - 1 + i - b; see
-`growing_model.Stage`. If a sequence has S < b rows, the first b - S levels of the stage would lie before
-position 0. Those rows are masked out.
+rows behind has the prefix [0, S - b). The levels of that stage follow directly after this prefix, at rope
+positions S - 1 + i - b; see `growing_model.Stage`. If a sequence has S < b rows, the first b - S levels of
+the stage would lie before position 0. Those rows are masked out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.shared.spec.tree import DraftBatch
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """Parameters of the noise that the target will sample with, per sequence; see `kernels.philox`.
+    """Parameters of the noise with which the target will sample each sequence; see `kernels.philox`.
 
     The draft ranks its candidates with the same noise, so that it proposes the tokens the target will sample.
 
@@ -65,7 +65,7 @@ class GrowBatch:
         topk: Children per node, and nodes per level that are expanded.
         max_nodes: Maximum number of nodes per sequence, the root included.
         coupling: Noise of the target, or None if every sequence is greedy.
-        stage_states: ``[bs, stages, hidden]``, the state of the last stable row of each stage. Only for
+        stage_states: ``[bs, stages, hidden]``, the state of the last stable row of each stage. Set only for
             models with more than two stages.
     """
 
@@ -82,7 +82,10 @@ class GrowBatch:
 
 
 def scratch_rows(depth: int, topk: int) -> int:
-    """Return the number of scratch rows in the KV of one tree. The model runs every level but the last."""
+    """Return the number of scratch rows of one tree in the KV.
+
+    The model does not run the last level of the tree.
+    """
     return max(0, depth - 1) * topk
 
 
@@ -129,8 +132,8 @@ class HostGrower:
         made: list[torch.Tensor] = []  # states computed by the current stage, level by level
         for level in range(1, depth):
             *missed, own = constants.passes[level - 1]
-            # 2. If another stage takes over: run it over the earlier levels first, to fill its K/V. Its input
-            # features are the previous stage's states of the rows' parents.
+            # 2. If another stage takes over, run that stage over the earlier levels first, to fill its K/V.
+            # Its input features are the previous stage's states of the rows' parents.
             if missed:
                 assert batch.stage_states is not None, (
                     "a model with more than two stages needs the states of every stage"

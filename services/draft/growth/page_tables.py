@@ -11,7 +11,8 @@ from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
 
 FIRST_WIDTH_TOKENS = 4096
-"""Number of tokens that the narrowest table covers. Each wider table covers `WIDTH_FACTOR` times more."""
+"""Number of tokens that the narrowest table covers. Each wider table covers `WIDTH_FACTOR` times as many
+tokens as the next narrower one."""
 WIDTH_FACTOR = 4
 
 
@@ -25,7 +26,7 @@ class PageTable:
 
     Attributes:
         tensor: ``[bs, width] int32``.
-        lent: True while rounds that stay on the device read it.
+        lent: True while rounds that stay on the device read the table.
     """
 
     def __init__(self, bs: int, width: int, device: torch.device) -> None:
@@ -42,8 +43,8 @@ class PageTable:
         A row without a lease keeps its old contents, which no kernel reads.
 
         Args:
-            leases: One per row.
-            later: If True, do not copy the changes to the device yet; `flush` will.
+            leases: One lease per row.
+            later: If True, do not copy the changes to the device yet. The next call of `flush` copies them.
         """
         changed = False
         for row, lease in enumerate(leases):
@@ -57,14 +58,15 @@ class PageTable:
                 changed = True
         if changed:
             fresh = torch.from_numpy(self._host)
-            # Pinned memory is copied while the host continues, and torch keeps it alive until the copy is
-            # done. pin_memory() copies, so `_host` may change immediately.
+            # The host continues while pinned memory is copied to the device, and torch keeps that memory
+            # alive until the copy is done. pin_memory() makes a copy of `_host`, so `_host` may change
+            # immediately.
             self._staged = fresh.pin_memory() if self.tensor.is_cuda else fresh
         if not later:
             self.flush()
 
     def flush(self) -> None:
-        """Copy to the device, in stream order, the changes that `update` has left."""
+        """Copy to the device, in stream order, the changes that `update` has not copied yet."""
         if self._staged is not None:
             self.tensor.copy_(self._staged, non_blocking=True)
             self._staged = None
@@ -84,7 +86,7 @@ class PageTables:
         self._tables: dict[tuple[int, int], list[PageTable]] = {}
 
     def width_for(self, num_tokens: int) -> int | None:
-        """Return the width of a table for this many tokens; None if the pool cannot hold such a sequence."""
+        """Return the width of a table for a sequence of this length; None if the pool is too small."""
         if self._pool.pages_for(num_tokens) > self._pool.num_pages:
             return None
         tokens = FIRST_WIDTH_TOKENS

@@ -23,15 +23,19 @@ class Ends:
     For the other rows, only K and V are computed.
 
     Attributes:
-        batch: Attention inputs of those rows, one per sequence. None: no states are wanted.
-        rows: ``[sequences] int64``, the indices of those rows. None: every sequence has equally many rows.
+        batch: Attention inputs of those rows, one per sequence. None if no states are wanted.
+        rows: ``[sequences] int64``, the indices of those rows. None if every sequence has the same number of
+            rows.
     """
 
     batch: AttentionBatch | None
     rows: torch.Tensor | None = None
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the wanted rows of ``rows [rows, ...]``: ``[sequences, ...]`` or none. Views if possible."""
+        """Return the wanted rows of ``rows [rows, ...]``: ``[sequences, ...]`` or none.
+
+        The result is a view if possible.
+        """
         if self.batch is None:
             return rows[:0]
         if self.rows is not None:
@@ -40,7 +44,7 @@ class Ends:
 
 
 ONLY_KEYS = Ends(None)
-"""Only K and V are computed; no states are wanted."""
+"""Selects no rows: the pass computes only K and V, and no states."""
 
 
 class RecurrentHead(Protocol):
@@ -70,7 +74,7 @@ class RecurrentHead(Protocol):
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """Return which hidden states the target must capture.
 
-        Without a target, the result has only the properties that do not depend on it.
+        Without a target, the result has only the properties that do not depend on the target.
 
         Raises:
             CheckpointError: The head does not fit the target.
@@ -107,8 +111,9 @@ class RecurrentHead(Protocol):
             rotation: Rotary angles of the rows' positions.
             attention: Attention backend, already planned for these rows.
             pool: KV pool of the head.
-            source: ``[rows] int32``, the index into `features` of each row. None: row i uses feature i.
-            ends: The rows whose states are wanted. None: all rows.
+            source: ``[rows] int32``, the index into `features` of each row. None means that row i uses
+                feature i.
+            ends: The rows whose states are wanted. None selects all rows.
 
         Returns:
             States ``[rows, hidden_size]`` of the wanted rows. They are the input of `logits`, and the next

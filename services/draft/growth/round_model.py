@@ -37,8 +37,9 @@ class RoundPass(Protocol):
         Args:
             tokens: ``[rows] int32``.
             features: ``[m, width]``.
-            source: ``[rows] int32``, the index into `features` of each row. None: row i uses feature i.
-            ends: See `RecurrentHead.forward`.
+            source: ``[rows] int32``, the index into `features` of each row. None means that row i uses
+                feature i.
+            ends: The rows whose states are wanted; see `RecurrentHead.forward`.
         """
         ...
 
@@ -49,7 +50,8 @@ class RoundModel(Protocol):
     Attributes:
         vocabulary: Vocabulary of the logits.
         device: Device of the model.
-        lead: Stable rows of a sequence minus its committed tokens without the root; see `kernels.round_plan`.
+        lead: Number of stable rows of a sequence, minus the number of its committed tokens without the root;
+            see `kernels.round_plan`.
     """
 
     vocabulary: DraftVocabulary
@@ -132,7 +134,7 @@ class HeadRounds(RoundModel):
 class DecoderRounds(RoundModel):
     """Runs rounds with a decoder, whose rows are tokens.
 
-    It takes no features, and its states are only used for the logits.
+    The decoder takes no features. Its states are used only to compute logits.
 
     Args:
         decoder: The draft model.

@@ -105,11 +105,11 @@ class Levels:
 
     Attributes:
         page_table: ``[bs, pages] int32``.
-        prefixes: By lag: ``[bs] int32``, the number of stable rows of such a stage.
-        slots: By lag: ``[bs, depth - 1, topk] int64``, the KV slots that each level writes.
-        visible: By lag, if some rows would lie before position 0: ``[bs * topk, words] int32``, a mask of the
-            scratch columns at position 0 or later.
-        passes: The model's pass for each key.
+        prefixes: For each lag, ``[bs] int32``: the number of stable rows of a stage with that lag.
+        slots: For each lag, ``[bs, depth - 1, topk] int64``: the KV slots that each level writes.
+        visible: For each lag with which some rows would lie before position 0, ``[bs * topk, words] int32``:
+            a mask of the scratch columns at position 0 or later.
+        passes: The model's pass for each `PassKey`.
         constants: Constants of the shape.
         max_stable_len: Largest number of stable rows of a sequence.
     """
@@ -127,8 +127,8 @@ class Levels:
         behind, topk = key.stage.behind, self.constants.topk
         prefix, written = self.prefixes[behind], topk * key.level
         if behind in self.visible:
-            # Let every row attend to itself: a row that attends to nothing would become NaN and spoil other
-            # rows, even those that do not attend to it.
+            # Let every row attend to itself. A row that attends to nothing would become NaN. The NaN would
+            # spoil even rows that do not attend to that row.
             ancestors = ancestors & self.visible[behind] | self.constants.self_bits[key.level - 1]
         return AttentionBatch(
             page_table=self.page_table,
@@ -166,7 +166,7 @@ class Beam:
         tokens: ``[rows] int32``.
         scores: ``[rows] fp32``, cumulative scores.
         states: ``[rows, hidden]``, the states of the rows' parents, used as the rows' features.
-        ancestors, parents: See `LevelRows`.
+        ancestors, parents: The same as in `LevelRows`.
         candidates: ``[bs, topk] int32``, the index of each row among all candidates of its tree.
     """
 
@@ -187,7 +187,7 @@ class Beam:
         return LevelRows(self.tokens, self.ancestors, self.parents)
 
     def advance(self, children: Expansion, states: torch.Tensor, level: int) -> None:
-        """Move on to the best children of the rows of `level`. Each inherits the mask of its own parent."""
+        """Move on to the best children of the rows of `level`. Each child inherits its parent's mask."""
         bs, topk = self._constants.bs, self._constants.topk
         chosen = select_beam(children.scores.view(bs, topk * topk), topk)  # [bs, topk] int32
         child = (chosen + self._constants.first_child).view(-1)  # index among the children of all sequences

@@ -44,7 +44,7 @@ from outrider.shared.nn.layers.rope import Rotation
 from outrider.shared.spec.drafter import FeatureSpec
 
 RAW_FEATURES = "final_hidden"
-"""Fingerprint of raw features: they do not depend on any weights of the head."""
+"""Fingerprint of raw features, which do not depend on any weights of the head."""
 
 
 class EagleHead(LoadedHead, HasProducts):
@@ -93,7 +93,7 @@ class EagleHead(LoadedHead, HasProducts):
         Args:
             path: Folder of the head.
             device, dtype: Device and type to compute with.
-            token_map: The only target ids to draft (FR-Spec); None drafts all of them.
+            token_map: The only target ids to draft (FR-Spec); None drafts all ids.
 
         Raises:
             CheckpointError: The checkpoint is not usable. The message names the key or tensor, and the fix.
@@ -110,7 +110,7 @@ class EagleHead(LoadedHead, HasProducts):
         return head, keys
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
-        # Features are sent raw: `fc` also reads the embedding, so the target cannot apply it in advance.
+        # Features are sent raw. `fc` also reads the embedding, so the target cannot apply `fc` in advance.
         if target is not None:
             self.config.check_target(target)
         return FeatureSpec(final_hidden=True, feature_size=self.hidden_size, fingerprint=RAW_FEATURES)
@@ -150,7 +150,7 @@ class EagleHead(LoadedHead, HasProducts):
 
     @cached_property
     def _fused(self) -> FusedHead | None:
-        """The fused GPU path, or None. It is built once, so read it only when no tensor is missing."""
+        """The fused GPU path, or None. The first read builds the path, so no tensor may be missing then."""
         if not runs_fused(self.device, self.dtype):
             return None
         last = self._first_post_norm if self._norm is None else self._norm

@@ -1,6 +1,7 @@
-"""EAGLE-3 head: decoder layers over pairs of (embedding of token t + 1, feature of token t).
+"""The network that serves trained EAGLE-3 heads; `Eagle3Head.load` reads such a head from its folder.
 
-Source: EAGLE-3 (arXiv 2503.01840) and its official code.
+Its decoder layers read pairs (embedding of token t + 1, feature of token t). Source: EAGLE-3 (arXiv
+2503.01840) and its official code.
 
     r  = the projected target feature, or this head's own state from the previous step
     x  = [input_layernorm(embed(token)) ; hidden_norm(r)]        q, k and v of layer 0 read 2 * hidden inputs
@@ -8,8 +9,8 @@ Source: EAGLE-3 (arXiv 2503.01840) and its official code.
     later layers: h1 = h + Attention(hidden_norm(h));   h = h1 + MLP(post_attention_layernorm(h1))
     logits = lm_head(norm(h)) over the draft vocabulary;   next feature = h, before the norm
 
-The target runs the projection of its features (``fc`` and its norms), so every feature that arrives here is
-already ``hidden`` wide.
+The target itself projects its features with ``fc`` and the norms of ``fc``, so every feature that this
+network receives already has the width ``hidden``.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Eagle3Head(LoadedHead, HasProducts):
             path: Folder of the head.
             device, dtype: Device and type to compute with.
             token_map: The only target ids that a head with a full vocabulary drafts (FR-Spec); None drafts
-                all of them.
+                all ids.
 
         Raises:
             CheckpointError: The checkpoint is not usable. The message names the key or tensor, and the fix.
@@ -150,7 +151,7 @@ class Eagle3Head(LoadedHead, HasProducts):
         ends: Ends | None = None,
     ) -> torch.Tensor:
         kind = Residual.NORMED_FEATURE if self.config.norm_before_residual else Residual.FEATURE
-        # Path 1: fused kernels; the embedding's share of the first product comes from a table.
+        # Path 1: fused kernels. A table supplies the embedding's share of the first product.
         if self._fused is not None and self._embedded is not None and isinstance(attention, StoredAttention):
             # If the last pass left the sums of squares of these features, no norm kernel is needed.
             stream = self._fused.stream_of(features) if source is None and self._embedded.folded else None
@@ -164,7 +165,8 @@ class Eagle3Head(LoadedHead, HasProducts):
             lookup = Lookup(self._embedded.table, tokens.contiguous())
             stream = self._fused.forward(stream, rotation, attention, pool, ends, lookup)
             return normalise(stream) if self.config.norm_output else stream.residual
-        # Paths 2 and 3 read the pair [embedding ; feature]: prepare it, and the residual around layer 0.
+        # Paths 2 and 3 read the pair [embedding ; feature]. Prepare this pair, and the residual around layer
+        # 0.
         if features.is_cuda:
             norms = self._embedding_norm.weight, self._hidden_norm.weight
             pair, residual = head_input(
@@ -221,7 +223,7 @@ class Eagle3Head(LoadedHead, HasProducts):
 
 
 def _fingerprint(projector: Mapping[str, torch.Tensor], norm_eps: float) -> str:
-    """Return the projector's fingerprint: stored features are valid only for the same value."""
+    """Return the projector's fingerprint. Stored features are valid only while this value is the same."""
     digest = hashlib.sha256(repr(norm_eps).encode())
     for name in sorted(projector):
         tensor = projector[name].to("cpu")

@@ -1,13 +1,13 @@
 """Precomputes the embedding's share of an EAGLE-3 head's first q-k-v product, as a table over all tokens.
 
 The first product of an EAGLE-3 head reads the pair [norm(embedding of the token) ; norm(feature)]. The share
-of the embedding depends only on the token, so it is looked up in a table:
+of the embedding depends only on the token, so this share is looked up in a table:
 
     table[token] = Wqkv[:, :hidden] @ norm(embedding[token])
 
-The product in each pass then reads only half of its weight matrix. Reading weights dominates the time of a
-pass over few rows: for a layer of Llama-3.1-8B's shape with its draft vocabulary, the table saves 7 % of the
-bytes read.
+The product in each pass then reads only half of its weight matrix. In a pass over few rows, most of the time
+is spent on reading weights. For a layer of Llama-3.1-8B's shape, with its draft vocabulary, the table saves
+7 % of the bytes read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EmbeddedTokens:
 def embed_tokens(
     attention: Attention, norm: RMSNorm, embedding: torch.Tensor, feature_norm: RMSNorm, *, fold: bool
 ) -> EmbeddedTokens | None:
-    """Build the table of a first layer, or return None if it would take too much memory.
+    """Build the table of a first layer, or return None if the table would take too much memory.
 
     Args:
         attention: The layer's attention; its q-k-v product reads [embedding ; feature].

@@ -66,12 +66,13 @@ class FusedHead:
 
         Args:
             stream: The input of the first q-k-v product, and the residual that bypasses the first layer.
-            rotation, attention, pool, ends: As in `RecurrentHead.forward`.
+            rotation, attention, pool, ends: The arguments of `RecurrentHead.forward`.
             lookup: Table rows to add to the first q-k-v product; None adds nothing.
         """
         for block in self._blocks:
             if ends is not None and block is self._blocks[-1]:
-                # Only the last layer may skip rows: the K/V of later layers needs all rows of earlier ones.
+                # Only the last layer may skip rows, because the K/V of each layer needs all rows of the layer
+                # before.
                 if ends.batch is None:
                     return _store(block.attention, stream, rotation, attention.slots, pool, lookup)
                 stream = replace(stream, residual=ends.of(stream.residual))
@@ -85,9 +86,11 @@ class FusedHead:
         return stream
 
     def stream_of(self, states: torch.Tensor) -> Stream | None:
-        """Return the last pass's stream if `states` is its residual and it has sums of squares; else None.
+        """Return the stream of the last pass if `states` is its residual, or None.
 
-        With the sums of squares, the next product can apply the norm without a separate kernel.
+        The stream must also have sums of squares; otherwise the result is None.
+
+        With sums of squares, the next product can apply the norm without a separate kernel.
         """
         stream = self._last
         return (
@@ -145,7 +148,7 @@ class _EndAttention(StoredAttention):
     """Stores K and V of all planned rows, but attends only from the last row of each sequence.
 
     Args:
-        attention: Backend planned for all rows. `attend` plans it again, for the last rows only.
+        attention: Backend planned for all rows. `attend` plans the backend again, for the last rows only.
         ends: Selects the last rows.
         batch: The positions that those rows attend to.
     """
@@ -189,9 +192,10 @@ def fuse(
 
     Args:
         first: Attention and MLP of layer 0. The head itself prepares the input of layer 0.
-        between: The norm between those two.
+        between: The norm between the attention and the MLP of layer 0.
         others: The layers after layer 0.
-        last: The norm after the last layer. A head without one may pass any norm: its output is not read.
+        last: The norm after the last layer. A head without such a norm may pass any norm, because the norm's
+            output is not read.
         lm_head: Projects states to logits.
     """
     layers = [

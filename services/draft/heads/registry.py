@@ -33,8 +33,8 @@ class HeadKind(Enum):
 
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "GptOss")
-"""Families of targets that appear in heads' architecture names. Whatever the target's layers are like, the
-heads' layers are Llama's."""
+"""Families of targets that appear in heads' architecture names. For every family, the heads have Llama's
+layers."""
 ARCHITECTURES: Mapping[str, HeadKind] = {
     **{
         name: HeadKind.EAGLE
@@ -56,7 +56,8 @@ ARCHITECTURES: Mapping[str, HeadKind] = {
     "LlamaForCausalLMEagle3Deep": HeadKind.EAGLE3,  # ModelOpt, of several layers
 }
 PLAIN_ARCHITECTURES = tuple(f"{one}ForCausalLM" for one in FAMILIES)
-"""Names used both by official heads and by plain models; the tensors tell them apart."""
+"""Architecture names of official heads that plain models use as well. The tensors decide if a checkpoint is a
+head."""
 
 FUSION = "fc.weight"
 EAGLE3_ONLY = ".hidden_norm.weight"
@@ -66,7 +67,7 @@ def head_kind(path: Path) -> HeadKind | None:
     """Return the kind of head in a folder, or None if the folder contains a plain model.
 
     Raises:
-        CheckpointError: The folder contains neither. `field` names the key or file.
+        CheckpointError: The folder contains neither a head nor a plain model. `field` names the key or file.
     """
     raw = read_head_config(path)
     source = config_file(path)
@@ -100,7 +101,7 @@ def load_head(
         path: Folder of the head.
         device, dtype: Device and type to compute with.
         token_map: The only target ids that a head with a full vocabulary drafts (`token_map.read_token_map`);
-            None drafts all of them.
+            None drafts all ids.
 
     Raises:
         CheckpointError: The folder contains no supported head. `field` names the key, file or tensor.

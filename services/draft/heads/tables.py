@@ -23,13 +23,13 @@ class TokenTables:
     Args:
         config: Configuration of the head's layers.
         reader: Reader of the head's checkpoint. Supplies the device, the dtype and the path for errors.
-        vocabulary: The tokens that the logits range over. Only their rows of a full lm_head are kept.
+        vocabulary: The tokens that the logits range over. A full lm_head is cut to the rows of these tokens.
         embedding: ``[vocab_size, hidden_size]``, or None to borrow the target's.
         lm_head: ``[vocabulary.size or vocab_size, hidden_size]``, or None to borrow the target's.
         target_hidden_size: Width of the target's embedding and lm_head.
 
     Raises:
-        CheckpointError: A tensor must be borrowed, but the target's has the wrong width.
+        CheckpointError: A tensor must be borrowed, but the target's tensor has the wrong width.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TokenTables:
             )
 
     def missing(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the names and shapes of the target's tensors that are still to be lent."""
+        """Return the names and shapes of the target's tensors that the head still needs to borrow."""
         return dict(self._missing)
 
     def lend(self, name: str, tensor: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT
 from outrider.shared.rpc.relay import LEAST_STATE_BYTES, StreamRelay
 
 OTHER_FIELDS_BYTES = 1024 * 1024
-"""Allowance for the other fields of a message with a blob."""
+"""Number of bytes allowed for the other fields of a message that contains a blob."""
 MAX_NUMBER = (1 << 31) - 1
 
 log = get_logger("outrider.draft")
@@ -64,16 +64,17 @@ class InlineRounds(RoundsInlet):
         self._may_go_ahead = ahead
         self._staging = BlobStaging()
         self._state = b""
-        # Whether blobs of this size fit the relay, whether the current round uses it, and whether that
-        # round was enqueued ahead of its state.
+        # Whether blobs of the current round's size fit the relay; whether the current round uses the relay;
+        # whether the current round was enqueued ahead of its state.
         self._fits_relay = False
         self._relayed = False
         self._ahead = False
-        # The last round whose state the device waits or waited for, and whether that state is still missing.
+        # The number of the last round for whose state the device has waited, and whether that state is still
+        # missing.
         self._taken = 0
         self._awaited = False
         self._waiting: _Waiting | None = None
-        # Whether the awaited state was announced (RoundSoon), and the rounds whose trees are sent once
+        # Whether the awaited state was announced (RoundSoon), and the rounds whose trees must wait until
         # RoundTaken has been sent.
         self._announced = False
         self._owed: deque[_Waiting] = deque()
@@ -89,7 +90,7 @@ class InlineRounds(RoundsInlet):
             False if the message is anything but the awaited state.
 
         Raises:
-            ProtocolError: See `finish`.
+            ProtocolError: The state does not have the size that the round needs; see `finish`.
         """
         waiting, relay = self._waiting, self._relay
         if waiting is None or relay is None:
@@ -107,10 +108,10 @@ class InlineRounds(RoundsInlet):
         return True
 
     def finish(self, message: draft_pb2.RoundState) -> bool:
-        """Pass a state to the round that waits for it, and send its trees.
+        """Pass a state to the round that waits for the state, and send the round's trees.
 
         Returns:
-            False if no round waits for it.
+            False if no round waits for the state.
 
         Raises:
             ProtocolError: The state does not have the size that the round needs.
@@ -127,7 +128,7 @@ class InlineRounds(RoundsInlet):
         return True
 
     def soon(self) -> None:
-        """Prepare for the awaited state, if there is one. RoundTaken is then sent when it arrives."""
+        """Prepare for the awaited state, if there is one. RoundTaken is sent when that state arrives."""
         relay = self._relay
         if self._waiting is not None and relay is not None:
             self._announced = True
@@ -138,7 +139,7 @@ class InlineRounds(RoundsInlet):
         self._state = state
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        # The device can only wait for ascending numbers.
+        # The device can wait only for ascending round numbers.
         self._relayed = self._fits_relay and self._taken < message.number <= MAX_NUMBER
         self._ahead = tried and self._relayed and self._may_go_ahead
         return self._ahead
@@ -208,7 +209,7 @@ class InlineRounds(RoundsInlet):
         self._peer.send(RoundTrees(waiting.rounds, waiting.number, trees, waiting.envelopes.trees))
 
     def _answer_owed(self, relay: StreamRelay) -> None:
-        """Send the trees of a round whose state was announced, unless already done.
+        """Send the trees of a round whose state was announced, unless they were already sent.
 
         Called on any thread that may wait for the device.
         """

@@ -12,7 +12,7 @@ class Outlet(Protocol):
     """Sends replies to one target. Called on the engine thread; never blocks."""
 
     def send(self, reply: Reply) -> None:
-        """Send a reply. The stream of a target that does not read is ended."""
+        """Send a reply. If the target does not read its replies, end the stream."""
         ...
 
     def end(self) -> None:
@@ -21,7 +21,7 @@ class Outlet(Protocol):
 
 
 class Peer:
-    """One session stream: the ids of the stream and its target, and functions to reply and to end it."""
+    """One session stream: ids of the stream and its target, and functions to reply and to end the stream."""
 
     def __init__(self, peer_id: PeerId, target_id: str, outlet: Outlet) -> None:
         self.id = peer_id

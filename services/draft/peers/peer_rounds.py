@@ -1,14 +1,15 @@
 """Runs rounds on this device for a target in another process: admits, records, enqueues and ends them.
 
 `RoundsDesk` admits one batch of one target at a time, or reports why the batch cannot enter. `PeerRounds`
-runs its rounds. In each, a state arrives (chosen tokens with their features) and trees are returned, both in
-stream order through a `RoundsInlet`. `RoundState` is this draft's copy of the state.
+runs the rounds of an admitted batch. In each round, the draft receives a state (the chosen tokens and their
+features) and returns trees. A `RoundsInlet` transfers states and trees in stream order. `RoundState` is this
+draft's copy of the state.
 
-This host learns a round's tokens only after the target has read them back, in these messages:
+The target reads a round's tokens back from its device, and then sends them to this host in these messages:
 
     RoundsEnter                the pending tokens; round 1 extends by them
     RoundsNext n + 1 or later  the tokens that round n chose; round n + 1 extends by them
-    RoundsLeave                all other tokens but those of the last round, which follow in a commit
+    RoundsLeave                all remaining tokens except those of the last round, which follow in a commit
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WARMING = "warming"
 MAX_SIZES = 64
 """Number of round sizes that are kept. Each size has its own memory and graphs."""
 STATE_LIMIT_S = 2.0
-"""Limit of the device's wait for a state. The target sends one as soon as its pass is over."""
+"""Limit of the device's wait for a state. The target sends its state as soon as its pass is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class PeerRounds:
         self._num_told = 0
 
     def ready(self, message: draft_pb2.RoundsNext) -> bool:
-        """Prepare the round that `message` announces; return False if there is no memory for it."""
+        """Prepare the round that `message` announces; return False if there is no memory for the round."""
         self._tell(message.chosen)
         if len(message.committed_upper) != len(self._sessions) or not self._rounds.reserve(
             message.committed_upper
@@ -113,14 +114,14 @@ class PeerRounds:
         return True
 
     def go(self, number: int, inlet: RoundsInlet) -> bool:
-        """Enqueue the prepared round; return False if `number` is not that round."""
+        """Enqueue the prepared round; return False if `number` is not that round's number."""
         message, self._next = self._next, None
         if message is None or message.number != number:
             return False
         buffers = self._buffers
         inlet.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
-        # Write after the wait: if both sides share a GPU by time-slicing, a copy before it would cost the
-        # target a time-slice.
+        # Write the pages after the wait. If target and draft share a GPU by time-slicing, a copy before the
+        # wait would cost the target a time-slice.
         self._rounds.write()
         self._desk.graphs.run(self._key, self._round)
         inlet.give(message, buffers.trees.blob)
@@ -179,7 +180,8 @@ class PeerRounds:
     def _round(self) -> None:
         """Run one round. All its tensors stay at fixed addresses."""
         buffers = self._buffers
-        # If the state did not arrive in time, the blob is that of an earlier round: store and draft nothing.
+        # If the state did not arrive in time, the blob still contains an earlier round. The round then stores
+        # and drafts nothing.
         admit_counts(buffers.number, buffers.expected, buffers.state.counts)
         trees, out = self._rounds.draft(buffers.state), buffers.trees
         pack_trees(trees.num_nodes, trees.tokens, trees.parents, out.num_nodes, out.tokens, out.parents)
@@ -199,8 +201,8 @@ class PeerRounds:
 class RoundsDesk:
     """Admits and runs the rounds of remote targets: one batch of one target at a time. Engine thread only.
 
-    While a CUDA stream waits for a target's state, nothing else runs on it. So a second target ends the
-    rounds, and both targets then run through the host.
+    While a CUDA stream waits for a target's state, nothing else runs on that stream. A second target
+    therefore ends the rounds of the first, and both targets then run through the host.
 
     Args:
         engine: The sessions and the drafting strategy.
@@ -227,7 +229,7 @@ class RoundsDesk:
         return self._peer
 
     def has_served(self, message: draft_pb2.RoundsEnter) -> bool:
-        """True if rounds of this size and similar lengths have begun before, and so begin without delay.
+        """True if rounds of this size and similar lengths have begun before, and thus begin without delay.
 
         Any thread may call this.
         """
@@ -297,7 +299,7 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def run(self, peer: PeerId, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
-        """Enqueue the next round, or prepare it for its state. Return False if its rounds have ended."""
+        """Enqueue or prepare the next round. Return False if the target's rounds have already ended."""
         self._engine.touch(peer)
         rounds = self._current(peer, message.rounds)
         if rounds is None:
@@ -334,7 +336,10 @@ class RoundsDesk:
 
     @torch.inference_mode()
     def abandon(self, peer: PeerId) -> None:
-        """End a target's rounds immediately. Its sessions lack rows and are forgotten; it reopens them."""
+        """End a target's rounds immediately.
+
+        The target's sessions then lack rows, so the draft forgets them and the target reopens them.
+        """
         if self._rounds is not None and self._peer == peer:
             rounds, self._rounds, self._peer = self._rounds, None, None
             rounds.drop_forgotten(self._followed)
@@ -412,7 +417,7 @@ def _size(message: draft_pb2.RoundsEnter) -> tuple[int, int, int]:
 
 
 def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
-    """Append the tokens by which the first round extends; their features arrive with the first state."""
+    """Append the tokens by which the first round extends. The first state contains their features."""
     session.ask = None
     session.tokens.extend(row.token_ids)
     session.prefix_hash = row.fence.prefix_hash

@@ -70,7 +70,7 @@ class RoundsEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrees:
-    """The trees of a round on the device, as a blob; empty if there are none."""
+    """The trees of a round on the device, as a blob. The blob is empty if the round has no trees."""
 
     rounds: int
     number: int
@@ -81,7 +81,7 @@ class RoundTrees:
 
 @dataclass(frozen=True, slots=True)
 class RoundTaken:
-    """Reports that an announced state has reached the device. `then` is called once this is being sent."""
+    """Reports that an announced state has reached the device. `then` is called when the reply is sent."""
 
     then: Callable[[], None] = field(compare=False)
 

@@ -1,6 +1,7 @@
 """The interface through which rounds for remote targets receive their states and send their trees.
 
-It is implemented by messages (`inline_rounds`) and by a mailbox on one host (`serving.ipc`).
+`inline_rounds` implements the interface with messages. `serving.ipc` implements it with a shared-memory
+mailbox on one host.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ class RoundsInlet(Protocol):
 
     @property
     def broken(self) -> bool:
-        """True if a state did not arrive in time: the target is gone or has stopped."""
+        """True if a state did not arrive in time, so that the target must be gone or have stopped."""
         ...
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:
-        """Return whether the round is enqueued before its state arrives, instead of on the state's arrival.
+        """Return True to enqueue the round before its state arrives, False to enqueue it on arrival.
 
         Args:
             message: The message that announces the round.

@@ -39,7 +39,7 @@ WANTS_TREE = (draft_pb2.WANT_DRAFT, draft_pb2.WANT_BOTH)
 
 @dataclass(frozen=True, slots=True)
 class CommitMessage:
-    """One commit of a frame, and the shape of the tree that the target requests (None = none)."""
+    """One commit of a frame, and the shape of the tree that the target requests (None requests no tree)."""
 
     commit: Commit
     ask: Ask | None
@@ -68,7 +68,10 @@ def hello_ack(
     max_sessions: int,
     max_shape: DraftShape,
 ) -> draft_pb2.HelloAck:
-    """Describe the draft to a target. Without a `spec` (no Hello yet), layers and projector are left out."""
+    """Describe the draft to a target.
+
+    Before a Hello there is no `spec`, so layers and projector are left out.
+    """
     ack = draft_pb2.HelloAck(
         protocol_version=PROTOCOL_VERSION,
         head_fingerprint=info.fingerprint,
@@ -125,7 +128,7 @@ def commits_from(
         frame: The frame.
         feature_size: Width of a feature row.
         received_s: Arrival time of the frame, monotonic seconds.
-        tensors: Reads tensors of this transport.
+        tensors: Reader of the tensors that this transport carries.
 
     Raises:
         ProtocolError: The feature tensor is malformed, or a commit refers to rows outside of it.

@@ -1,7 +1,7 @@
 """The unix-socket server of the draft for targets on the same host, as an alternative to gRPC.
 
-It carries the same messages as gRPC in frames, and tensors through shared-memory mailboxes. The engine thread
-itself reads and answers session streams, so no message waits for a thread switch.
+The sockets carry the same messages as gRPC, in frames. Tensors travel through shared-memory mailboxes. The
+engine thread itself reads and answers session streams, so no message waits for a thread switch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from outrider.shared.rpc.tensors import InlineTensors
 
 FIRST_FRAME_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 360.0
-"""Limit from Hello to the mailbox offer; meanwhile the target may lend weights and the draft warm up."""
+"""Time limit from Hello to the mailbox offer. In this time, the target may lend weights and the draft may
+warm up."""
 IDLE_S = 3600.0
 MAX_CONNECTIONS = 128
 JOIN_S = 5.0
@@ -51,7 +52,7 @@ class IpcServer:
         protocol: Handles the messages.
 
     Raises:
-        ConfigurationError: The path cannot be listened on.
+        ConfigurationError: The server cannot listen on the path.
     """
 
     def __init__(self, path: str, protocol: DraftProtocol) -> None:
@@ -90,7 +91,7 @@ class IpcServer:
             threading.Thread(target=self._serve, args=(frames,), name="draft-ipc-peer", daemon=True).start()
 
     def _serve(self, frames: FrameSocket) -> None:
-        """Serve one connection. Session streams move to the engine thread; bulk streams stay here."""
+        """Serve one connection. Session streams move to the engine thread. Bulk streams do not."""
         try:
             kind, payload = _expect(frames, FIRST_FRAME_TIMEOUT_S, FrameKind.HELLO, FrameKind.BULK_HELLO)
             if kind is FrameKind.HELLO:
@@ -155,8 +156,8 @@ class IpcServer:
                 self._protocol.take(peer, draft_pb2.SessionRequest.FromString(payload), INLINE)
         finally:
             if mapped.rounds is not None:
-                # Close here and not on the engine thread, which may be waiting for a CUDA stream that waits
-                # for this target.
+                # Close the stream on this thread. The engine thread may be waiting for a CUDA stream that
+                # waits for this target.
                 mapped.rounds.close()
             self._protocol.loop.submit(session.end)
 
@@ -174,7 +175,7 @@ class IpcServer:
 
 
 class IpcSession(Source, Outlet):
-    """The session stream of one target, read and written by the engine thread only, once `begin` was called.
+    """The session stream of one target. After `begin`, only the engine thread reads and writes it.
 
     Args:
         protocol: Handles the messages.
@@ -252,7 +253,8 @@ class IpcSession(Source, Outlet):
         if self.bulk is not None:
             self.bulk.close()
         if self._begun is not None:
-            # The peer refers to this session. Without this, the cycle would keep the mailboxes alive.
+            # The peer refers to this session. Break the reference cycle, which would keep the mailboxes
+            # alive.
             (peer, mapped), self._begun, self._inlet = self._begun, None, None
             self._protocol.leave(peer)
             if mapped.rounds is not None:

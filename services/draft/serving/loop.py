@@ -1,6 +1,6 @@
 """The loop of the draft's engine thread: reads its sockets, runs commands of other threads, then drafts.
 
-It also expires sessions of silent targets, runs low-priority work while no session is open, and lets a
+The loop also expires sessions of silent targets, runs low-priority work while no session is open, and lets a
 receiving thread run short urgent commands itself (`run_here`).
 
 Streams of targets on this host are `Source`s, which the engine thread reads itself. Threads of other streams
@@ -32,7 +32,7 @@ log = get_logger("outrider.draft")
 T = TypeVar("T")
 
 EXPIRY_PERIOD_S = 0.5
-"""Period of the checks for silent targets, and of `DraftLoop.tick` functions."""
+"""Period of the checks for silent targets, and of the functions passed to `DraftLoop.tick`."""
 
 
 class DraftLoop(Steppable):
@@ -74,23 +74,23 @@ class DraftLoop(Steppable):
         self._thread.wake()
 
     def later(self, command: Callable[[], object]) -> None:
-        """Queue `command` for a time when there is no other work and no session is open.
+        """Queue `command` to run when there is no other work and no session is open.
 
-        That time may never come. Called on the engine thread.
+        The command may never run. Called on the engine thread.
         """
         self._later.append(command)
 
     def run_here(self, command: Callable[[], object]) -> None:
         """Run `command` on the caller's thread if the engine thread is idle; otherwise submit it.
 
-        For short urgent commands: waking a sleeping thread takes longer than running them.
+        Use this for short urgent commands, because waking a sleeping thread takes longer than such a command.
         """
         if self._turn.acquire(blocking=False):
             try:
                 if not self._commands:
                     try:
                         command()
-                    except Exception as error:  # handled as on the engine thread
+                    except Exception as error:  # handle the error as the engine thread does
                         log.exception("an engine step failed")
                         self._give_up(error)
                     return
@@ -101,8 +101,8 @@ class DraftLoop(Steppable):
     def advance(self) -> None:
         """Extend sessions by waiting rows now, instead of at the next step. Only called within a command.
 
-        If a tree is requested, this wakes the engine thread instead, so that the caller need not wait for the
-        tree.
+        If a tree is requested, this method only wakes the engine thread, so that the caller need not wait for
+        the tree.
         """
         if self.engine.sessions.ready():
             self._thread.wake()
@@ -112,8 +112,8 @@ class DraftLoop(Steppable):
     def stay_awake(self, seconds: float) -> None:
         """Make the engine thread busy-poll for this many seconds instead of sleeping.
 
-        Only called within a command. Without effect if the thread reads no sockets, or on a machine with
-        few cores.
+        Only called within a command. The call has no effect if the engine thread reads no sockets, or on a
+        machine with few cores.
         """
         self._wake_up.stay_awake(seconds)
 
@@ -191,7 +191,7 @@ class DraftLoop(Steppable):
         return self._expire_at_s
 
     def step_failed(self, error: Exception) -> None:
-        """Forget the sessions that the failed step worked on; their targets open them again."""
+        """Forget the sessions that the failed step worked on; the targets open these sessions again."""
         with self._turn:
             self._give_up(error)
 

@@ -1,8 +1,8 @@
 """The draft protocol: dispatches each message of a target to the engine or its rounds, and sends replies.
 
-This includes the checks of Hello (tokenizer, lender of borrowed tensors), rounds that wait for the rows of
-their prompts, and the choice of the thread that runs a command. Transports (gRPC, unix sockets) only deliver
-messages.
+The module also checks Hello messages (tokenizer, lender of borrowed tensors), delays rounds until the rows of
+their prompts have arrived, and chooses the thread that runs a command. Transports (gRPC, unix sockets) only
+deliver messages.
 """
 
 from __future__ import annotations
@@ -46,21 +46,20 @@ from outrider.shared.spec.drafter import SequenceOpen
 log = get_logger("outrider.draft")
 
 PREFILL_S = 0.03
-"""How long the engine thread busy-polls after Open for the rows of a short prompt.
-
-A sleeping thread would wake up late, and the target would wait for it.
-"""
+"""How long the engine thread busy-polls after Open for the rows of a short prompt. A sleeping thread would
+wake up late, and the target would have to wait for the thread."""
 BEGINNING_S = 0.005
-"""How long the engine thread busy-polls after those rows for the first round."""
+"""How long the engine thread busy-polls for the first round after the rows of a short prompt."""
 PASS_ROWS = 512
-"""Rows of a prompt that justify a pass of their own before the remaining rows have arrived."""
+"""Number of prompt rows that justify a separate pass before the remaining rows have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """Rounds that begin when all rows of their prompts have arrived.
 
-    If `left` is True, the target has left them meanwhile: it is only sent the answer to RoundsEnter.
+    If `left` is True, the target has left the rounds in the meantime. The target then receives only the
+    answer to RoundsEnter.
     """
 
     message: draft_pb2.RoundsEnter
@@ -78,9 +77,10 @@ class DraftProtocol:
         device: Device of the engine.
         tokenizer: `tokenizer_fingerprint` of the draft, which every target must match; empty if unknown.
         only_enqueues: True if work for a prompt or a round is only enqueued, as on a GPU. The thread that
-            receives the message may then run it. If the engine thread ran it, the receiving thread would
-            busy-poll for the next message meanwhile, and both would contend for the GIL. None: True on CUDA.
-        tiles: See `warm_up`.
+            receives the message may then run the work itself. If the engine thread ran the work, the
+            receiving thread would busy-poll for the next message, and the two threads would contend for the
+            GIL. None means True on CUDA only.
+        tiles: The argument `tiles` of `warm_up`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DraftProtocol:
         self._desk = RoundsDesk(loop.engine, device)
         self._in_rounds: tuple[Peer, int] | None = None
         self._waiting: dict[PeerId, _Waiting] = {}
-        # Fingerprints of the last target that was requested to lend tensors, and of the one that lent them.
+        # Fingerprint of the last target that was requested to lend tensors, and of the target that lent them.
         self._asked_to_lend = ""
         self._lender = ""
 
@@ -114,7 +114,7 @@ class DraftProtocol:
         """Answer Hello, the first message of a session stream. Not called on the engine thread.
 
         Raises:
-            OutriderError: Draft and target do not fit; the message says why.
+            OutriderError: Draft and target do not fit. The message contains the reason.
         """
         target = target_info(hello)
         ack = self.loop.call(lambda: self._describe(target, hello.feature_dtype))
@@ -144,7 +144,7 @@ class DraftProtocol:
             peer: The stream.
             request: The message.
             tensors: Reads the tensors of this transport.
-            inlet: Transfers states and trees of rounds that stay on the device; None if there cannot be any.
+            inlet: Transfers states and trees of rounds on the device; None if such rounds are impossible.
 
         Raises:
             ProtocolError: The message is malformed or not expected here.
@@ -160,8 +160,8 @@ class DraftProtocol:
             case "rows":
                 some = request.rows
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
-                # During rounds, this thread must not compute: it could block on a state that it has yet to
-                # deliver itself.
+                # During rounds, this thread must not compute. The computation could wait for a state that
+                # this thread itself has yet to deliver.
                 if self._only_enqueues and self._desk.peer is None:
                     loop.run_here(lambda: self._take_in(peer, some, rows))
                 else:
@@ -182,7 +182,8 @@ class DraftProtocol:
                 inlet.soon()
             case "round_state" if isinstance(inlet, InlineRounds):
                 state = request.round_state
-                # Bypass the loop: the engine thread may be waiting for the device, and so for this state.
+                # Bypass the loop, because the engine thread may be waiting for the device, which waits for
+                # this state.
                 if inlet.finish(state):
                     return
                 loop.run_here(lambda: self._start_round(peer, state, inlet))
@@ -223,7 +224,7 @@ class DraftProtocol:
         The last missing tensor also starts the warm-up.
 
         Raises:
-            OutriderError: See `warm_up`.
+            OutriderError: The warm-up failed; see `warm_up`.
         """
         missed = bool(self._engine.strategy.missing())
         self._engine.strategy.lend(name, tensor)
@@ -279,7 +280,7 @@ class DraftProtocol:
     def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> None:
         """Begin rounds, either now or when the rows of all their prompts have arrived.
 
-        The target leaves the rounds if that takes too long. May run on a thread other than the engine thread.
+        The target leaves the rounds if the rows take too long. May run outside the engine thread.
         """
         self.loop.stay_awake(BEGINNING_S)
         self._waiting.pop(peer.id, None)
@@ -314,7 +315,7 @@ class DraftProtocol:
     def _answer_round(
         self, peer: Peer, rounds: int, number: int, inlet: RoundsInlet, run: Callable[[], bool]
     ) -> None:
-        """Run a round. If that is impossible, send the target an answer anyway, so that it does not wait."""
+        """Run a round. If the round cannot run, send the target an answer that ends its wait."""
         try:
             with self._on_device():
                 going_on = run()
@@ -357,7 +358,7 @@ class DraftProtocol:
             self._refuse(peer, message.commit.fence.session_id, message.commit.fence.epoch, answer)
 
     def _take_in(self, peer: Peer, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Store rows of a prompt; extend once there are enough. May run outside the engine thread."""
+        """Store rows of a prompt; extend once enough rows are stored. May run outside the engine thread."""
         sessions = self._engine.sessions
         with self._on_device():
             self._add_features(peer, request, rows)
@@ -385,7 +386,7 @@ class DraftProtocol:
 
     @staticmethod
     def _refuse(peer: Peer, session_id: int, epoch: int, answer: Answer) -> None:
-        """Send the reply that a RESYNC or REJECTED verdict requires; other verdicts need none."""
+        """Send the reply that a RESYNC or REJECTED verdict requires. Other verdicts need no reply."""
         reason = answer.reason.value
         if answer.verdict is Verdict.RESYNC:
             peer.send(NeedResync(session_id, epoch, reason))

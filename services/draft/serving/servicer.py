@@ -1,8 +1,7 @@
 """The gRPC servicer of the draft: Session, Bulk, GetInfo, GetTensor and PutTensor.
 
-Session streams are `ServerStream`s. The server's polling thread passes messages straight to the engine's
-commands, and the engine thread sends replies itself. The gRPC handler threads only wait for the stream to
-end.
+Session streams are `ServerStream`s. The server's polling thread turns messages directly into engine commands,
+and the engine thread sends replies itself. The gRPC handler threads only wait for the stream to end.
 """
 
 from __future__ import annotations
@@ -35,13 +34,15 @@ SERVICE_NAME = "outrider.draft.v1.Draft"
 MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
 NEXT_S = 0.05
-"""How long the polling thread busy-polls for the message after one of `FOLLOWED_KINDS`."""
+"""How long the polling thread busy-polls for the message that follows a message of `FOLLOWED_KINDS`."""
 FOLLOWED_KINDS = frozenset(("open", "frame", "rounds_enter", "round_soon", "round_state"))
-"""Kinds of messages that are soon followed by another one."""
+"""Kinds of messages that are soon followed by another message."""
 WARM_UP_S = 300.0
-"""Limit for the warm-up after the last borrowed tensor; on a machine's first start it compiles kernels."""
+"""Time limit of the warm-up after the last borrowed tensor. On a machine's first start, the warm-up compiles
+kernels."""
 MAX_UNSENT = 4096
-"""Limit of queued replies to a target that does not read; one more ends its stream."""
+"""Largest number of queued replies to a target that does not read. One more reply ends the target's
+stream."""
 TAKEN = draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken()).SerializeToString()
 
 log = get_logger("outrider.draft")
@@ -64,12 +65,15 @@ class StreamOutlet:
         self._stream = stream
 
     def close(self) -> None:
-        """Drop all further replies, and the reference to the stream, which refers back to its callbacks."""
+        """Drop all further replies.
+
+        Also drop the reference to the stream, because the stream refers back to its own callbacks.
+        """
         self._stream = None
 
     def send(self, reply: Reply) -> None:
         """Send a reply, or drop it after `close`. Never blocks."""
-        stream = self._stream  # read once: another thread may call `close` meanwhile
+        stream = self._stream  # read once, because another thread may call `close`
         if stream is None:
             return
         if isinstance(reply, RoundTrees) and reply.envelope is not None:

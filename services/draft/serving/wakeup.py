@@ -1,6 +1,6 @@
 """Puts the draft's engine thread to sleep, and wakes it for commands of other threads and for its sockets.
 
-Before it sleeps, the thread may busy-poll for a short time, so that a message that is due is handled
+Before sleeping, the thread may busy-poll for a short time, so that an expected message is handled
 immediately.
 """
 
@@ -25,7 +25,7 @@ class Source(Protocol):
 
     @property
     def has_unsent(self) -> bool:
-        """True if data is left to send, so that the thread also wakes up when the socket is writable."""
+        """True if data is left to send. The thread then also wakes up when the socket is writable."""
         ...
 
     def ready(self) -> None:
@@ -34,7 +34,7 @@ class Source(Protocol):
 
 
 class SourceWakeUp(WakeUp):
-    """A `WakeUp` that also ends when a source is ready.
+    """A `WakeUp` whose wait also ends when a source is ready.
 
     Any thread may call `set`. The other methods are for the engine thread only.
     """
@@ -76,7 +76,7 @@ class SourceWakeUp(WakeUp):
     def stay_awake(self, seconds: float) -> None:
         """Busy-poll instead of sleeping for this many seconds from now, because a message is due.
 
-        Without effect on a machine with few cores, where the sender needs the core.
+        The call has no effect on a machine with few cores, where the sender needs the core.
         """
         self._awake_until_s = max(self._awake_until_s, time.monotonic() + seconds)
 

@@ -22,7 +22,7 @@ class RowChunk:
 
     @property
     def stop(self) -> int:
-        """One past the last row."""
+        """The index of the last row, plus one."""
         return self.start + self.count
 
 
@@ -65,7 +65,7 @@ def finish_chunks(chunks: Sequence[RowChunk], states: Sequence[torch.Tensor | No
 def last_states(chunks: Sequence[RowChunk], states: torch.Tensor) -> list[torch.Tensor]:
     """Return the states of the chunks' last rows, from ``states [rows, hidden]``.
 
-    They are copies, because a view would keep the states of a whole prompt in memory.
+    The states are copied, because a view would keep the states of a whole prompt in memory.
     """
     ends = [end - 1 for end in accumulate(chunk.count for chunk in chunks)]
     return [states[end].clone() for end in ends]

@@ -11,15 +11,15 @@ MAX_EARLY_ROWS = 16 * 1024
 EARLY_LIFE_S = 5.0
 
 EarlyKey = tuple[int, int, int]
-"""Peer, session id, epoch."""
+"""Key of early rows: peer, session id and epoch."""
 
 
 class FeatureQueue:
     """Feature rows of one sequence that have arrived but are not consumed yet.
 
-    ``0 <= consumed <= contiguous`` always holds. Rows ``[consumed, contiguous)`` are stored in order. Rows
-    beyond a gap are stored separately until the gap closes (a commit may overtake the bulk stream); their
-    number is bounded.
+    ``0 <= consumed <= contiguous`` always holds. Rows ``[consumed, contiguous)`` are stored in order. A gap
+    occurs if a commit overtakes the bulk stream. Rows beyond a gap are stored separately until the gap
+    closes, and the number of such rows is bounded.
     """
 
     __slots__ = ("_ahead", "_segments", "consumed", "contiguous")
@@ -85,7 +85,7 @@ class FeatureQueue:
 class EarlyRows:
     """Feature rows of sessions that are not open yet, because the bulk stream overtook the Open.
 
-    Their number and their age are bounded.
+    The number and the age of such rows are bounded.
     """
 
     __slots__ = ("_kept", "_num_rows")

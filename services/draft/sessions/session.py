@@ -18,12 +18,15 @@ PeerId = NewType("PeerId", int)
 
 
 class RowSource(Enum):
-    """The input from which a strategy computes its KV rows; it decides which rows a complete session has."""
+    """The input from which a strategy computes its KV rows.
+
+    The input determines which rows a complete session has.
+    """
 
     FEATURES = "features"
     """The row at position t pairs the feature of t with token t + 1. The last row is just before the root."""
     TOKENS = "tokens"
-    """The row at position t is token t. The last row is the root's."""
+    """The row at position t is token t. The last row is the root's row."""
     NONE = "none"
     """There are no rows."""
 
@@ -62,7 +65,7 @@ class Answer:
     """The verdict on one message.
 
     Attributes:
-        verdict: The outcome.
+        verdict: The outcome of the message.
         reason: Why the message was not accepted.
         have_len: Number of feature rows stored, after an accepted open or accepted features.
         retry_after_ms: For REJECTED, the time to wait before trying again.
@@ -119,8 +122,8 @@ class Session:
     """The strategy's state for the last cached row. Trees grow from it."""
     row_source: RowSource = RowSource.FEATURES
     engaged: bool = False
-    """True while its rounds stay on the device. Its memory must then not be freed by others, and only those
-    rounds have all of its tokens."""
+    """True while the session's rounds stay on the device. No other code may then free the session's memory,
+    and only those rounds have all of the session's tokens."""
 
     @property
     def committed_len(self) -> int:

@@ -1,11 +1,11 @@
 """The table of followed sequences: opens, commits, closes, evicts and expires them, without any model.
 
 Every message carries a `Fence`: session, epoch, committed length, and hash of the committed tokens. Repeated
-or late messages are dropped and counted. If a message does not fit, the draft forgets that one sequence and
-answers RESYNC; the target then opens it again with a higher epoch. No message, in any order, can cause more
-harm than that.
+or late messages are dropped and counted. If a message does not fit its session, the draft forgets that one
+sequence and answers RESYNC. The target then opens the sequence again with a higher epoch. Wrong or reordered
+messages cannot cause more harm than that.
 
-Ledger of one session (what ends each resource):
+Ledger of one session (which event ends each resource):
 
     resource                    created by      ended by
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
@@ -52,7 +52,7 @@ class SessionLimits:
     Attributes:
         max_sessions: Largest number of sessions, over all peers.
         max_len: Largest number of tokens of one session.
-        vocab_size: Token ids must be smaller.
+        vocab_size: Every token id must be smaller than this number.
         feature_size: Width of a feature row; 0 if the strategy needs no features.
         max_shape: Largest tree that can be requested.
         lease_s: A peer that is silent for this time loses its sessions.
@@ -60,7 +60,7 @@ class SessionLimits:
             for this time.
         row_source: The input of the strategy's rows.
         rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
-            addition to the last one.
+            addition to the last row of that prefix.
         usual_shape: Shape of most trees; warm-up prepares it.
     """
 
@@ -81,7 +81,7 @@ class SessionTable:
 
     Args:
         limits: Limits of the table.
-        release: Called once for every session that ends, to free the strategy's resources for it.
+        release: Called once for every session that ends, to free the strategy's resources for that session.
     """
 
     def __init__(self, limits: SessionLimits, release: Callable[[Session], None]) -> None:
@@ -161,7 +161,7 @@ class SessionTable:
     ) -> Answer:
         """Add feature rows of positions ``[base, base + n)`` from the bulk stream, ordered per session.
 
-        Rows may overtake the Open that they belong to, because it travels on another stream. They are then
+        Rows may overtake the Open of their session, because the Open travels on another stream. Such rows are
         kept for a while.
         """
         session = self.get(peer, session_id)
@@ -263,7 +263,7 @@ class SessionTable:
         return sorted(waiting, key=lambda session: session.ask.asked_s if session.ask else 0.0)
 
     def extendable(self) -> list[Session]:
-        """Return the sessions with rows to extend by, except those whose rounds stay on the device."""
+        """Return the sessions that have rows to add, except those whose rounds stay on the device."""
         return [session for session in self if session.extendable_rows > 0 and not session.engaged]
 
     def lose(self, session: Session) -> None:
@@ -271,7 +271,7 @@ class SessionTable:
         self._forget(session)
 
     def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
-        """Forget the least recently used session if it was idle for `evict_idle_s`. Return whether one was.
+        """Forget the least recently used session if it was idle for `evict_idle_s`; return True if one ended.
 
         Sessions with a request, sessions whose rounds stay on the device, and those in `keep` (ids of
         `Session` objects) are spared.
@@ -314,7 +314,10 @@ class SessionTable:
         return all(0 <= token < vocab_size for token in tokens)
 
     def _problem(self, session: Session, commit: Commit) -> Reason:
-        """Return the fault of a commit that is not older than the session, or NONE. Ignores the hash."""
+        """Return the reason to reject a commit that is not older than the session, or NONE.
+
+        The hash is not checked.
+        """
         fence = commit.fence
         if commit.base_len > session.committed_len:
             return Reason.GAP

@@ -1,8 +1,8 @@
 """Defines `DraftStrategy`, the interface between the draft engine and the ways of drafting.
 
 A strategy may be a recurrent head (EAGLE), layers of the target's checkpoint (MTP), a standalone model, a
-table of n-grams, or a block drafter. The engine relies only on this: a strategy extends sessions by their new
-rows and answers with trees.
+table of n-grams, or a block drafter. Every strategy extends sessions by their new rows and returns trees. The
+engine relies on nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftBatch
 
 EXTEND_ROWS = 512
-"""Rows per pass over prompts. The limit bounds memory, and the time that other sessions wait."""
+"""Largest number of rows per pass over prompts. The limit bounds memory and the wait of other sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class StrategyInfo:
         model_id: Name of the checkpoint folder.
         fingerprint: Fingerprint of the weights.
         vocab_size: Size of the target vocabulary that the strategy was made for.
-        feature_size: Width of the feature rows that it reads; 0 if it reads none.
+        feature_size: Width of the feature rows that the strategy reads; 0 if the strategy reads no features.
         max_len: Largest number of tokens of a session.
         row_source: The input from which the rows of its KV are computed.
         hidden_size: Hidden size of its model; 0 without a model.
         rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
-            addition to the last one.
-        extend_rows: Rows per pass over prompts.
+            addition to the last row of that prefix.
+        extend_rows: Largest number of rows per pass over prompts.
     """
 
     algorithm: str
@@ -90,7 +90,7 @@ class DraftStrategy(Protocol):
     def missing(self) -> Mapping[str, tuple[int, ...]]:
         """Return the names and shapes of the target's tensors that are still to be lent.
 
-        Drafting starts when none is left.
+        Drafting starts when no tensor is missing.
         """
         ...
 

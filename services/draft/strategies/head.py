@@ -85,7 +85,7 @@ class HeadStrategy(PagedStrategy, HasProducts):
         host = upload(np.stack([np.concatenate(tokens), np.concatenate(positions)]), torch.int32, head.device)
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
         batch = build_batch(self._pool, leases_of(chunks), starts, counts)
-        # Kept rows stay for the round that grows the tree; that round computes the state of the last one.
+        # Kept rows are left for the round that grows the tree, which also computes the state of the last row.
         ends = ONLY_KEYS
         if not keep:
             order = upload(

@@ -1,15 +1,17 @@
 """Drafting with the multi-token prediction (MTP) layers of the target's own checkpoint.
 
-Layer m (from 0) works on pairs. At position t it pairs the token t + 1 + m with the state of layer m - 1 at
-t, and predicts the token t + 2 + m. Layer 0 uses the target's last hidden state after the final norm. Each
-layer has its own K/V, in a plane of the pool. With C committed tokens, layer m has C - 1 - m rows.
+Layer m (from 0) works on pairs. At position t, the layer pairs the token t + 1 + m with the state of
+layer m - 1 at t, and predicts the token t + 2 + m. Layer 0 uses the target's last hidden state after the
+final norm. Each layer has its own K/V, in a plane of the pool. With C committed tokens, layer m has C - 1 - m
+rows.
 
 Layer i runs level i of a tree. Levels beyond the last layer repeat that layer on its own previous state, as
 is usual for models with one MTP layer.
 
 Layer m lags m rows behind the sequence. For m >= 2, there are therefore m - 1 rows between its stable rows
-and the row of a node at level m. They belong to the node's ancestors, and their tokens are drafted too. So
-when layer m takes over at level m, it runs the earlier levels first; see `growing_model.Stage`.
+and the row of a node at level m. These rows belong to the node's ancestors, and the tokens of these rows are
+drafted too. So when layer m takes over at level m, it runs the earlier levels first; see
+`growing_model.Stage`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 
 FINGERPRINT = "final_hidden"
-"""Fingerprint of raw features: the target stores its last hidden state, whichever layers read it."""
+"""Fingerprint of raw features. The target stores its last hidden state, which is independent of the MTP
+layers."""
 
 
 class MtpModel(GrowingModel):
@@ -190,7 +193,7 @@ class MtpStrategy(PagedStrategy):
             max_len=longest_session(pool, max_shape),
             hidden_size=config.hidden_size,
             # Layer m continues from the last state of layer m - 1, which a reopened session no longer has.
-            # Layer 0 computes m earlier rows again to supply it.
+            # Layer 0 computes m earlier rows again to supply that state.
             rewind=model.depth - 1,
         )
         super().__init__(info, model, pool, attention)
@@ -232,7 +235,8 @@ class MtpStrategy(PagedStrategy):
                 [chunk.count for chunk in chunks]
             )
         )
-        # Each layer lags one row behind the layer before: the token for its newest row is not known yet.
+        # Each layer lags one row behind the layer before, because the token for its newest row is not known
+        # yet.
         for layer in range(model.depth):
             if layer:
                 parts = [
@@ -291,7 +295,7 @@ class MtpStrategy(PagedStrategy):
         if depth <= 2:
             return None
         states = [session.last_state for session in sessions if session.last_state is not None]
-        # A layer without rows has no tree rows that would continue from its state, so padding is never read.
+        # No tree row continues from the state of a layer without rows, so padding is never read.
         return torch.stack([functional.pad(rows, (0, 0, 0, depth - rows.shape[0])) for rows in states])
 
 
@@ -302,7 +306,8 @@ def _inputs(outputs: torch.Tensor, before: torch.Tensor | None, layer: int) -> t
         outputs: ``[rows, hidden]``, new states of the layer before. The last row must wait: the token that
             this layer would pair it with is not known yet.
         before: ``[layers, hidden]``, states of the last rows in the previous call, for the layers that had
-            rows; None in the first call. The row that waited then comes first now.
+            rows; None in the first call. In any other call, the row that waited in the previous call comes
+            first.
         layer: Index of the layer, at least 1.
     """
     if before is not None and before.shape[0] >= layer:

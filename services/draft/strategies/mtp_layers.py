@@ -83,7 +83,8 @@ class MtpLayer:
     Args:
         dialect: How token and state are joined.
         hidden_norm, token_norm: Norms of the state and of the token's embedding.
-        projection: ``[hidden, 2 * hidden]``, applied to both halves.
+        projection: ``[hidden, 2 * hidden]``, applied to the concatenated state and embedding, in the
+            dialect's order.
         block: The decoder layer.
         final_norm: The norm of the decoder layer's output.
     """
@@ -133,7 +134,7 @@ class MtpWeights:
     Attributes:
         config: Configuration of the target that the layers belong to.
         dialect: How the layers join token and state.
-        layers: The layers, first one first.
+        layers: The layers, in order.
         prefixes: Prefix of the names of each layer's tensors, in the same order.
         fingerprint: Fingerprint of configuration and weights.
     """

@@ -31,7 +31,8 @@ from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 CUDA_EXTEND_ROWS = 8192
-"""Larger than on the CPU: for a GPU pass over few rows, the host needs longer than the device."""
+"""Largest number of rows per pass over prompts on CUDA. It exceeds the CPU's limit because, for a GPU pass
+over few rows, the host needs longer than the device."""
 
 
 class PagedStrategy(DraftStrategy, ABC):
@@ -119,7 +120,7 @@ class PagedStrategy(DraftStrategy, ABC):
         return Pages(allocator.num_pages, allocator.free_pages, allocator.held_pages)
 
     def _extended(self, chunks: Sequence[RowChunk]) -> bool:
-        """Extend by these chunks with the recorded graph, if it fits them; return whether it did."""
+        """Extend by these chunks with the recorded graph if it fits the chunks; return True if it ran."""
         extension = self.rounds.extension if self.rounds is not None else None
         if extension is None or not extension.takes(chunks):
             return False

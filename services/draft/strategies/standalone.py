@@ -32,7 +32,8 @@ from outrider.shared.spec.tree import DraftShape
 class DecoderGrowth(GrowingModel):
     """Grows trees with a decoder.
 
-    A row finds everything about its ancestors in their K/V, so states only serve to compute logits.
+    A row reads everything about its ancestors from the ancestors' K/V, so states serve only to compute
+    logits.
 
     Args:
         decoder: The draft model.

@@ -1,4 +1,4 @@
-"""Compares the tokenizers of a draft and a target folder: both must give each token the same id."""
+"""Compares the tokenizers of a draft and a target folder, which must give each token the same id."""
 
 from __future__ import annotations
 

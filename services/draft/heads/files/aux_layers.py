@@ -1,8 +1,12 @@
-"""Selects the target layers that feed an EAGLE-3 head, and decides if their ids count outputs or inputs.
+"""Selects the target layers that feed an EAGLE-3 head; refuses a number of layers without their ids.
 
-Reading the ids by the wrong convention silently lowers the accept length. The convention here is SGLang's
-(`set_eagle3_layers_to_capture`). The ids count outputs of layers, except in two cases, where they count
-inputs:
+If a configuration gives the number of feature layers (``num_aux_hidden_states``) but no list of ids, only the
+number three is accepted, because default layers exist only for three. `AuxLayers.outputs` refuses every other
+number. `eagle3_config` parses all other keys, and `eagle3_sizes` compares the number with the tensors.
+
+The module also decides if ids count outputs or inputs of layers. Reading the ids by the wrong convention
+silently lowers the accept length. The convention here is SGLang's (`set_eagle3_layers_to_capture`). The ids
+count outputs of layers, except in two cases, where they count inputs:
 
 - The last id equals the number of the target's layers, as in heads for gpt-oss.
 - The target is a DeepSeek or Kimi model, and the ids do not begin with 1.
@@ -27,7 +31,7 @@ INPUT_COUNTING_FAMILIES = ("deepseek", "kimi")
 
 
 class AuxConvention(Enum):
-    """How to read the ids. The values appear in logs and in the doctor's report."""
+    """How the ids of aux layers count layers. The values appear in logs and in the doctor's report."""
 
     DEFAULT = "not named: the inputs of layers 2, L//2 and L - 3"
     OUTPUTS = "ids count outputs"
@@ -41,8 +45,10 @@ class AuxLayers:
 
     Attributes:
         count: Number of aux layers.
-        ids: The layers in ascending order, counted as in the file; None for the default triple.
-        contradicted: The list in the file, if ``num_aux_hidden_states`` overrides its length; else None.
+        ids: The ids of the layers, in ascending order and counted as in the file; None for the default
+            triple.
+        contradicted: The list in the file, if ``num_aux_hidden_states`` differs from the length of the list;
+            else None.
     """
 
     count: int
@@ -51,12 +57,14 @@ class AuxLayers:
 
     @classmethod
     def parse(cls, reader: ConfigReader) -> AuxLayers:
-        """Read the keys. If the explicit number is smaller than the list, only the first ids are used.
+        """Read the number of aux layers and the list of their ids from a head's configuration.
 
-        If it is larger, the default layers are used, which exist for three layers only.
+        If the number is smaller than the length of the list, only the first ids are used. If the number is
+        larger, the default layers are used. Default layers exist only for the number three.
 
         Raises:
-            CheckpointError: The list is malformed, or shorter than a number for which there is no default.
+            CheckpointError: The list is malformed, or the list is too short and there is no default for the
+                number.
         """
         ids = _listed(reader)
         count = reader.positive(NUM_AUX_KEY, len(ids) if ids else DEFAULT_NUM_AUX)
@@ -70,7 +78,7 @@ class AuxLayers:
 
     @property
     def summary(self) -> str:
-        """A summary for the log, for use before the target is known."""
+        """A summary of the layers for the log, for use before the target is known."""
         named = (
             "the default triple"
             if self.ids is None
@@ -118,8 +126,8 @@ class AuxLayers:
     def naming(self, outputs: tuple[int, ...], target: TargetInfo, *, latent: bool) -> tuple[int, ...] | None:
         """Return the ids that a file must contain to name the outputs of these layers; None if no ids can.
 
-        For DeepSeek and Kimi targets, layer 0 cannot come first: counted as an input, its id would be 1, and
-        ids that begin with 1 count outputs.
+        For DeepSeek and Kimi targets, no ids can name the output of layer 0, unless the last layer is named
+        too. Counted as an input, that output has the id 1, but ids that begin with 1 count outputs.
         """
         for ids in (outputs, tuple(layer + 1 for layer in outputs)):
             layers = AuxLayers(len(ids), ids)
@@ -142,8 +150,8 @@ class AuxLayers:
                 f"this one has {num_layers}. Name the layers by {AUX_KEY} in the head's config.json.",
                 field=AUX_KEY,
             )
-        # As in the official code, the inputs of layers 2, L // 2 and L - 3, named as outputs of the layers
-        # before these.
+        # The official code captures the inputs of layers 2, L // 2 and L - 3. These are the outputs of the
+        # layers before.
         return (1, num_layers // 2 - 1, num_layers - 4)
 
 

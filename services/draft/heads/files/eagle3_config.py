@@ -1,4 +1,8 @@
-"""Parses an EAGLE-3 head's configuration, in every published dialect, and checks that it fits the target."""
+"""Parses an EAGLE-3 head's configuration, in every published dialect, and checks that it fits the target.
+
+The keys of the feature layers are parsed by `aux_layers`, which also refuses a number of layers without their
+ids. `eagle3_sizes` compares the configuration with the shapes of the tensors.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,13 @@ class Eagle3Config:
     """The configuration of an EAGLE-3 head.
 
     Attributes:
-        layer: Its decoder layers. ``layer.vocab_size`` is the target's vocabulary.
-        draft_vocab_size: Rows of its lm_head, or None if the file does not contain the number.
+        layer: The head's decoder layers. ``layer.vocab_size`` is the size of the target's vocabulary.
+        draft_vocab_size: Number of rows of the head's lm_head, or None if the file does not contain the
+            number.
         hot_vocab_size: Number of frequent tokens that the head drafts (FR-Spec), named by ``hot_token_id`` or
             by a token map; None drafts all tokens.
-        borrows_lm_head: True if ``draft_vocab_size`` is null in the file: the head then uses the target's
-            lm_head, even if the file contains one.
+        borrows_lm_head: True if ``draft_vocab_size`` is null in the file. The head then uses the target's
+            lm_head, even if the checkpoint contains an lm_head.
         target_hidden_size: Width of one aux feature, and of a borrowed embedding.
         final_hidden: True if the feature is the target's last hidden state instead of aux layers
             (``use_aux_hidden_state: false``).
@@ -37,7 +42,8 @@ class Eagle3Config:
             the file decide.
         attention_bias: True if the projections of q, k and v must have biases. If False, the tensors in the
             file decide.
-        norm_before_residual: True if the residual of the first layer is the normed feature, not the raw one.
+        norm_before_residual: True if the residual of the first layer is the normed feature, not the raw
+            feature.
         norm_output: True if the next step's feature is the normed state.
     """
 
@@ -106,7 +112,7 @@ class Eagle3Config:
         return self.aux.convention(target, latent=self.layer.latent is not None)
 
     def aux_naming(self, outputs: tuple[int, ...], target: TargetInfo) -> tuple[int, ...] | None:
-        """Return the ids by which this file must name the outputs of these layers; None if no ids can."""
+        """Return the ids that name the outputs of these layers in this file; None if no such ids exist."""
         return self.aux.naming(outputs, target, latent=self.layer.latent is not None)
 
     def check_target(self, target: TargetInfo) -> tuple[int, ...]:

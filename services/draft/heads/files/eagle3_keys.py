@@ -28,8 +28,8 @@ def resolve(reader: CheckpointReader, config: Eagle3Config) -> HeadKeys:
     """Match the names and shapes of a checkpoint's tensors against its configuration.
 
     Raises:
-        CheckpointError: A tensor is missing, unexpected or misshaped. The message names all of them as the
-            file spells them.
+        CheckpointError: A tensor is missing, unexpected or misshaped. The message lists all such tensors in
+            the file's spelling.
     """
     stored = canonical_names(reader, _rename)
     check_sizes(reader, config, stored)
@@ -46,8 +46,8 @@ def take_vocabulary(
 ) -> DraftVocabulary:
     """Return the tokens that a head can draft.
 
-    The sources are ``d2t`` (checked against ``t2d``), else ``hot_token_id`` or a token map, else the full
-    vocabulary.
+    The first source that exists is used: ``d2t``, which is checked against ``t2d``; then ``hot_token_id`` or
+    a token map; then the full vocabulary.
 
     Raises:
         CheckpointError: The tensors contradict each other, or a token map was given for a head that has a
@@ -74,7 +74,7 @@ def take_vocabulary(
 
 
 def take_projector(reader: CheckpointReader, keys: HeadKeys) -> dict[str, torch.Tensor]:
-    """Return, on the host and by canonical name, the projector tensors, which the target applies itself."""
+    """Return the projector's tensors by canonical name, in host memory. The target runs the projector."""
     names = [
         name
         for name in keys.shapes
@@ -84,7 +84,7 @@ def take_projector(reader: CheckpointReader, keys: HeadKeys) -> dict[str, torch.
 
 
 def layer_norm_name(keys: HeadKeys, layer: int) -> str:
-    """Return the name of the norm over the state that enters a layer after the first.
+    """Return the name of the norm that a layer after the first one applies to its input state.
 
     The name is ``hidden_norm``, or ``input_layernorm`` in some exports.
     """

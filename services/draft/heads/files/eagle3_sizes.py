@@ -1,6 +1,7 @@
-"""Reports a wrong hidden_size, vocab_size or number of aux layers of an EAGLE-3 head in a single sentence.
+"""Compares an EAGLE-3 head's config.json with its tensors: hidden_size, vocab_size, number of aux layers.
 
-Without these checks, such a mistake would appear as a long list of misshaped tensors.
+Each difference is reported in a single sentence. Without these checks, such a mistake would appear as a long
+list of misshaped tensors. The module reads no layer ids: `aux_layers` refuses a number of layers without ids.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def check_sizes(reader: CheckpointReader, config: Eagle3Config, actual: Mapping[
     Args:
         reader: Reader of the checkpoint.
         config: The parsed config.json.
-        actual: Canonical name → name in the file.
+        actual: Maps the canonical name of each tensor to the tensor's name in the file.
 
     Raises:
         CheckpointError: A size differs. The message names the key, the tensor and both numbers.

@@ -20,7 +20,7 @@ class EagleConfig:
     """The configuration of an EAGLE-1/2 head.
 
     Attributes:
-        layer: Its decoder layers.
+        layer: The head's decoder layers.
         fc_bias: True if ``fc`` has a bias. The default is False for Mistral's heads, and True for all others.
         qkv_bias: True if the projections of q, k and v have biases, as in heads for Qwen2.
         first_norm: True if layer 0 has its input norm, as in ModelOpt's and Mistral's heads.

@@ -42,16 +42,17 @@ MODEL_TYPES = (
     "eagle",
     "eagle3",
 )
-"""Model types of heads whose layers are Llama's."""
+"""Model types of heads that have Llama's layers."""
 LATENT_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-"""Model types of heads with latent attention instead of K and V. The rest of their layers is Llama's."""
+"""Model types of heads with Llama's layers, but with latent attention instead of K and V."""
 
 PLAIN_ROPES = ("dynamic", "mrope")
-"""Kinds of rotary embedding that a head computes as the plain one.
+"""Kinds of rotary embedding that a head computes like the plain, unscaled kind.
 
 - ``dynamic``: Dynamic NTK raises the base only when a text exceeds ``max_position_embeddings``. The official
-  EAGLE code then raises it with each token, while cached keys keep the base they were written with. Here the
-  base never changes, as in heads without scaling. This costs accept length on such texts, never correctness.
+  EAGLE code then raises the base with each token, while cached keys keep the base with which they were
+  written. Here the base never changes, as in heads without scaling. The constant base lowers the accept
+  length on longer texts, but never affects correctness.
 - ``mrope``: The three coordinates of multimodal rotary embedding are equal in text.
 """
 
@@ -64,16 +65,17 @@ class HeadConfig:
 
     Attributes:
         vocab_size: The target's vocabulary.
-        hidden_size, intermediate_size, num_layers, num_heads: Sizes.
-        num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention this is one
-            head, as wide as the latent and its rotated part together.
+        hidden_size, intermediate_size, num_layers, num_heads: Sizes of the layers.
+        num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention, the entry is
+            one head, whose width is the width of the latent plus the width of its rotated part.
         rotary_dim: Number of rotated dimensions of a head.
         latent: Widths of multi-head latent attention, or None.
         rms_norm_eps: Epsilon of every norm.
         rope: Rotary embedding. Its base defaults to 10000, not to the target's base.
         tie_word_embeddings: True if the head's lm_head is its embedding.
         activation: Activation of the MLP.
-        sliding_window: Number of positions that a row attends to, its own included; None for all.
+        sliding_window: Number of positions that a row attends to, including its own position. None means no
+            limit.
         fingerprint: Fingerprint of the configuration's content.
     """
 
@@ -164,7 +166,8 @@ class HeadConfig:
         """Check that the head was made for the target's vocabulary.
 
         Raises:
-            CheckpointError: It was not. The message names the key and both values.
+            CheckpointError: The head was made for another vocabulary. The message names the key and both
+                values.
         """
         if target.vocab_size != self.vocab_size:
             raise CheckpointError(
@@ -203,7 +206,7 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
 
 
 def plain_rope(reader: ConfigReader) -> str | None:
-    """Return the kind of rotary embedding if it is computed as the plain one (`PLAIN_ROPES`), else None."""
+    """Return the kind of rotary embedding if the kind is one of `PLAIN_ROPES`, else None."""
     parameters = reader.raw.get(_rope_section(reader))
     name = parameters.get("rope_type", parameters.get("type")) if isinstance(parameters, Mapping) else None
     return name if name in PLAIN_ROPES else None
@@ -246,7 +249,7 @@ def _activation(reader: ConfigReader) -> Activation:
 def _sliding_window(reader: ConfigReader) -> int | None:
     """Return the sliding window of all layers, or None.
 
-    ``layer_types`` must be the same for all layers: no known head mixes them.
+    ``layer_types`` must name the same type for all layers, because no known head mixes types.
     """
     raw = reader.raw
     types = raw.get("layer_types")
@@ -263,7 +266,7 @@ def _sliding_window(reader: ConfigReader) -> int | None:
         if "sliding_attention" not in types:
             return None
         return reader.positive("sliding_window")
-    # Configurations of Qwen2 contain a window even if it is switched off.
+    # Configurations of Qwen2 contain a window even if the window is switched off.
     if raw.get("sliding_window") is None or not reader.flag("use_sliding_window", True):
         return None
     return reader.positive("sliding_window")

@@ -22,7 +22,9 @@ def take_hot_ids(
     hot_size: int | None,
     vocab_size: int,
 ) -> torch.Tensor | None:
-    """Return the only target ids to draft, ``[size] int64`` in the order of the head's rows; None for all.
+    """Return the only target ids to draft, ``[size] int64`` in the order of the head's rows, or None.
+
+    None means that the head drafts all target ids.
 
     Args:
         reader: Reader of the head's checkpoint.

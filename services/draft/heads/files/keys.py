@@ -38,14 +38,15 @@ class HeadKeys:
     """The tensors to read from a head's checkpoint, by canonical name.
 
     Attributes:
-        actual: Canonical name → name in the file, of every tensor to read.
-        shapes: Canonical name → shape, of the same tensors.
+        actual: Maps the canonical name of each tensor to read to the tensor's name in the file.
+        shapes: Maps the canonical name of each tensor to read to the tensor's shape.
         dialect: Spelling of the first layer in this file (``midlayer.``, ``layers.0.``,
             ``model.layers.0.``), for the log.
-        ignored: Name in the file → why the tensor is not read.
+        ignored: Maps the name in the file of each tensor that is not read to the reason.
         pairs: Head width if q and k rotate adjacent pairs of dimensions (Mistral's format); 0 if they rotate
             halves.
-        scales: Canonical name of each matrix stored in FP8 → name in the file of its one scale.
+        scales: Maps the canonical name of each matrix stored in FP8 to the name in the file of the matrix's
+            only scale.
     """
 
     actual: Mapping[str, str]
@@ -69,15 +70,16 @@ class HeadKeys:
 
         Args:
             reader: Reader of the checkpoint.
-            stored: Canonical name → name in the file, of all its tensors (`canonical_names`).
-            shapes: Canonical name → shape, of all tensors that must exist.
-            ignored: Canonical name → reason, of tensors that may exist but are not read.
+            stored: Maps the canonical name of each tensor in the file to the tensor's name in the file; see
+                `canonical_names`.
+            shapes: Maps the canonical name of each tensor that must exist to the tensor's shape.
+            ignored: Maps the canonical name of each tensor that may exist but is not read to the reason.
             integers: Canonical names of index and mask tensors.
             head_dim: Width of an attention head, for files that rotate pairs.
 
         Raises:
-            CheckpointError: A tensor is missing, unexpected or misshaped. The message names all of them as
-                the file spells them.
+            CheckpointError: A tensor is missing, unexpected or misshaped. The message lists all such
+                tensors in the file's spelling.
         """
         # 1. Collect the tensors that may be skipped, each with its reason.
         dialect = _dialect(reader)
@@ -123,7 +125,8 @@ class HeadKeys:
     def adapt(self, name: str, tensor: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Convert a stored tensor to the form that the head computes with.
 
-        FP8 is multiplied by its scale and becomes fp32. Rows of q and k are reordered from pairs to halves.
+        An FP8 matrix is multiplied by its scale and becomes fp32. If q and k rotate pairs, their rows are
+        reordered from pairs to halves.
         """
         if scale is not None:
             tensor = tensor.to(torch.float32) * scale.reshape(())
@@ -219,7 +222,8 @@ def canonical_names(
 
     Args:
         reader: Reader of the checkpoint.
-        rename: Further renaming; it receives names without ``model.`` and ``midlayer.``.
+        rename: An additional function that renames tensors. Its argument is a name without ``model.`` and
+            ``midlayer.``.
 
     Raises:
         CheckpointError: Two tensors of the file have the same canonical name.
@@ -250,8 +254,9 @@ def layer_shapes(
         config: Sizes.
         layer: Index of the layer.
         input_size: Width of the input of q, k and v.
-        stored: Names in the file. If one projection of a group has a bias, all of the group must have one.
-        qkv_bias: True if q, k and v must have biases in any case.
+        stored: Names in the file. If one projection of a group has a bias, every projection of the group must
+            have a bias.
+        qkv_bias: True if q, k and v must have biases even if the file contains none.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"layers.{layer}."

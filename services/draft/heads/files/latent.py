@@ -1,4 +1,4 @@
-"""Shapes and loading of multi-head latent attention in heads, as in heads for Kimi-K2.
+"""Shapes and loading of multi-head latent attention in draft heads, for example in heads for Kimi-K2.
 
 The computation itself is in `shared.nn.layers.latent_attention`.
 """
@@ -21,7 +21,7 @@ def latent_shapes(config: HeadConfig, latent: LatentConfig, prefix: str, input_s
 
     Args:
         config: The head's configuration.
-        latent: Sizes of its latent attention.
+        latent: Sizes of the latent attention of the head.
         prefix: Prefix of the names.
         input_size: Width of the input of the query and latent projections.
     """
@@ -54,7 +54,7 @@ def take_latent_attention(
         take: Returns a tensor of the head by its canonical name.
         take_norm: Returns a norm by its canonical name and its epsilon.
         config: The head's configuration.
-        latent: Sizes of its latent attention.
+        latent: Sizes of the latent attention of the head.
         layer: Index of the layer.
     """
     prefix = f"layers.{layer}.self_attn."

@@ -9,7 +9,8 @@ Mistral's heads are EAGLE-1/2 heads over complete Mistral layers:
 - ``eagle_linear`` (our ``fc``) has no bias.
 - A ``norm`` follows the last layer. Its output is the input of the lm_head and the next feature. This is
   vLLM's reading; SGLang loads the norm but does not apply it.
-- q and k rotate adjacent pairs of dimensions, and FP8 matrices have one scale each.
+- q and k rotate adjacent pairs of dimensions.
+- Each FP8 matrix has one scale.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ SPELLINGS = {ours: theirs for theirs, ours in MODULES.items()}
 
 
 def config_file(folder: Path) -> Path:
-    """Return the configuration file of a head: ``config.json``, or ``params.json`` if only that exists."""
+    """Return the configuration file of a head: ``config.json``, or ``params.json`` if only the latter
+    exists."""
     params = folder / PARAMS_FILE
     return params if params.is_file() and not (folder / CONFIG_FILE).is_file() else folder / CONFIG_FILE
 
@@ -80,7 +82,9 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 
 def from_params(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
-    """Return a configuration with Hugging Face's keys. A configuration that has them is returned unchanged.
+    """Return a configuration with Hugging Face's keys.
+
+    A configuration that already has such keys is returned unchanged.
 
     Raises:
         CheckpointError: A key requests something that is not supported.
@@ -118,7 +122,7 @@ def is_native(names: Collection[str]) -> bool:
 
 
 def rename(name: str) -> str:
-    """Return the canonical name of a tensor, given without ``model.``."""
+    """Return the canonical name of a tensor. `name` must not begin with ``model.``."""
     return ".".join(MODULES.get(part, part) for part in name.split("."))
 
 

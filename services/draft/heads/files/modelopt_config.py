@@ -17,10 +17,10 @@ REGULAR = "next_layer_regular"
 
 
 def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -> None:
-    """Reject options with which an EAGLE-3 head would have to compute differently than here.
+    """Reject options that need a different EAGLE-3 network from the one implemented here.
 
     Args:
-        reader: The head's configuration, its sections merged.
+        reader: The head's configuration, with its sections merged.
         num_layers: Number of the head's layers.
         final_hidden: True if the head reads the last hidden state. With aux layers, ModelOpt ignores
             ``use_mtp_layernorm``.
@@ -50,10 +50,10 @@ def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -
 
 
 def check_eagle(reader: ConfigReader, *, ends_with_norm: bool) -> None:
-    """Reject options with which an EAGLE-1/2 head would have to compute differently than here.
+    """Reject options that need a different EAGLE-1/2 network from the one implemented here.
 
     Args:
-        reader: The head's configuration, its sections merged.
+        reader: The head's configuration, with its sections merged.
         ends_with_norm: True if a norm follows the last layer of this kind of head.
 
     Raises:

@@ -14,7 +14,7 @@ from outrider.shared.base.errors import ConfigurationError
 
 TOKENIZER_FILE = "tokenizer.json"
 MIN_CORPUS_MATCH = 2
-"""A match in another text needs at least two tokens: a single common token predicts nothing there."""
+"""A match in another text needs at least two tokens, because one common token predicts nothing there."""
 MAX_CORPUS_ENDS = 1024
 PAIR_SHIFT = 32
 
@@ -60,8 +60,8 @@ class Corpus:
             tokenizer_dir: Folder with the target's ``tokenizer.json``; needed for texts.
 
         Raises:
-            ConfigurationError: The file cannot be read, contains something else, or contains texts while
-                there is no tokenizer.
+            ConfigurationError: The file cannot be read, has another format, or contains texts although there
+                is no tokenizer.
         """
         documents = list(_documents(path))
         if any(isinstance(document, str) for document in documents):

@@ -2,9 +2,9 @@
 
 This module needs no model and no torch: it runs numpy on the host. The trie is built from scratch each round,
 from at most `MAX_MATCHES` occurrences. A permanent trie of all n-grams would be faster to read but slower to
-maintain. With 12 tokens of context and 16 of continuation, it would take a few kilobytes of Python objects
-per token, and a round would still have to walk one path per suffix. One pass over 32k tokens of history takes
-about 15 µs.
+maintain. With 12 tokens of context and 16 tokens of continuation, a permanent trie would need a few kilobytes
+of Python objects per token, and each round would still have to walk one path per suffix. One pass over 32k
+tokens of history takes about 15 µs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ MAX_MATCHES = 48
 MATCH_GROWTH = 2.0
 """Factor by which a continuation's weight grows with each further token of matching context."""
 OLDEST_WEIGHT = 0.5
-"""Weight of a continuation at the beginning of the text, relative to one at its end."""
+"""Weight of a continuation at the beginning of the text, relative to a continuation at the end of the
+text."""
 SEPARATOR = -1
-"""Marks the end of a document. Equal to no token."""
+"""Marks the end of a document. No token id has this value."""
 
 
 class History:
@@ -62,11 +63,11 @@ class Match:
 
     Attributes:
         text: The text that contains it.
-        end: Index of its last token.
-        length: Number of tokens that it shares with the current suffix.
-        weight: Weight of its continuation.
+        end: Index of the occurrence's last token.
+        length: Number of tokens that the occurrence shares with the current suffix.
+        weight: Weight of the continuation.
         repeats: True if `text` is the current sequence itself. The proposed tokens then extend the text, so a
-            continuation that reaches the end of the text goes on with its own tokens.
+            continuation that reaches the end of the text continues with its own first tokens.
     """
 
     text: Tokens
@@ -92,7 +93,7 @@ class Match:
 
 
 def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
-    """Find earlier occurrences of the last tokens of `text` in itself, longest and then latest first.
+    """Find earlier occurrences of the last tokens of `text`, longest first, and latest first within a length.
 
     Only occurrences of at least `min_match` tokens count; at most `max_match` tokens are compared.
     """
@@ -105,14 +106,14 @@ def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
 def rank_matches(
     text: Tokens, ends: NDArray[np.int64], suffix: Tokens, min_match: int, max_match: int, *, repeats: bool
 ) -> list[Match]:
-    """Measure how long the contexts that end at `ends` agree with `suffix`; return the best `MAX_MATCHES`.
+    """Measure the lengths of the matches that end at `ends`, and return the best `MAX_MATCHES` matches.
 
     Args:
         text: The text that contains the occurrences.
         ends: Indices of tokens equal to the last one of `suffix`, ascending.
         suffix: The current sequence.
         min_match: Shorter matches are dropped.
-        max_match: Longer matches count as this long.
+        max_match: Longer matches count as matches of this length.
         repeats: True if `text` is the current sequence itself; see `Match`.
     """
     lengths = np.ones(len(ends), dtype=np.int64)
@@ -159,9 +160,9 @@ class ContinuationTrie:
     def tree(self, root_token: int, shape: DraftShape) -> HostTree:
         """Return the heaviest nodes as a tree of this shape.
 
-        In each level, `topk` nodes have children, at most `topk` each. The log-probability of a node is its
-        share of its parent's weight. A child never outweighs its parent, so the selected nodes always form a
-        tree.
+        In each level, `topk` nodes have children, and each of these nodes has at most `topk` children. The
+        log-probability of a node is its share of its parent's weight. A child never outweighs its parent, so
+        the selected nodes always form a tree.
         """
         levels: list[list[_Candidate]] = []
         beam = [_Candidate(self._root, root_token, None)]
