@@ -15,7 +15,7 @@ from outrider.bench.stacks.shapes import NamedShape
 
 EPS = 1e-5
 REPEATS = 8
-"""Repetitions of a small kernel within a measurement. As in a round, the kernel's data may stay in a cache."""
+"""Repetitions of a small kernel within a measurement. As in a round, the data may stay in a cache."""
 
 
 @dataclass(frozen=True, slots=True)

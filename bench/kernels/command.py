@@ -138,7 +138,7 @@ def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) 
 
 
 def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[Case]]]:
-    """Yield each kind of cases that `--only` selects, with its cases. A case allocates its data when drawn."""
+    """Yield each kind of cases that `--only` selects, with its cases. Each case allocates its data lazily."""
     sizes = Sizes.of(
         options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small
     )

@@ -25,7 +25,7 @@ class Profile:
     Attributes:
         span_ms: Length of the middle, in milliseconds.
         idle: Share of the span without a running kernel, including short gaps between kernels of a graph.
-        idle_between: Share of the span in gaps longer than `GAP_BETWEEN_NS`. The GPU waits for the host then.
+        idle_between: Share of the span in gaps longer than `GAP_BETWEEN_NS`, i.e. in waits for the host.
         longest_gap_us: Longest gap, in microseconds.
         kernels: (name, launches, milliseconds, share of the span) of each kernel; the longest time is first.
     """

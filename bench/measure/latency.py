@@ -390,7 +390,7 @@ def _taken(run: tuple[float, list[TimedAnswer]]) -> float:
 def _gaps(answers: Sequence[TimedAnswer]) -> list[float]:
     """Return the seconds between successive deliveries of tokens.
 
-    Leaves out the wait for the first token, and the gap after it, which may contain prefills of others.
+    The wait for the first token and the gap after it are left out: the gap may contain others' prefills.
     """
     gaps = [
         later - earlier
