@@ -54,7 +54,7 @@ def bench_default(
     transport: StackTransport = Transport.AUTO,
     output: Output = None,
 ) -> None:
-    """Measure this machine and this build. Without a subcommand, run `speculation` with the flags below."""
+    """Measure this machine and this build. Without a command, run `speculation` with the flags below."""
     if context.invoked_subcommand is None:
         _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output)
 

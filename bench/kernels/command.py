@@ -1,9 +1,9 @@
 """`outrider bench kernels`: times each kernel against its floor.
 
 A floor is the time to read a kernel's bytes or to do its operations at the rates measured on this machine.
-Each case is timed in a CUDA graph. The graph works on so many distinct copies of the data that no cache can
-hold all copies. The case `forward` is the target's whole pass, and `propose` is a whole round of drafting. On
-a CPU, the reference versions of the kernels run in small sizes, as a test.
+Each case is timed in a CUDA graph that cycles through distinct copies of its data. The copies exceed every
+cache. The case `forward` is the target's whole pass, and `propose` is a whole round of drafting. On a CPU,
+the reference versions of the kernels run in small sizes, as a test.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def recorded_environment() -> dict[str, str]:
 
 
 def under_mps() -> bool:
-    """Return True if processes share the GPU through MPS, i.e. if its pipe exists where CUDA looks for it."""
+    """Return True if processes share the GPU through MPS, i.e. if the MPS pipe exists where CUDA looks."""
     return (Path(os.environ.get(PIPES, DEFAULT_PIPES)) / "control").exists()
 
 

@@ -1,4 +1,4 @@
-"""The target's side of rounds over gRPC, with fake stream, relay and clock that record when messages are sent."""
+"""The target's side of rounds over gRPC, with a fake stream, relay and clock, to check send times."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def put(tensors: dict[str, torch.Tensor], name: str, value: float) -> None:
 
 
 def overlap(header: dict[str, Any]) -> None:
-    """Move the data of a tensor so that they overlap the data of the previous tensor by four bytes."""
+    """Move the data of a tensor four bytes into the data of the previous tensor."""
     first, second = sorted(
         (name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"]
     )[1:3]

@@ -1,4 +1,4 @@
-"""Serves a gRPC draft servicer over ``ipc:///path``: scripted drafts and proxies work over both transports."""
+"""Serves a gRPC draft servicer over ``ipc:///path``: scripted drafts and proxies serve either transport."""
 
 from __future__ import annotations
 

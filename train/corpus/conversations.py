@@ -53,7 +53,7 @@ class Mix:
         gsm8k: Turns of GSM8K's training split. It may be empty.
         gsm8k_rate: Fraction of exchanges drawn from ``gsm8k``. The model does not learn to predict the
             questions of these exchanges.
-        noise_rate: Fraction of first questions to reword. Questions of other splits are never reworded.
+        noise_rate: Fraction of first questions to reword. Only the training split is reworded.
     """
 
     split: Split
