@@ -112,12 +112,12 @@ def numbers(text: str, flag: str) -> list[int]:
 
 
 def draft_folder(target: Path | None, draft: str | None) -> Path | None:
-    """Return the draft's folder. The embedded head is the default for the embedded target only."""
+    """Return the draft's folder. The embedded head is the default only if the target is the embedded one."""
     if draft is None:
         return DEMO_DRAFT if target is None else None
     return None if draft == "none" else Path(draft)
 
 
 def leave_on_terminate() -> None:
-    """Turn SIGTERM into an ordinary exit, so that child processes are stopped on the way out."""
+    """Turn SIGTERM into an ordinary exit, so that the process stops its child processes before it ends."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,6 +1,6 @@
-"""A contract type for import-linter that limits a package's third-party imports.
+"""Contract types for import-linter: `ThirdParty` limits third-party imports, `NoCircles` forbids circles.
 
-`.importlinter` refers to it.
+The configuration file `.importlinter` uses them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ThirdParty(Contract):
 
 
 class NoCircles(Contract):
-    """Requires that no files of `root` import each other in a circle, type-only imports included."""
+    """Requires that no files of `root` import each other in a circle. Type-only imports count too."""
 
     type_name = "no_circles"
 
@@ -68,7 +68,7 @@ class NoCircles(Contract):
 
 
 def _circles(imports: dict[str, list[str]]) -> list[list[str]]:
-    """Return the groups of modules that import each other in circles (strongly connected; Tarjan, 1972)."""
+    """Return the groups of modules that import each other in circles, found by Tarjan's algorithm (1972)."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []

@@ -1,6 +1,6 @@
 """Writes the protobuf and gRPC stubs beside their protos, or checks that the committed stubs are up to date.
 
-`make stubs` and `make stubs-check` run it. It needs grpcio-tools and mypy-protobuf.
+`make stubs` and `make stubs-check` run this script, which needs grpcio-tools and mypy-protobuf.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 def generate(target: Path) -> None:
     """Run protoc with its Python, gRPC and typing plugins on every proto.
 
-    The stubs are written below `target`.
+    The stubs are written into the folder `target`.
     """
     protos = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     outputs = [
@@ -37,7 +37,7 @@ def generate(target: Path) -> None:
 
 
 def stubs_below(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the generated files below a folder, by relative path."""
+    """Return relative path → content of the generated files in a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for pattern in GENERATED

@@ -1,4 +1,4 @@
-"""Token rows for training: each row is the start of one generated conversation, cut to the row's length."""
+"""Token rows for training. Each row is the start of a generated conversation, cut to the row's length."""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from outrider.train.corpus.base import Split
 from outrider.train.corpus.conversations import Mix, conversation
 from outrider.train.tokenizer import BOS_ID, segments
 
-_CHARS_PER_TOKEN = 6.5  # A generous estimate, because short rows are padded, which wastes compute.
+_CHARS_PER_TOKEN = 6.5  # A high estimate. With a low one, short rows would be padded, which wastes compute.
 
 
 @dataclass(frozen=True, slots=True)
 class RowJob:
-    """A shard of rows for one process to generate.
+    """A shard of rows that one process generates.
 
     Attributes:
-        seed: Seed of this shard. It alone determines the random choices.
+        seed: Seed of this shard. The random choices depend on nothing else.
         count: Number of rows.
-        length: Tokens per row.
+        length: Number of tokens per row.
         tokenizer: Path of tokenizer.json.
-        split: Templates and entities to use.
+        split: Templates and entities that the rows may use.
         gsm8k: Path of a GSM8K file, or None.
-        gsm8k_rate: Fraction of exchanges drawn from that file.
+        gsm8k_rate: Fraction of exchanges drawn from the GSM8K file.
     """
 
     seed: int
@@ -47,7 +47,7 @@ def make_mix(split: Split, gsm8k_file: Path | None, gsm8k_rate: float) -> Mix:
 
 
 def sample_texts(seed: int, count: int, mix: Mix, chars: int) -> list[str]:
-    """Generate ``count`` templated conversations of at least ``chars`` characters to train a tokenizer on."""
+    """Generate ``count`` templated conversations of at least ``chars`` characters, to train a tokenizer."""
     rng = Random(seed)
     return ["".join(text for text, _ in segments(*conversation(rng, mix, chars))) for _ in range(count)]
 
@@ -55,7 +55,7 @@ def sample_texts(seed: int, count: int, mix: Mix, chars: int) -> list[str]:
 def read_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Decode stored rows.
 
-    Return int64 token ids and a bool mask of the tokens that the model learns to predict.
+    Returns int64 token ids, and a bool mask of the tokens that the model learns to predict.
     """
     rows = rows.long()
     return torch.where(rows < 0, -1 - rows, rows), rows > BOS_ID
@@ -89,8 +89,8 @@ def build_rows(
     """Generate token rows in parallel. The result does not depend on the number of workers.
 
     Returns:
-        [count, length] int16 on the CPU, to be decoded by ``read_rows``. Short rows are padded with BOS_ID.
-        Tokens that the model reads but does not learn to predict are stored as -1 - id.
+        [count, length] int16 on the CPU, which ``read_rows`` decodes. Short rows are padded with BOS_ID. A
+        token that the model reads but does not learn to predict is stored as -1 - id.
     """
     shard = max(1, min(500, count))
     path = str(gsm8k_file) if gsm8k_file else None

@@ -1,4 +1,4 @@
-"""Trains the EAGLE-3 head of a target by training-time test, on text that the target itself has continued.
+"""Trains the EAGLE-3 head of a target by training-time test, on text that the target itself generates.
 
     python -m outrider.train.eagle3 --target models/demo/target --out models/demo/eagle3 \\
         --gsm8k train.jsonl --minutes 2.5
@@ -56,9 +56,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, seed: int) -> Tensor:
-    """Replace the text after a prompt in each row by the target's own text.
+    """Keep a prompt of each row, and replace the text after the prompt by the target's own text.
 
-    The temperature is 0 (greedy) for a quarter of the rows, 0.7 for a quarter and 1.0 for half.
+    A quarter of the rows are continued at temperature 0 (greedy), a quarter at 0.7 and half at 1.0.
     """
     header = tokenizer.encode(START + "assistant\n").ids
     device = target.model.embed_tokens.weight.device
@@ -81,14 +81,14 @@ def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, se
 
 
 def draft_vocabulary(rows: Tensor, vocab: int, size: int) -> tuple[Tensor, float]:
-    """Return the ``size`` most frequent token ids in ascending order, and the share of tokens they cover."""
+    """Return the ``size`` most frequent token ids in ascending order, and their share of all tokens."""
     counts = torch.bincount(rows.flatten().long(), minlength=vocab)
     ids = counts.argsort(descending=True, stable=True)[:size].sort().values
     return ids, float(counts[ids].sum() / counts.sum())
 
 
 class Trainer(nn.Module):
-    """Computes the loss of a batch. Only the unrolled head has gradients; the target is frozen."""
+    """Computes the loss of a batch. Only the unrolled head has gradients, because the target is frozen."""
 
     def __init__(self, target: Llama, head: Eagle3Head, num_steps: int, decay: float) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Trainer(nn.Module):
 
 
 def main(argv: list[str] | None = None) -> dict[str, object]:
-    """Run the command. Return the numbers that it also writes to ``training.json``."""
+    """Run the command. Returns the numbers that the command also writes to ``training.json``."""
     args = _parser().parse_args(argv)
     if args.smoke:
         args.rows, args.generate_batch, args.length, args.batch, args.steps, args.draft_vocab = (
@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
             min(args.steps, 20),
             256,
         )
-    # 1. Text that the target has continued itself.
+    # 1. Generate text with the target.
     started = time.monotonic()
     tokenizer_file = args.target / "tokenizer.json"
     workers = 1 if args.smoke else len(os.sched_getaffinity(0))
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         rows[: args.batch * 2],
         torch.cat((rows[args.batch * 2 :], corpus[: len(corpus) // 5].to(device))),
     )
-    # 2. Draft vocabulary, head and compilation.
+    # 2. Choose the draft vocabulary, build the head and compile it.
     draft_ids, coverage = draft_vocabulary(rows, target.shape.vocab_size, args.draft_vocab)
     head = Eagle3Head(target.shape, draft_ids).to(device)
     with torch.no_grad():  # A head learns faster if it starts from the target's output rows.
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
     torch.autograd.backward(step_of(rows[: args.batch].long())[0])
     for p in head.parameters():
         p.grad = None
-    # 3. Training.
+    # 3. Train the head.
     clock = Clock(args.steps, args.minutes)
     order = torch.randperm(len(rows), device=device)
     while clock.progress() < 1:
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
                 flush=True,
             )
         clock.tick()
-    # 4. Checkpoint and measurements.
+    # 4. Write the checkpoint and the measurements.
     save_head(head, target, args.out)
     with torch.no_grad():
         accuracy = torch.stack([trainer(part.long())[1] for part in torch.split(held, args.batch)]).mean(0)

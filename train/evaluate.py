@@ -1,4 +1,4 @@
-"""Measures the accept length of a head with the plain reference drafter.
+"""Measures the accept length of a head with the plain drafter in `reference`, and the quality of its target.
 
     python -m outrider.train.evaluate --target models/demo/target --head models/demo/eagle3 \\
         --prompts bench/prompts/heldout.jsonl
@@ -83,9 +83,10 @@ def measure(
     """Run all prompts in one mode.
 
     Returns:
-        accept_length is emitted tokens / rounds over all prompts, bonus tokens included. per_topic has the
-        same by topic, and histogram counts rounds by emitted tokens. accept_length_within_answer counts
-        tokens only up to the first end of turn.
+        ``accept_length`` is the number of emitted tokens, bonus tokens included, divided by the number of
+        rounds, over all prompts. ``per_topic`` has the same ratio for each topic. ``histogram`` counts rounds
+        by the number of emitted tokens. ``accept_length_within_answer`` ignores tokens after the first end of
+        turn.
     """
     rounds: dict[str, list[int]] = {}
     equal = answer_tokens = answer_rounds = 0
@@ -112,12 +113,12 @@ def measure(
 
 
 def losses(directory: Path, count: int) -> dict[str, float]:
-    """Return the target's loss (nats per token) on fresh conversations.
+    """Return the target's loss, in nats per token, on these fresh conversations.
 
     - ``fresh``: training templates and entities in new combinations, from seeds that training did not use.
     - ``rephrased_answers``: answers to held-out templates about known entities.
-    - ``heldout_answers``: answers to held-out templates about held-out entities, whose facts the model has
-      never seen.
+    - ``heldout_answers``: answers to held-out templates about held-out entities. The model has never seen the
+      facts about these entities.
     """
     model = load_target(directory)
     length = min(1025, model.shape.max_position_embeddings)
@@ -148,7 +149,7 @@ def exact_answers(target: ReferenceTarget, tokenizer: Any, split: Split, count: 
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Run the command. Return the numbers that it writes to ``--out``."""
+    """Run the command. Returns the numbers that the command writes to ``--out``."""
     args = _parser().parse_args(argv)
     shape = TreeShape(args.num_steps, args.topk, args.num_draft_tokens)
     if not 2 <= shape.num_draft_tokens <= 1 + shape.topk + (shape.num_steps - 1) * shape.topk**2:
@@ -156,7 +157,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "--num-draft-tokens must be between 2 and 1 + topk + (num_steps - 1) * topk^2, "
             "the number of drafted candidates plus the root"
         )
-    # 1. Models and prompts.
+    # 1. Load the models and the prompts.
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = ReferenceTarget(args.target)
@@ -175,7 +176,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "num_draft_tokens": shape.num_draft_tokens,
         "max_new_tokens": args.max_new,
     }
-    # 2. Quality of the target alone.
+    # 2. Measure the quality of the target alone.
     if args.loss_rows:
         result["loss"] = losses(args.target, args.loss_rows)
         print("loss", json.dumps(result["loss"]), flush=True)
@@ -184,7 +185,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             s.value: exact_answers(target, tokenizer, s, args.answers) for s in (Split.TRAIN, Split.REPHRASED)
         }
         print("exact answers", json.dumps(result["exact_answers"]), flush=True)
-    # 3. Accept lengths of the pair.
+    # 3. Measure the accept lengths of the pair.
     for name, texts in sets.items():
         prompts = [
             (topic, tokenizer.encode(render_prompt(text), add_special_tokens=False))

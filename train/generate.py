@@ -1,4 +1,4 @@
-"""Continues prompts with the target itself, so that the head trains on the kind of text it must predict."""
+"""Continues prompts with the target itself, so that the head trains on the text it must predict."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from outrider.train.tokenizer import START_ID
 def cut_points(
     rows: Tensor, generator: torch.Generator, assistant_id: int, header: int, latest: int
 ) -> Tensor:
-    """Choose where the target continues each row: after an assistant header, usually the first one.
+    """Choose the position in each row after which the target continues: usually the first assistant header.
 
     Args:
         rows: [n, length] conversations.
@@ -39,13 +39,13 @@ def cut_points(
 
 @torch.no_grad()
 def continue_rows(model: Llama, rows: Tensor, cuts: Tensor, temperature: Tensor, seed: int) -> Tensor:
-    """Keep ``rows[i, :cuts[i]]`` and sample the rest with the target. An end of turn does not stop it.
+    """Keep ``rows[i, :cuts[i]]`` and sample the other tokens with the target, even after an end of turn.
 
     Args:
         model: The target, on its device.
         rows: [n, length] int64.
-        cuts: [n] int64, each >= 1.
-        temperature: [n] fp32; 0 means greedy.
+        cuts: [n] int64, number of tokens to keep in each row, at least 1.
+        temperature: [n] fp32, temperature of each row. 0 means greedy.
         seed: Seed of the sampling.
 
     Returns:

@@ -1,6 +1,8 @@
-"""The EAGLE-3 head for training (Li et al., arXiv 2503.01840).
+"""The EAGLE-3 head as a trainable module. Only the trainer uses this module.
 
-Tensor names are those of the published checkpoints. The forward pass is the paper's training-time test.
+The draft service runs heads with `services.draft.heads.eagle3`, and the evaluation runs them with
+`train.reference`. Tensor names are those of published checkpoints. The forward pass is the training-time test
+of the EAGLE-3 paper (Li et al., arXiv 2503.01840).
 """
 
 import json
@@ -19,7 +21,7 @@ from outrider.train.tokenizer import BOS_ID, END_ID
 class MidLayer(nn.Module):
     """The head's decoder layer.
 
-    It attends over [norm(embedding); norm(feature)]; the residual is the raw feature.
+    The layer attends over [norm(embedding); norm(feature)]. Its residual is the feature before the norm.
     """
 
     def __init__(self, shape: LlamaShape) -> None:
@@ -32,14 +34,14 @@ class MidLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """One-layer drafter with a reduced vocabulary. It borrows the target's embedding."""
+    """One-layer draft head with a reduced vocabulary. It uses the target's embedding."""
 
     def __init__(self, shape: LlamaShape, draft_ids: Tensor) -> None:
         """Build a head with random weights.
 
         Args:
             shape: Sizes of the head. Its hidden_size must equal the target's.
-            draft_ids: [draft_vocab] int64; the draft vocabulary as target ids in ascending order.
+            draft_ids: [draft_vocab] int64, the draft vocabulary as target token ids in ascending order.
         """
         super().__init__()
         self.shape = replace(shape, num_hidden_layers=1)
@@ -51,7 +53,7 @@ class Eagle3Head(nn.Module):
         self.draft_ids: Tensor
 
     def _attend(self, x: Tensor, step: int, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend at unrolled step ``step``: a row sees step 0 causally and its own row of later steps."""
+        """Attend at unrolled step ``step``: a row sees step 0 causally, and its own row of later steps."""
         attn = self.midlayer.self_attn
         length = x.shape[1]
         cos, sin = rope_tables(
@@ -74,9 +76,10 @@ class Eagle3Head(nn.Module):
         """Run the training-time test.
 
         Args:
-            features: [bs, S, 3*hidden]; row t is the target's state at position t.
-            embeddings: [bs, S + num_steps - 1, hidden]; row t embeds token x_{t+1}.
-            num_steps: Number of unrolled steps. Step i reads the head's own feature of step i-1.
+            features: [bs, S, 3*hidden]. Row t is the target's state at position t.
+            embeddings: [bs, S + num_steps - 1, hidden]. Row t is the embedding of token x_{t+1}.
+            num_steps: Number of unrolled steps. Each step after the first reads the head's own feature of the
+                previous step.
 
         Returns:
             The logits [bs, S, draft_vocab] of each step. Row t of step i predicts x_{t+2+i}.
@@ -144,7 +147,7 @@ def soft_loss(logits: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     Args:
         logits: [bs, S, draft_vocab].
         target: [bs, S, draft_vocab] probabilities.
-        mask: [bs, S] fp32; 1 for the rows to average over.
+        mask: [bs, S] fp32. The loss is averaged over the rows where the mask is 1.
     """
     per_row = -(target * F.log_softmax(logits.float(), -1)).sum(-1)
     return (per_row * mask).sum() / mask.sum().clamp_min(1)

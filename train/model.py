@@ -1,4 +1,4 @@
-"""A plain Llama for training. Parameter names equal Hugging Face's, so its state dict is the checkpoint."""
+"""A plain Llama for training. Parameter names equal Hugging Face's, so the state dict is the checkpoint."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ class LlamaShape:
     max_position_embeddings: int = 2048
 
     def aux_layer_ids(self) -> tuple[int, int, int]:
-        """Return the layers whose *outputs* EAGLE-3 reads: 1, L//2-1, L-4."""
+        """Return the indices of the layers whose *outputs* EAGLE-3 reads: 1, L//2-1 and L-4."""
         n = self.num_hidden_layers
         return (1, n // 2 - 1, n - 4)
 
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis. Shape and dtype stay the same."""
+        """Normalise the last axis. The result has the shape and dtype of the input."""
         h = x.float()
         return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(
             x.dtype
@@ -69,7 +69,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; ``in_size`` is 2*hidden in an EAGLE-3 head."""
+    """Grouped-query attention. In an EAGLE-3 head, ``in_size`` is 2*hidden."""
 
     def __init__(self, shape: LlamaShape, in_size: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.dim, shape.hidden_size, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated q, rotated k and v, each [bs, heads, S, head_dim]."""
+        """Return q and k, both rotated, and v. Each has the shape [bs, heads or kv_heads, S, head_dim]."""
         bs, length, _ = x.shape
         q = self.q_proj(x).view(bs, length, self.heads, self.dim).transpose(1, 2)
         k = self.k_proj(x).view(bs, length, self.kv_heads, self.dim).transpose(1, 2)

@@ -1,6 +1,6 @@
 """Optimiser and learning-rate schedule: Muon for matrices, AdamW for all other parameters.
 
-Muon is by Jordan et al., 2024. Its update is scaled as in Liu et al., arXiv 2502.16982.
+Muon is by Jordan et al., 2024. Its updates are scaled as in Liu et al., arXiv 2502.16982.
 """
 
 import time
@@ -28,7 +28,7 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Orthogonalised momentum updates of 2-D parameters.
+    """Updates 2-D parameters by their orthogonalised momentum.
 
     Parameters of equal shape are updated as one batch.
     """
@@ -55,7 +55,7 @@ class Muon:
 
 
 class Optimiser:
-    """Muon for matrices inside layers, AdamW for embeddings, heads and norms."""
+    """Muon for the matrices inside layers, and AdamW for embeddings, output heads and norms."""
 
     def __init__(
         self, model: nn.Module, peak_lr: float, adam_names: tuple[str, ...] = ("embed_tokens", "lm_head")
@@ -81,7 +81,7 @@ class Optimiser:
 
 
 class Clock:
-    """Training budget in steps and minutes. Training ends when either is used up."""
+    """Training budget in steps and minutes. Training ends when the steps or the minutes are used up."""
 
     def __init__(self, steps: int, minutes: float) -> None:
         self.steps, self.seconds = steps, minutes * 60
@@ -89,7 +89,7 @@ class Clock:
         self.start = time.monotonic()
 
     def progress(self) -> float:
-        """Return the used fraction of the budget; 1 or more when it is used up."""
+        """Return the used fraction of the budget. It is at least 1 once the budget is used up."""
         return max(self.done / self.steps, (time.monotonic() - self.start) / self.seconds)
 
     def tick(self) -> None:
@@ -97,6 +97,9 @@ class Clock:
         self.done += 1
 
     def factor(self) -> float:
-        """Return the learning-rate factor: 50 warm-up steps, flat, then linear decay over the second half."""
+        """Return the learning-rate factor.
+
+        It rises for 50 warm-up steps, stays constant, and decays linearly over the second half of the budget.
+        """
         p = self.progress()
         return min(1.0, (self.done + 1) / 50, max(0.02, (1 - p) / 0.5))

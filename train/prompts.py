@@ -12,7 +12,7 @@ from outrider.train.corpus.conversations import heldout_prompts
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write one ``{"prompt", "topic"}`` object per line, in random order."""
+    """Write the prompts in random order, one ``{"prompt", "topic"}`` object per line."""
     p = argparse.ArgumentParser(
         prog="outrider.train.prompts",
         description="Write held-out prompts: training uses neither their templates nor their entities.",

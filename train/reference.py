@@ -1,10 +1,11 @@
-"""EAGLE-3 drafting and tree verification in plain torch, for batch size 1.
+"""Plain reference of EAGLE-3 drafting and tree verification in torch, for batch size 1.
 
-The code is short, slow and independent of the serving code and of the trainer. It reads the head from its
-published file layout and runs the target with ``transformers``, so that mistakes in the export show here.
+Only `evaluate` uses this module; the trainer and the services do not. The code is short, slow and independent
+of the trainer and of the serving code. It reads the head from its published file layout and runs the target
+with ``transformers``, so that a mistake in the export changes the results here.
 
-Notation follows Li et al. (arXiv 2503.01840). L is the number of committed tokens without the root. Row t of
-the head's input is the pair (feature of position t, token x_{t+1}).
+The notation follows Li et al. (arXiv 2503.01840). L is the number of committed tokens without the root. Row t
+of the head's input is the pair (feature of position t, token x_{t+1}).
 """
 
 import json
@@ -30,10 +31,10 @@ class TreeShape:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings: greedy at temperature 0, else with noise.
+    """Sampling settings. Temperature 0 is greedy; other temperatures add noise before the argmax.
 
-    The noise is keyed by (seed, position) and added before the argmax. With ``coupled``, the drafter ranks
-    its candidates with the same noise.
+    The noise depends on (seed, position). With ``coupled``, the drafter ranks its candidates with the same
+    noise.
     """
 
     temperature: float
@@ -52,7 +53,7 @@ class Candidate:
 
 
 def gumbel(seed: int, position: int, vocab: int) -> Tensor:
-    """Return the Gumbel noise for an absolute position, [vocab] fp32."""
+    """Return the Gumbel noise for an absolute position: [vocab] fp32."""
     uniform = torch.rand(vocab, generator=torch.Generator().manual_seed(seed * 1_000_003 + position))
     return -torch.log(-torch.log(uniform.clamp(1e-10, 1 - 1e-7)))
 
@@ -69,7 +70,7 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
 
 
 class ReferenceTarget:
-    """The target, run by ``transformers``, with a cache that keeps only accepted tree nodes."""
+    """The target, run by ``transformers``. Its cache keeps only accepted tree nodes."""
 
     def __init__(self, directory: Path) -> None:
         model: Any = AutoModelForCausalLM
@@ -80,18 +81,19 @@ class ReferenceTarget:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Remove the sequence from the cache."""
         self.cache = DynamicCache(config=self.model.config)
         self.length = 0
 
     @torch.no_grad()
     def forward(self, tokens: list[int], depths: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Run new rows on top of the cache.
+        """Run new rows after the cached rows.
 
         Args:
             tokens: n token ids.
             depths: [n] int64, position of each row relative to the cached length.
-            visible: [n, n] bool, True where a new row (first axis) sees a new row. Each row sees itself.
+            visible: [n, n] bool, True where a new row (first axis) sees a new row (second axis). Each row
+                sees itself.
 
         Returns:
             Logits [n, vocab] and aux features [n, 3*hidden].
@@ -110,7 +112,7 @@ class ReferenceTarget:
         return out.logits[0], torch.cat([out.hidden_states[i][0] for i in self.aux_inputs], -1)
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only these rows of those that the last forward pass appended."""
+        """Keep only these rows of the rows that the last forward pass appended to the cache."""
         index = torch.tensor([*range(self.length), *(self.length + r for r in rows)])
         layers: list[Any] = self.cache.layers
         for layer in layers:
@@ -119,7 +121,7 @@ class ReferenceTarget:
 
 
 class ReferenceHead:
-    """The EAGLE-3 head, read from disk."""
+    """The EAGLE-3 head, read from a checkpoint folder."""
 
     def __init__(self, directory: Path, embedding: Tensor) -> None:
         self.config = json.loads((directory / "config.json").read_text())
@@ -132,7 +134,7 @@ class ReferenceHead:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Remove the sequence from the cache."""
         kv, dim = self.config["num_key_value_heads"], self.config["head_dim"]
         self.keys, self.values = torch.zeros(kv, 0, dim), torch.zeros(kv, 0, dim)
 
@@ -163,16 +165,16 @@ class ReferenceHead:
         """Run n rows.
 
         Args:
-            feature: [n, hidden]. Apply ``fc`` to the target's features first.
-            tokens: n ids of the tokens one position after the features.
-            positions: [n] rope positions.
-            keys: [kv_heads, m, head_dim] of earlier rows.
-            values: [kv_heads, m, head_dim] of earlier rows.
-            visible: [n, m + n] bool, the earlier and new rows that each row sees.
+            feature: [n, hidden], after ``fc``. Apply ``fc`` to the target's features before the call.
+            tokens: n token ids, each one position after the feature of its row.
+            positions: [n] positions for the rotary embedding.
+            keys: [kv_heads, m, head_dim], keys of earlier rows.
+            values: [kv_heads, m, head_dim], values of earlier rows.
+            visible: [n, m + n] bool, True where a row sees an earlier or new row.
 
         Returns:
-            Hidden states [n, hidden] before the final norm, and the keys and values with the new rows
-            appended.
+            Hidden states [n, hidden] before the final norm, and the keys and values of all rows: the earlier
+            ones, followed by the new ones.
         """
         c, p = self.config, "midlayer.self_attn."
         n, dim = len(tokens), c["head_dim"]
@@ -195,9 +197,9 @@ class ReferenceHead:
         return h + F.linear(gate, self.w["midlayer.mlp.down_proj.weight"]), keys, values
 
     def extend(self, features: Tensor, tokens: list[int]) -> Tensor:
-        """Append rows with true target features [n, 3*hidden] to the stable keys.
+        """Append rows that have true target features [n, 3*hidden] to the committed rows of the cache.
 
-        Return the last row's hidden state [1, hidden].
+        Returns the last row's hidden state [1, hidden].
         """
         done, n = self.keys.shape[1], len(tokens)
         visible = torch.cat(
@@ -210,7 +212,7 @@ class ReferenceHead:
         return h[-1:]
 
     def scores(self, hidden: Tensor, sampling: Sampling, position: int) -> Tensor:
-        """Return log-scores [n, draft_vocab] of the token at absolute position ``position``."""
+        """Return log-scores [n, draft_vocab] of the tokens at the absolute position ``position``."""
         log_q = F.log_softmax(F.linear(self._norm(hidden, "norm"), self.w["lm_head.weight"]), -1)
         if not (sampling.coupled and sampling.temperature > 0):
             return log_q
@@ -220,11 +222,11 @@ class ReferenceHead:
     def grow(self, last: Tensor, shape: TreeShape, sampling: Sampling) -> list[Candidate]:
         """Grow the dynamic tree from the last ``extend`` row (EAGLE-2, arXiv 2406.16858).
 
-        Return its nodes without the root. Parents precede their children.
+        Returns the tree's nodes without the root. Parents precede their children.
         """
         stable = self.keys.shape[
             1
-        ]  # This is L. Level i runs at position L + i - 1. A token of level 1 has absolute position L + 1.
+        ]  # L. The rows of level i have position L + i - 1. A token of level 1 has absolute position L + 1.
         # 1. Level 1: the topk children of the root.
         candidates: list[Candidate] = []
         value, child = self.scores(last, sampling, stable + 1)[0].topk(shape.topk)
@@ -232,7 +234,7 @@ class ReferenceHead:
             candidates.append(Candidate(int(self.target_ids[t]), -1, 1, s))
         beam = list(range(len(candidates)))
         features = {-1: last[0]}
-        row_of: dict[int, int] = {}  # candidate -> its row after the stable keys
+        row_of: dict[int, int] = {}  # candidate -> its row, counted after the committed rows
         keys, values = self.keys, self.values
         # 2. Further levels: expand the topk best candidates of the previous level.
         for level in range(1, shape.num_steps):

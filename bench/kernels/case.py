@@ -15,12 +15,12 @@ from outrider.bench.stacks.shapes import NamedShape
 
 EPS = 1e-5
 REPEATS = 8
-"""Repetitions of a small kernel within a measurement; its data may stay in a cache, as in a round."""
+"""Repetitions of a small kernel within a measurement. As in a round, the data may stay in a cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """Options of the measurement; the fields are the flags of `outrider bench kernels`."""
+    """Options of the measurement. Its fields are the flags of `outrider bench kernels`."""
 
     shape: NamedShape
     device: torch.device
@@ -30,7 +30,7 @@ class KernelOptions:
 
     @property
     def small(self) -> bool:
-        """True if the sizes are for a test."""
+        """True if the measurement uses small sizes, as a test on a CPU does."""
         return self.device.type == "cpu"
 
 
@@ -39,10 +39,10 @@ class Case:
     """One measurement.
 
     Attributes:
-        name: Name that begins with the measured function, or with the name of a whole pass.
-        call: Enqueues `copies` repetitions.
-        work: Minimum work of one repetition; None if the launch alone bounds it.
-        copies: Number of repetitions.
+        name: Name of the case. It begins with the name of the measured function or of a whole pass.
+        call: Enqueues `copies` repetitions of the work.
+        work: Minimum work of one repetition. None if only the launch bounds the time.
+        copies: Number of repetitions that `call` enqueues.
     """
 
     name: str
@@ -62,5 +62,5 @@ def over(many: Sequence[Any] | range, call: Callable[[Any], object]) -> Call:
 
 
 def small_kernel(name: str, call: Callable[[], object]) -> Case:
-    """Return the case of a kernel that moves few bytes and is bound by its launch."""
+    """Return the case of a kernel that moves few bytes, so that its launch bounds its time."""
     return Case(name, over(range(REPEATS), lambda _index: call()), None, REPEATS)

@@ -1,8 +1,9 @@
-"""`outrider bench kernels`: times each kernel against its floor (bytes to read or operations to do).
+"""`outrider bench kernels`: times each kernel against its floor.
 
-The floors use the rates measured on this machine. Each case is timed in a CUDA graph, over enough distinct
-copies of its data that no cache can hold them. The case `forward` is the target's whole pass, and `propose`
-is a whole round of drafting. On a CPU, the reference versions run in small sizes, as a test.
+A floor is the time to read a kernel's bytes or to do its operations at the rates measured on this machine.
+Each case is timed in a CUDA graph that cycles through distinct copies of its data. The copies exceed every
+cache. The case `forward` is the target's whole pass, and `propose` is a whole round of drafting. On a CPU,
+the reference versions of the kernels run in small sizes, as a test.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from outrider.shared.spec.tree import DraftShape
 
 @torch.inference_mode()
 def run_kernels(options: KernelOptions) -> int:
-    """Measure, print and save. Returns the exit code.
+    """Run the cases, print the table and save the result. Returns the exit code.
 
     Raises:
         ConfigurationError: `--only` matches no case.
@@ -137,7 +138,7 @@ def _row(case: Case, options: KernelOptions, ceilings: Ceilings, launch: float) 
 
 
 def cases(options: KernelOptions) -> Iterator[tuple[str, Iterator[Case]]]:
-    """Yield each kind selected by `--only` with its cases, which allocate their data lazily."""
+    """Yield each kind of cases that `--only` selects, with its cases. Each case allocates its data lazily."""
     sizes = Sizes.of(
         options.shape.model_config(), options.shape.head, options.device, options.dtype, small=options.small
     )
@@ -256,7 +257,7 @@ def _choose_by(how: SamplingTensors, positions: torch.Tensor, logits: torch.Tens
 def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield the target's passes with logits and token choice, i.e. the GPU time of decoding or verifying.
 
-    Drafts and the host are not part of it.
+    The time of the draft and of the host is not included.
     """
     config = options.shape.model_config()
     decoder = random_decoder(config, options.device, options.dtype)
@@ -280,7 +281,7 @@ def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def _propose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield rounds of drafting as the engine enqueues them: extend by the last token, tree growth, tree."""
+    """Yield rounds of drafting as the engine enqueues them: extend by the last token, then grow the tree."""
     decoder = random_decoder(options.shape.model_config(), options.device, options.dtype)
     chain, bush = (
         DraftShape(sizes.steps, 1, sizes.steps + 1),

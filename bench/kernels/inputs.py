@@ -15,13 +15,13 @@ from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.spec.tree import mask_words
 
 CACHE_BYTES = 512 << 20
-"""Bytes of distinct data that each case cycles through, far more than a second-level cache holds."""
+"""Bytes of distinct data that each case cycles through. They are far more than a second-level cache holds."""
 MAX_COPIES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes from which the cases are made."""
+    """Sizes of the model, the draft and the batches for which the cases are made."""
 
     device: torch.device
     dtype: torch.dtype
@@ -79,7 +79,7 @@ class Sizes:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Return the target's matrices as name → (out, in). Fused matrices count as one."""
+        """Return the target's matrices as name → (out, in). A fused matrix counts as one matrix."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "qkv": (queries + 2 * keys, self.hidden),
@@ -92,7 +92,7 @@ class Sizes:
         }
 
     def attention_cases(self) -> Iterator[tuple[str, int, int, int, bool]]:
-        """Yield (name, batch, rows per sequence, context before the rows, whether the rows form a tree)."""
+        """Yield attention cases: (name, batch, rows per sequence, context before them, True for a tree)."""
         for batch in self.batches:
             yield "decode", batch, 1, self.context, False
             yield f"verify {self.nodes}", batch, self.nodes, self.context, True
@@ -100,7 +100,7 @@ class Sizes:
         yield "decode", 1, 1, 4 * self.prefill, False
 
     def forward_cases(self) -> Iterator[tuple[int, int]]:
-        """Yield (batch, rows per sequence)."""
+        """Yield the forward passes to time, as (batch, rows per sequence)."""
         for rows in self.rows:
             yield 1, rows
         for batch in self.batches[1:]:
@@ -123,12 +123,12 @@ class AttentionInputs:
     keywords: Mapping[str, Any]
 
     def before(self, planes: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
-        """Return the positional arguments, including `planes`."""
+        """Return the positional arguments of `tree_attention`, with `planes` in their position."""
         return (self.q, *planes, *self.rest)
 
 
 def copies_for(nbytes: int, small: bool) -> int:
-    """Return how many copies of `nbytes` bytes are needed so that no cache holds them all."""
+    """Return how many copies of `nbytes` bytes are needed so that no cache holds all copies."""
     return 2 if small else max(2, min(MAX_COPIES, -(-CACHE_BYTES // max(nbytes, 1))))
 
 
@@ -158,7 +158,7 @@ def attention_inputs(sizes: Sizes, batch: int, rows: int, context: int, *, is_tr
 
 
 def chain_masks(nodes: int, device: torch.device) -> torch.Tensor:
-    """Return the ancestor masks of a chain, ``[nodes, words] int32``, in the width of a tree of that size."""
+    """Return the ancestor masks of a chain in the format of a tree's masks: ``[nodes, words] int32``."""
     words = mask_words(nodes)
     column = torch.arange(32 * words, device=device)
     visible = column[None, :] <= torch.arange(nodes, device=device)[:, None]
@@ -185,9 +185,9 @@ Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def trees(sizes: Sizes, batch: int, candidates: int) -> Four:
-    """Return scores, tokens, parents and roots of `candidates` candidates.
+    """Return the scores, tokens and parents of `candidates` candidates, and the roots of the trees.
 
-    The first level has `topk` candidates; each later level expands a beam of `topk`.
+    The first level has `topk` candidates. Each later level expands a beam of `topk` candidates.
     """
     device, topk = sizes.device, sizes.topk
     parents = [-1] * topk
@@ -207,7 +207,7 @@ def trees(sizes: Sizes, batch: int, candidates: int) -> Four:
 
 @dataclass(frozen=True, slots=True)
 class ChainInputs:
-    """Arguments of `verify_tree` and `synthetic_acceptance`, under the same names."""
+    """Arguments of `verify_tree` and `synthetic_acceptance`, under the names of the parameters."""
 
     tokens: torch.Tensor
     parents: torch.Tensor

@@ -1,6 +1,6 @@
 """Cases of `outrider bench kernels` for decoder layers: norms, products and RoPE, in 16 bits and in FP8.
 
-Also contains the batch-invariant kernels of `--deterministic`.
+The module also contains the cases of the batch-invariant kernels that `--deterministic` uses.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from outrider.kernels.skinny_gemm import Rotary, project, project_add, project_g
 
 ROPE_BASE = 500_000.0
 EMBEDDED = 32_768
-"""Rows of the embedding table that the case reads from; enough that no cache holds them."""
+"""Rows of the embedding table that the case reads. No cache holds this many rows."""
 PATIENCE = 1000
-"""Maximum number of polls for a rank's message. It is already there: this process is the only rank."""
+"""Maximum number of polls for a rank's message. The message is already there: this is the only rank."""
 
 Weight = tuple[torch.Tensor, torch.Tensor | None]
-"""A matrix, and the scales of its rows if it is in FP8."""
+"""A matrix, and the scales of its rows. The scales are None if the matrix is not in FP8."""
 
 
 def norm_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the norms, with the additions fused into them."""
+    """Yield the norm kernels, each with the addition that is fused into it."""
     weight = sizes.random(sizes.hidden)
     table = sizes.random(min(sizes.vocab, EMBEDDED), sizes.hidden)
     for rows in sizes.rows:
@@ -53,7 +53,7 @@ def norm_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def layer_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the kernels between a layer's products, for models that do not fuse them into the products."""
+    """Yield the kernels between a layer's products. Models without fused products use these kernels."""
     frequencies = ROPE_BASE ** -torch.linspace(0, 1, sizes.head_dim, device=sizes.device)
     for rows in sizes.rows:
         positions = torch.arange(rows, device=sizes.device)
@@ -95,7 +95,7 @@ def fp8_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 def _products(
     sizes: Sizes, rows: int, small: bool, weight: Callable[[int, int], Weight], label: str
 ) -> Iterator[Case]:
-    """Yield every product of the target for this number of rows."""
+    """Yield every matrix product of the target for this number of rows."""
     residual, norm = sizes.random(rows, sizes.hidden), sizes.random(sizes.hidden)
     stream = add_sums(residual, residual, norm, EPS)
     frequencies = ROPE_BASE ** -torch.linspace(0, 1, sizes.head_dim, device=sizes.device)

@@ -1,6 +1,6 @@
 """`outrider bench kernels --tune`: tries tiles for a shape's products and saves the results for later starts.
 
-There is no time limit, unlike at startup. Starts read the saved tiles (`shared.nn.fused.trial`).
+Unlike at startup, the trial has no time limit. Later starts read the saved tiles (`shared.nn.fused.trial`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.shared.nn.fused.trial import describe, try_products
 
 
 def run_tune(options: KernelOptions) -> int:
-    """Try the products without a measured tile, print and save. Returns the exit code.
+    """Try tiles for the products that have no measured tile, and save them. Returns the exit code.
 
     Raises:
         ConfigurationError: There is no GPU, or the shape does not use fused kernels.

@@ -1,6 +1,6 @@
-"""An open-loop load: requests arrive by a Poisson process, whether or not earlier ones are answered.
+"""An open-loop load: requests arrive by a Poisson process and do not wait for earlier answers.
 
-Also records each request's experience (TTFT, ITL, errors) and summarises it.
+The module also records the timeline of each request (TTFT, ITL, errors) and summarises all timelines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request: a text, chat messages or token ids, with its options."""
+    """One request: its prompt (a text, chat messages or token ids) and its options."""
 
     prompt: str | Sequence[int] | Sequence[dict[str, str]]
     max_tokens: int
@@ -38,12 +38,12 @@ class Experience:
     """Timeline and counts of one request, in seconds of `time.perf_counter`.
 
     Attributes:
-        sent: When the request was sent.
-        chunks: When each piece of the answer arrived.
-        ended: When the stream ended.
-        tokens: Tokens of the answer, as counted by the server.
-        accept_length, draft_tokens: As reported by the server.
-        error: Error of a failed request; empty otherwise.
+        sent: Time at which the request was sent.
+        chunks: Arrival time of each piece of the answer.
+        ended: Time at which the stream ended.
+        tokens: Number of tokens in the answer, as the server counts them.
+        accept_length, draft_tokens: Accept length and number of draft tokens that the server reports.
+        error: Error of a failed request. Empty if the request succeeded.
     """
 
     sent: float
@@ -56,7 +56,7 @@ class Experience:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds from sending the request to the first piece (TTFT)."""
+        """Seconds from sending the request to the first piece of the answer (TTFT)."""
         return self.chunks[0] - self.sent
 
     @property
@@ -71,7 +71,7 @@ class Experience:
 
 
 class LoadClient(Protocol):
-    """Sends requests to one endpoint and records their experience."""
+    """Sends requests to one endpoint and records the timeline of each request."""
 
     async def ask(self, request: LoadRequest, experience: Experience) -> None:
         """Stream the answer and fill `experience`. Raises any error."""
@@ -88,7 +88,7 @@ class Load:
 
     Attributes:
         rate: Mean number of requests per second.
-        duration_s: Seconds during which requests arrive. The last ones may be answered later.
+        duration_s: Seconds during which requests arrive. Answers may arrive later.
         seed: Seed of the arrival times.
     """
 
@@ -97,7 +97,7 @@ class Load:
     seed: int = 0
 
     def arrivals(self) -> list[float]:
-        """Return the arrival times in seconds from the start; there is at least one."""
+        """Return the arrival times in seconds from the start. There is at least one arrival."""
         gaps = random.Random(self.seed)
         moments = [0.0]
         while (moment := moments[-1] + gaps.expovariate(self.rate)) < self.duration_s:
@@ -111,10 +111,10 @@ async def run_load(
     """Send requests at their arrival times and wait for all answers.
 
     Args:
-        client: Client to send with.
-        load: Arrival process.
-        request: Returns the n-th request.
-        on_answer: Called with the number of answered requests after each answer.
+        client: Client that sends the requests.
+        load: Arrival process of the requests.
+        request: Returns the request with a given index.
+        on_answer: Called after each answer with the number of requests answered so far.
     """
     started = time.perf_counter()
     answered = 0
@@ -134,7 +134,7 @@ async def run_load(
 
 
 async def ask(client: LoadClient, request: LoadRequest) -> Experience:
-    """Send one request and return its experience. Errors are recorded, not raised."""
+    """Send one request and return its timeline. Errors are recorded and not raised."""
     experience = Experience(time.perf_counter())
     try:
         await client.ask(request, experience)
@@ -151,15 +151,15 @@ class LoadSummary:
     """Summary of a load; times are in milliseconds.
 
     Attributes:
-        first_token, between, per_token, total: TTFT, gaps between pieces, mean time per token, and e2e.
-            Each maps `PERCENTILES` to values.
-        requests, failed: Counts.
-        request_rate, token_rate: Answered requests and their tokens per second. The time runs from the first
-            arrival to the last answer, or for the whole arrival period if that is longer.
-        good_rate: Answered requests within the limits per second; equal to `request_rate` without limits.
-        tokens_per_request: Mean over answered requests.
-        accept_length: Mean over requests with drafts, weighted by tokens; 1.0 if there are none.
-        errors: Distinct errors of failed requests.
+        first_token, between, per_token, total: TTFT, gaps between pieces, mean time per token, and e2e. Each
+            attribute maps `PERCENTILES` to values.
+        requests, failed: Number of requests, and number of failed requests.
+        request_rate, token_rate: Answered requests per second, and their tokens per second. The time runs
+            from the first arrival to the last answer, but at least for the whole arrival period.
+        good_rate: Answered requests per second that met the limits. Without limits, it equals `request_rate`.
+        tokens_per_request: Mean number of tokens of the answered requests.
+        accept_length: Mean over the requests that had drafts, weighted by tokens. 1.0 if no request had any.
+        errors: Distinct errors of the failed requests.
     """
 
     first_token: dict[int, float]
@@ -182,12 +182,12 @@ def summarise_load(
     per_token_limit_ms: float | None,
     lasted_s: float = 0.0,
 ) -> LoadSummary:
-    """Summarise the experiences of a load.
+    """Summarise the timelines of a load's requests.
 
     Args:
-        experiences: Experiences of all requests.
-        first_token_limit_ms, per_token_limit_ms: Limits for goodput; None for no limit.
-        lasted_s: Length of the arrival period.
+        experiences: Timelines of all requests.
+        first_token_limit_ms, per_token_limit_ms: Limits for goodput. None means no limit.
+        lasted_s: Length of the arrival period, in seconds.
     """
     answered = [experience for experience in experiences if not experience.error]
     span = max((experience.ended for experience in experiences), default=0.0) - min(

@@ -1,4 +1,4 @@
-"""`RestLoad`: the load's client for OpenAI-compatible endpoints, of the gateway or any other server."""
+"""`RestLoad`: the client with which the load calls an OpenAI-compatible endpoint of any server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RestLoad(LoadClient):
 
     Args:
         url: Address of the server.
-        model: The server's name for the model.
+        model: Name of the model on the server.
         api_key: API key to send, or None.
     """
 

@@ -1,6 +1,7 @@
 """`outrider bench serve`: measures client latency under an open-loop Poisson load, over REST or gRPC.
 
-It first sends a few requests one at a time. Their figures are the floor of the figures under load.
+Before the load, the command sends a few requests one at a time. The figures of these lone requests are the
+floor of the figures under load.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
 
 ALONE = 5
-"""Number of requests sent one at a time before the load, after one that is not counted."""
+"""Number of counted requests sent one at a time before the load. One uncounted request precedes them."""
 HELDOUT_COUNT = 40
 RANDOM_IDS = (10, 200)
-"""Range of the token ids in random prompts: low ids, which exist in every vocabulary."""
+"""Range of the token ids in random prompts. Such low ids exist in every vocabulary."""
 
 
 class Api(Enum):
@@ -54,16 +55,16 @@ class Api(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Options of the measurement; the fields are the flags of `outrider bench serve`.
+    """Options of the measurement. Most fields are flags of `outrider bench serve`.
 
     Attributes:
         stack: The stack to start if no address is given.
-        url, grpc: Address of a running gateway.
+        url, grpc: REST and gRPC address of a running gateway.
         api: Endpoint to use in a stack that this command starts.
         load: Arrival process of the requests.
         warm_up_s: Seconds of load before anything is counted.
-        prompts: File of prompts; None for the embedded ones.
-        prompt_tokens: Length of random prompts, which replace the others; None for none.
+        prompts: File of prompts. None selects the embedded prompts.
+        prompt_tokens: Length of random prompts, which replace the prompts of the file. None disables them.
     """
 
     stack: StackOptions
@@ -84,7 +85,7 @@ class ServeOptions:
 
 
 def run_serve(options: ServeOptions) -> int:
-    """Measure, print and save. Returns the exit code: 1 if no request was answered.
+    """Run the load, print the table and save the result. Returns 1 if no request was answered, otherwise 0.
 
     Raises:
         ConfigurationError: The stack cannot be started, or the prompts cannot be read.
@@ -148,7 +149,7 @@ def run_serve(options: ServeOptions) -> int:
 
 
 def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row]:
-    """Return the figures. The floor of a time is that of lone requests; of a rate, the offered rate."""
+    """Return the figures. A time's floor is the time of lone requests; a rate's floor is the offered rate."""
     offered = len(load.arrivals()) / load.duration_s  # the rate of these arrivals, not the nominal mean
     rows = []
     for name, under_load, floor in (
@@ -215,7 +216,7 @@ def _client(options: ServeOptions, url: str | None, grpc: str | None) -> LoadCli
 
 
 def _requests(options: ServeOptions) -> list[LoadRequest]:
-    """Return a cycle of requests, each with its own seed."""
+    """Return the requests to send in a cycle, each with a seed of its own."""
     prompts: list[Any]
     if options.prompt_tokens is not None:
         draw = random.Random(options.load.seed)

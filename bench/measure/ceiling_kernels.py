@@ -1,6 +1,6 @@
 """Triton kernels that measure two ceilings: the read bandwidth, and the duration of an empty launch.
 
-The read kernel shows how fast weights can be streamed; torch's reductions are slower.
+The read kernel shows how fast weights can be streamed. Torch's reductions read more slowly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_all(source: torch.Tensor) -> torch.Tensor:
     """Read ``source [size] fp32`` once.
 
     Returns:
-        One sum for each program, so that the compiler cannot drop the reads.
+        One sum for each program. The sums keep the compiler from dropping the reads.
     """
     size = source.numel()
     programs = triton.cdiv(size, BLOCK * BLOCKS_PER_PROGRAM)
@@ -48,7 +48,7 @@ def _nothing(x, PDL: tl.constexpr):
 def launch_nothing(x: torch.Tensor) -> None:
     """Launch a program that ends immediately.
 
-    Uses programmatic dependent launch if the GPU supports it, as the kernels of a round do.
+    Uses programmatic dependent launch if the GPU supports it, because the kernels of a round use it too.
     """
     early = torch.cuda.get_device_capability(x.device) >= (9, 0)
     _nothing[(1,)](x, PDL=early, num_warps=1, **({"launch_pdl": True} if early else {}))

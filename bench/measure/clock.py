@@ -1,6 +1,6 @@
 """Times short pieces of work: CUDA events around graph replays on a GPU, the wall clock on a CPU.
 
-Results are medians and percentiles after a warm-up.
+The results are medians and percentiles of the samples that follow a warm-up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Work = Callable[[], object]
 
 SAMPLES = 15
 SAMPLE_S = 0.004
-"""Each sample repeats the work for about this many seconds."""
+"""Target duration of a sample, in seconds. A sample repeats the work until it takes about this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Times:
 
 
 def summarise(seconds: Sequence[float]) -> Times:
-    """Return the summary of measured seconds, of which there must be at least one."""
+    """Return the summary of the measured seconds. There must be at least one measurement."""
     return Times(statistics.median(seconds), percentile(seconds, 10), percentile(seconds, 90), len(seconds))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, using linear interpolation. A single value is its own percentile."""
+    """Return a percentile by linear interpolation. Every percentile of a single value is that value."""
     ranked = sorted(values)
     at = (len(ranked) - 1) * percent / 100
     low = int(at)
@@ -49,10 +49,10 @@ def measure(
     """Return how long `work` takes on the device.
 
     Args:
-        work: Enqueues the work and waits for nothing. On a GPU it is captured into a CUDA graph, so that
-            launch overhead on the host is not counted.
+        work: Enqueues the work without waiting for it. On a GPU, `work` is captured into a CUDA graph, so
+            that launch overhead on the host is not counted.
         device: Device that runs the work.
-        copies: Repetitions within one call of `work`, over distinct data so that caches do not help.
+        copies: Repetitions within one call of `work`. They use distinct data, so that caches do not help.
         samples: Number of samples.
         sample_s: Minimum duration of a sample, in seconds.
     """
@@ -63,7 +63,7 @@ def measure(
 
 
 def measure_eager(work: Work, device: torch.device, *, samples: int = SAMPLES, repeat: int = 100) -> Times:
-    """Return the time of one call of `work`, launch included. Each sample makes `repeat` calls in a row."""
+    """Return the time of one call of `work`, including its launch. A sample makes `repeat` calls in a row."""
     seconds = []
     for _ in range(samples):
         synchronise(device)

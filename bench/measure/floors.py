@@ -28,7 +28,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSizes:
-    """Sizes, in bytes, of the target's quantized numbers; None for those in the usual dtype.
+    """Sizes, in bytes, of the target's quantized numbers. None means that numbers have the usual dtype.
 
     Attributes:
         products: Bytes of a weight in the layers and the output head.
@@ -48,7 +48,7 @@ def layer_parameters(
 
 
 def target_parameters(config: ModelConfig) -> int:
-    """Return the number of matrix elements read by one forward pass: all layers and the output head.
+    """Return the number of matrix elements that one forward pass reads: all layers and the output head.
 
     The embedding is not counted.
     """
@@ -66,15 +66,15 @@ def forward_pass(
     itemsize: int,
     quantized: QuantizedSizes | None = None,
 ) -> Work:
-    """Return the work of one decode or verify pass, which reads the weights and the sequences' K/V once.
+    """Return the work of one decode or verify pass. The pass reads the weights and each sequence's K/V once.
 
     Args:
         config: Configuration of the target.
-        rows: Rows over all sequences, i.e. nodes to verify.
-        sequences: Sequences in the batch.
-        context: Cached tokens of each sequence.
+        rows: Number of rows over all sequences, i.e. of nodes to verify.
+        sequences: Number of sequences in the batch.
+        context: Number of cached tokens of each sequence.
         itemsize: Bytes of a weight and of a cached number.
-        quantized: Exceptions to `itemsize`.
+        quantized: Sizes of the numbers that do not have `itemsize` bytes.
     """
     quantized = quantized or QuantizedSizes()
     parameters = target_parameters(config)
@@ -104,9 +104,10 @@ def prefill(config: ModelConfig, tokens: int, itemsize: int) -> Work:
 
 
 def draft_step(head: Mapping[str, Any], rows: int, itemsize: int) -> Work:
-    """Return the work of one EAGLE-3 step over `rows` rows, which reads the layer and the output head once.
+    """Return the work of one EAGLE-3 step over `rows` rows. It reads the layer and the output head once.
 
-    The layer's first product takes the feature only: its part for the token embedding can be precomputed.
+    The layer's first product counts only the feature's half of the input, because the product with the token
+    embeddings can be computed in advance.
     """
     hidden = head["hidden_size"]
     layer = layer_parameters(
@@ -135,19 +136,19 @@ def speculative_round(
     share: float = 1.0,
     quantized: QuantizedSizes | None = None,
 ) -> list[Work]:
-    """Return the parts of a round that run one after another.
+    """Return the work of each part of a round. The parts run one after another.
 
-    These are the draft steps (the extend is the first), the verify pass and the projection.
+    The parts are the draft steps (the first step is the extend), the verify pass and the projection.
 
     Args:
         config: Configuration of the target.
         head: Configuration of the EAGLE-3 head.
-        batch: Sequences in the batch.
+        batch: Number of sequences in the batch.
         steps, topk, nodes: Shape of the tree.
-        context: Cached tokens of each sequence.
+        context: Number of cached tokens of each sequence.
         itemsize: Bytes of a number in the usual dtype.
         share: Share of the verify pass that one tensor-parallel rank computes.
-        quantized: The target's quantized numbers, if any.
+        quantized: Sizes of the target's quantized numbers, if there are any.
     """
     grown = [draft_step(head, batch * (1 if step == 0 else topk), itemsize) for step in range(steps)]
     verify = forward_pass(config, batch * nodes, batch, context, itemsize, quantized).times(share)

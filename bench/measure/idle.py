@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 GAP_BETWEEN_NS = 8_000
-"""Gaps longer than this lie between launches by the host; within a graph, gaps take 1 to 3 µs."""
+"""A longer gap is a wait for the host's next launch. Gaps between the kernels of a graph take 1 to 3 µs."""
 EDGE = 0.25
-"""Share of the recording to drop at each end: starting and stopping the recording delays the host."""
+"""Share of the recording to drop at each end, because starting and stopping the recording delays the host."""
 SHOWN_KERNELS = 40
 
 Interval = tuple[int, int, str]
@@ -24,10 +24,10 @@ class Profile:
 
     Attributes:
         span_ms: Length of the middle, in milliseconds.
-        idle: Share of it without a running kernel, including the short gaps between kernels of a graph.
-        idle_between: Share of it in gaps longer than `GAP_BETWEEN_NS`, in which the GPU waits for the host.
+        idle: Share of the span without a running kernel, including short gaps between kernels of a graph.
+        idle_between: Share of the span in gaps longer than `GAP_BETWEEN_NS`, i.e. in waits for the host.
         longest_gap_us: Longest gap, in microseconds.
-        kernels: (name, launches, milliseconds, share of the span), longest first.
+        kernels: (name, launches, milliseconds, share of the span) of each kernel; the longest time is first.
     """
 
     span_ms: float
@@ -37,7 +37,7 @@ class Profile:
     kernels: Sequence[tuple[str, int, float, float]]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the profile for the JSON, with kernels as lists."""
+        """Return the profile as JSON values. Kernels become lists."""
         return {
             "span_ms": self.span_ms,
             "gpu_idle": self.idle,
@@ -50,11 +50,11 @@ class Profile:
 def profiled(start: Callable[[], None], span: Callable[[], None]) -> Profile | None:
     """Record the GPU's kernels while `span` runs. Returns None if nothing was recorded.
 
-    Recording slows launches down, so no durations of rounds are taken from it.
+    Durations of rounds are not measured in the recording, because the recording slows launches down.
 
     Args:
-        start: Returns when the GPU has reached the work to record.
-        span: Returns when enough work is recorded.
+        start: Returns once the GPU has reached the work to record.
+        span: Returns once enough work is recorded.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile

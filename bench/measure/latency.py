@@ -4,8 +4,8 @@ Each batch consists of prompts of equal length. The time of a round is
 
     (time for N tokens - time for 1 token) / rounds
 
-by the wall clock, from submitting the batch to its last token, best of `repeats`. The peers' figures in
-docs/performance.md were measured the same way. Acceptance is synthetic and labelled so.
+Times are wall-clock times from submitting a batch to its last token; the best of `repeats` runs counts. The
+peers' figures in docs/performance.md were measured the same way. Acceptance is synthetic and labelled so.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from outrider.shared.spec.tree import DraftShape
 SYNTHETIC = "synthetic acceptance"
 WARM_UP_TOKENS = 24
 WARM_UP_RUNS = 3
-"""A remote draft learns the rounds' sizes in the first run, and takes part in all rounds of the last run."""
+"""A remote draft learns the rounds' sizes in the first run. In the last run it takes part in every round."""
 HALVING_TOKENS = 12
-"""Extra answer length of each further half of the batch, so that the batch shrinks through all sizes."""
+"""Extra tokens of the answers in each further half of the batch. The batch thus shrinks through all sizes."""
 STEADY_AFTER = 5
-"""Steps until a batch is steady: last prefill, the draft's catch-up, the first rounds on the device."""
+"""Steps until a batch is steady: the last prefill, the draft's catch-up and the first device rounds."""
 PROFILED_ROUNDS = 40
 SHAPE_TEXT = re.compile(r"(\d+)/(\d+)/(\d+)(?:@(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredShape:
-    """A kind of round to measure.
+    """A kind of round to measure, with its accept length and batch sizes.
 
     Attributes:
         tree: Tree shape of every round; None for plain decoding.
         accept_length: Intended mean accept length.
-        batches: Batch sizes for this kind; empty to use those of the options.
+        batches: Batch sizes for this kind. If empty, the batch sizes of the options apply.
     """
 
     tree: DraftShape | None
@@ -88,7 +88,7 @@ class MeasuredShape:
 
 @dataclass(frozen=True, slots=True)
 class LatencyOptions:
-    """Options of the measurement; the fields are the flags of `outrider bench latency`."""
+    """Options of the measurement. Its fields are the flags of `outrider bench latency`."""
 
     engine: EngineOptions
     shapes: Sequence[MeasuredShape]
@@ -105,10 +105,10 @@ class LatencyOptions:
 def parse_shapes(texts: Sequence[str], accept_length: float) -> list[MeasuredShape]:
     """Parse kinds of rounds: ``plain``, ``chain5`` or ``5/8/32`` (steps/topk/nodes).
 
-    A suffix ``@2.4`` sets the accept length, and ``:1+16`` sets the batch sizes.
+    The suffix ``@2.4`` sets the accept length to 2.4, and ``:1+16`` sets the batch sizes to 1 and 16.
 
     Raises:
-        ConfigurationError: A text has another form.
+        ConfigurationError: A text has none of these forms.
     """
     shapes = []
     for given in texts:
@@ -139,10 +139,10 @@ def parse_shapes(texts: Sequence[str], accept_length: float) -> list[MeasuredSha
 
 
 def run_latency(options: LatencyOptions) -> int:
-    """Measure, print and save. The file exists from the first row on.
+    """Run the cases, print the table and save the result. The file is written again after every row.
 
     Returns:
-        The exit code: 1 if a case failed.
+        The exit code, which is 1 if a case failed.
 
     Raises:
         ConfigurationError: A setting is wrong, or MPS is requested where it is not available.
@@ -223,12 +223,12 @@ def _settings(
 
 
 class Latency:
-    """Measures the cases of one engine.
+    """Measures the benchmark's cases on one engine.
 
     Args:
         engine: A running engine.
         options: The cases to measure.
-        ceilings: Ceilings of this machine, for the floors.
+        ceilings: Ceilings of this machine. The floors are computed from them.
         profiles: Receives case → profile for each profiled case.
     """
 
@@ -242,7 +242,7 @@ class Latency:
         self._random = random.Random(0)
 
     def cases(self) -> Iterator[tuple[str, Callable[[], Row]]]:
-        """Yield each case's name and the function that measures it, in order."""
+        """Yield each case's name and the function that measures the case, in the order of measurement."""
         for shape in self._options.shapes:
             for batch in shape.batches or self._options.batches:
                 yield f"round {shape.label}, batch {batch}", partial(self.round, shape, batch)
@@ -274,13 +274,13 @@ class Latency:
 
     def round(self, shape: MeasuredShape, batch: int) -> Row:
         """Return the row for one kind of round at one batch size."""
-        # 1. Warm up: captures the graphs of all batch sizes and lets the draft join.
+        # 1. Warm up: capture the graphs of all batch sizes, and let the draft join.
         options, engine = self._options, self._engine
         acceptance = engine.set_accept_length(shape.accept_length) if shape.tree else "none"
         for _ in range(WARM_UP_RUNS):
             engine.run_batch(self._prompts(batch), shrinking_lengths(batch, options.new_tokens), shape.tree)
-        # 2. Measure. As in the peers' runs, another run precedes the prefill: prefill is slower on a GPU that
-        #    an earlier run has brought to its power limit, and the run of N tokens meets the same condition.
+        # 2. Measure. A run precedes the prefill, as in the peers' runs, because an earlier run can bring a
+        #    GPU to its power limit and slow down the prefill. The run of N tokens has the same condition.
         engine.run_batch(self._prompts(batch), 2, shape.tree)
         first = min(engine.run_batch(self._prompts(batch), 1, shape.tree)[0] for _ in range(2))
         total, answers = min(
@@ -326,7 +326,7 @@ class Latency:
         )
 
     def _profile(self, shape: MeasuredShape, batch: int) -> Profile | None:
-        """Profile rounds in which the whole batch decodes. None without a GPU or `--profile`."""
+        """Profile rounds in which the whole batch decodes. Returns None without a GPU or `--profile`."""
         if not self._options.profile or self._engine.device.type != "cuda":
             return None
         running: list[RunningBatch] = []
@@ -388,9 +388,9 @@ def _taken(run: tuple[float, list[TimedAnswer]]) -> float:
 
 
 def _gaps(answers: Sequence[TimedAnswer]) -> list[float]:
-    """Return the seconds between deliveries of tokens.
+    """Return the seconds between successive deliveries of tokens.
 
-    Excludes the wait for the first token and the gap after it, which may contain prefills of other sequences.
+    The wait for the first token and the gap after it are left out: the gap may contain others' prefills.
     """
     gaps = [
         later - earlier

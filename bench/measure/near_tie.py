@@ -20,9 +20,9 @@ from outrider.shared.nn.open import load_decoder
 NEAR_TIE = 2.0**-7
 """Largest gap between two tokens' fp32 logits that counts as a near-tie, relative to the best logit.
 
-This is two unit roundoffs of bf16, 2^-8 each. In bf16, the gap between the two best logits of the embedded
-target has an error of 0.84 unit roundoffs (root mean square over 1,152 tokens of its texts; 99 % of errors
-are below 2.5). See docs/numerics.md.
+The value is two unit roundoffs of bf16, which are 2^-8 each. In bf16, the gap between the two best logits of
+the embedded target has an error of 0.84 unit roundoffs (root mean square over 1,152 tokens of its texts), and
+99 % of the errors are below 2.5 unit roundoffs. See docs/numerics.md.
 """
 PAGE_SIZE = 16
 
@@ -32,9 +32,9 @@ class Parting:
     """The first token at which two greedy texts differ.
 
     Attributes:
-        token: Index of the token in the answers.
-        choices: Token ids there: without speculation, and in the other text.
-        best: The two best tokens in fp32, with their logits.
+        token: Index in the answers of the first token that differs.
+        choices: Token ids at that index: without speculation, and in the other text.
+        best: The two tokens with the best fp32 logits, and these logits.
         gap: Difference between the best logit and the lower logit of `choices`.
         allowed: Largest gap that counts as a near-tie.
     """
@@ -51,7 +51,7 @@ class Parting:
         return self.gap <= self.allowed
 
     def as_json(self) -> dict[str, Any]:
-        """Return the parting for the JSON, with rounded numbers."""
+        """Return the difference as JSON values, with rounded numbers."""
         best = [[token, round(logit, 4)] for token, logit in self.best]
         return {
             "token": self.token,
@@ -64,7 +64,7 @@ class Parting:
 
 
 class Judge:
-    """A target in fp32 on the CPU, which decides between two texts.
+    """Runs a target in fp32 on the CPU, to find why two of its texts differ.
 
     Args:
         target: Folder of the model, with its tokenizer.

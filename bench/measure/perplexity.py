@@ -1,7 +1,8 @@
 """`outrider bench perplexity`: measures perplexity on a text, without and with FP8 products or KV cache.
 
-Texts are cut into windows. Each window is read in one pass, through the same KV pool and attention as when
-serving. The first token of a window has no history and is not counted. Both models read the same windows.
+Texts are cut into windows. Each window is read in one pass, through the KV pool and the attention that also
+serve requests. The first token of a window is not counted, because it has no history. The quantized and the
+unquantized model read the same windows.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from outrider.shared.nn.open import load_decoder
 from outrider.shared.nn.quantized import quantize_fp8
 
 WIDE = "as it is"
-"""Name of the row for the unquantized model, which is the floor of the others."""
+"""Name of the row of the unquantized model. Its perplexity is the floor of the other rows."""
 TEXT_FIELDS = ("text", "prompt", "question", "answer")
 
 
 @dataclass(frozen=True, slots=True)
 class PerplexityOptions:
-    """What to measure.
+    """Options of the measurement: the text, the model and its quantization.
 
     Attributes:
-        text: A text file, or JSON lines, of which the fields in `TEXT_FIELDS` are joined.
+        text: A text file or a JSON-lines file. In JSON lines, the fields in `TEXT_FIELDS` are joined.
         target: Model folder with a tokenizer.json.
         device, dtype: Device and dtype of the model.
         quantization: ``none`` or ``fp8``.
         kv_cache_dtype: ``auto`` or ``fp8_e4m3``.
         tokens: Maximum number of tokens to count.
-        window: Tokens per pass.
-        output: JSON file or folder; None for bench/results.
+        window: Number of tokens per pass.
+        output: JSON file or folder to write to. None selects bench/results.
     """
 
     text: Path
@@ -55,17 +56,18 @@ class PerplexityOptions:
 
     @property
     def changes(self) -> str:
-        """Name of the quantization that is compared with the unquantized model; empty for none."""
+        """Name of the quantization to compare with the unquantized model. Empty without quantization."""
         products = "FP8 products" if self.quantization == "fp8" else ""
         cache = "FP8 cache" if self.kv_cache_dtype == "fp8_e4m3" else ""
         return ", ".join(filter(None, (products, cache)))
 
 
 def run_perplexity(options: PerplexityOptions) -> int:
-    """Measure, print and save. Returns the exit code.
+    """Measure, print the table and save the result. Returns the exit code.
 
     Raises:
-        ConfigurationError: The text or the tokenizer is missing, or the text is too short. Names the flag.
+        ConfigurationError: The text or the tokenizer is missing, or the text is too short. The message names
+            the flag.
     """
     windows = list(cut_windows(_token_ids(options), options.window, options.tokens))
     if not windows:
@@ -94,7 +96,7 @@ def run_perplexity(options: PerplexityOptions) -> int:
 def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
     """Return the exponential of the mean negative log-likelihood.
 
-    The mean is over all tokens that have a history in their window.
+    The mean is over all tokens that have a predecessor in their window.
     """
     narrow = decoder.kv_dtype is not None
     attention = create_backend(AttentionKind.TRITON if narrow else AttentionKind.AUTO, decoder.device)
@@ -120,7 +122,7 @@ def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
 def cut_windows(token_ids: Iterable[list[int]], window: int, tokens: int) -> Iterator[list[int]]:
     """Cut each text into windows of at most `window` tokens until `tokens` are counted.
 
-    A remainder of one token is dropped, because it has nothing to predict.
+    A remainder of one token is dropped, because there is no token after it to predict.
     """
     counted = 0
     for ids in token_ids:
@@ -134,7 +136,7 @@ def cut_windows(token_ids: Iterable[list[int]], window: int, tokens: int) -> Ite
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Yield the texts of a file: one for each JSON line, or the whole of another file.
+    """Yield the texts of a file. Each line of a JSON-lines file is a text; any other file is one text.
 
     Raises:
         ConfigurationError: The file does not exist, or a line has none of the fields.

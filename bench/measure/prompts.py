@@ -14,7 +14,7 @@ Messages = list[dict[str, str]]
 
 
 def load_prompts(path: Path, count: int) -> list[Messages]:
-    """Read the first `count` prompts of a JSON-lines file. Each line has ``messages`` or ``prompt``.
+    """Read the first `count` prompts of a JSON-lines file. Each line has a field ``messages`` or ``prompt``.
 
     Raises:
         ConfigurationError: The file is missing or too short, or a line has neither field.

@@ -1,6 +1,6 @@
-"""A GPU's rated memory bandwidth and matrix rate, from its clocks and widths.
+"""A GPU's rated memory bandwidth and matrix rate, computed from its clocks and widths.
 
-They are the floors of the ceilings that `outrider bench roofline` measures.
+The rated values are the floors of the ceilings that `outrider bench roofline` measures.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import torch
 OPS_PER_CLOCK = {8: 2048, 9: 4096}
 """Matrix operations of one multiprocessor per clock with 16-bit operands, by major compute capability.
 
-Each of 1024 or 2048 multiply-adds counts as 2. The numbers are from NVIDIA's tuning guides; GPUs that are not
-listed have no rated matrix rate here.
+A multiprocessor does 1024 or 2048 multiply-adds per clock, and each counts as 2 operations. The numbers are
+from NVIDIA's tuning guides. A GPU whose compute capability is not listed has no rated matrix rate here.
 """
 
 
 def rated_bandwidth(device: torch.device) -> float | None:
     """Return the bytes per second allowed by the memory clock and the bus width.
 
-    Returns None if the driver does not report them.
+    Returns None if the driver does not report the clock or the width.
     """
     known = _properties(device)
     clock_khz, width = known.get("mem_clock_rate", 0), known.get("mem_bus_width", 0)

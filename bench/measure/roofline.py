@@ -1,6 +1,6 @@
 """`outrider bench roofline`: measures the machine's ceilings (memory, matrix units, launches, the bus).
 
-Other benchmarks measure the same ceilings in their own run and compute floors from them.
+Other benchmarks measure these ceilings again in their own run, and compute their floors from them.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ class Ceilings:
     matrix_rate: float
 
     def seconds(self, nbytes: float, flops: float = 0.0) -> float:
-        """Return the minimum time to read these bytes and do these operations, both in parallel."""
+        """Return the minimum time to read these bytes while doing these operations in parallel."""
         return max(nbytes / self.read_bandwidth, flops / self.matrix_rate)
 
     def bound(self, nbytes: float, flops: float = 0.0) -> str:
-        """Return which of the two takes longer: ``bytes`` or ``flops``."""
+        """Return ``bytes`` or ``flops``, whichever takes longer."""
         return "bytes" if nbytes / self.read_bandwidth >= flops / self.matrix_rate else "flops"
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineOptions:
-    """Options of the measurement; the fields are the flags of `outrider bench roofline`."""
+    """Options of the measurement. Its fields are the flags of `outrider bench roofline`."""
 
     device: torch.device
     dtype: torch.dtype
     output: Path | None
     small: bool = False
-    """True for small sizes, as in tests on a CPU."""
+    """True for small sizes, which tests on a CPU use."""
 
 
 def run_roofline(options: RooflineOptions) -> int:
-    """Measure, print and save. Returns the exit code."""
+    """Measure the ceilings, print the table and save the result. Returns the exit code."""
     rows = roofline_rows(options)
     settings = {"device": str(options.device), "dtype": _name(options.dtype)}
     return finish(Result("roofline", settings, rows), options.output, ("p10", "p90"))
@@ -61,8 +61,8 @@ def run_roofline(options: RooflineOptions) -> int:
 def roofline_rows(options: RooflineOptions) -> list[Row]:
     """Return one row for each ceiling.
 
-    The floor of a rate is the GPU's rated value, and the floor of an eager launch is the kernel's own time.
-    All others have their own 10th percentile as the floor.
+    The floor of a rate is the GPU's rated value. The floor of an eager launch is the kernel's own time. The
+    floor of every other ceiling is the 10th percentile of its own samples.
     """
     device, nbytes = options.device, _working_set(options.device, options.small)
     bandwidth = rated_bandwidth(device)
@@ -100,7 +100,7 @@ def roofline_rows(options: RooflineOptions) -> list[Row]:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, small: bool = False) -> Ceilings:
-    """Measure the ceilings that floors need. This takes about a second on a GPU."""
+    """Measure the ceilings from which floors are computed. This takes about a second on a GPU."""
     nbytes = _working_set(device, small)
     size = _matrix_sizes(device, small)[-1]
     options = RooflineOptions(device, dtype, None, small)
@@ -113,7 +113,7 @@ def _working_set(device: torch.device, small: bool) -> int:
 
 
 def _matrix_sizes(device: torch.device, small: bool) -> tuple[int, ...]:
-    """Return the sizes of the products. The largest takes minutes on two CPU cores."""
+    """Return the sizes of the matrix products. The largest product takes minutes on two CPU cores."""
     return (128,) if small else (4096, 8192) if device.type == "cuda" else (1024, 2048)
 
 
@@ -168,7 +168,7 @@ def _bus(device: torch.device, nbytes: int) -> list[Row]:
 def _noise(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return random words that are fp32 numbers from 0.5 to 1.
 
-    Memories and links may compress zeros, and denormals may be slower.
+    Zeros are unsuitable, because memories and links may compress them. Denormals may be slower.
     """
     return torch.randint(0x3F000000, 0x3F800000, (nbytes // 4,), dtype=torch.int32, device=device)
 

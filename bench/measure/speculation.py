@@ -1,9 +1,9 @@
 """`outrider bench speculation`: compares speculative with plain decoding, end to end over REST at batch 1.
 
-For each prompt and temperature it sends four requests, one after another: one in each speculation mode (on,
-auto, off) to a server with a draft, and one to a second server started with ``--draft none``. The order
-rotates, so that no kind always comes first. The figures are medians of the ratios *within* a prompt, which
-are robust against slow drifts of the machine.
+For each prompt and temperature, the benchmark sends four requests, one after another. Three go to a server
+with a draft, one in each speculation mode (on, auto, off). The fourth goes to a second server, which was
+started with ``--draft none``. The order rotates, so that no kind of request always comes first. The figures
+are medians of the ratios *within* a prompt. Such medians are robust against slow drifts of the machine.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LABELS = {Kind.ON: "on", Kind.AUTO: "auto", Kind.OFF: "off", Kind.NO_DRAFT: "--d
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """Options of the measurement; the fields are the flags of `outrider bench`."""
+    """Options of the measurement. Its fields are the flags of `outrider bench`."""
 
     prompts: Path | None
     num_prompts: int
@@ -99,7 +99,7 @@ Runs = dict[tuple[int, float, Kind], Run]
 
 
 def run_bench(options: BenchOptions) -> int:
-    """Start both servers, measure, print a table and write the JSON. Returns the exit code.
+    """Start the two servers, measure, print a table and write the JSON file. Returns the exit code.
 
     Raises:
         ConfigurationError: There is no draft, or the prompts cannot be read.
@@ -144,7 +144,7 @@ def run_bench(options: BenchOptions) -> int:
 
 
 def _start(cleanup: ExitStack, options: BenchOptions, log: deque[str]) -> Clients:
-    """Start both servers in parallel, because each takes a while to import, load and warm up."""
+    """Start the two servers in parallel, because each server takes a while to import, load and warm up."""
     ports = [free_port()]
     while len(ports) < 2:
         if (port := free_port()) not in range(ports[0] - 1, ports[0] + 2):
@@ -181,7 +181,7 @@ def _start_one(
         device=options.device,
         port=port,
         transport=options.transport,
-        kv_tokens=KV_TOKENS,  # both stacks share one GPU, and each would claim most of its memory
+        kv_tokens=KV_TOKENS,  # the two stacks share one GPU, and each would claim most of its memory
     )
 
     def echo(name: str, line: str) -> None:
@@ -247,7 +247,7 @@ def _ask(
 def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
     """Return one row for each temperature: median ratios, median speeds and mean accept lengths.
 
-    ``same_text`` counts the prompts whose tokens are the same as with ``mode: off``.
+    ``same_text`` counts the prompts whose answer has the same tokens as the answer with ``mode: off``.
     """
     rows = []
     for temperature in TEMPERATURES:
@@ -276,7 +276,8 @@ def summarise(runs: Runs, num_prompts: int) -> list[dict[str, Any]]:
 def first_differences(runs: Runs, prompts: Sequence[Messages], target: Path) -> list[dict[str, Any]]:
     """Return where drafted answers first differ from those of ``mode: off``.
 
-    For greedy answers this includes the logits there: in 16-bit types, near-ties cause differences.
+    For greedy answers, the result includes the logits at that token: in 16-bit types, near-ties cause
+    differences.
     """
     found = []
     judge: Judge | None = None
@@ -299,7 +300,8 @@ def _ratio_name(numerator: Kind, denominator: Kind) -> str:
 def _ratios(numerators: Sequence[float], denominators: Sequence[float], most: float) -> dict[str, float]:
     """Return the median and quartiles of the pairwise ratios, and `most`, the largest possible ratio.
 
-    With drafts, `most` is the accept length, reached if a round took no longer than a step. Without, it is 1.
+    With drafts, `most` is the accept length. That ratio is reached if a round takes no longer than a plain
+    step. Without drafts, `most` is 1.
     """
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
     low, median, high = (

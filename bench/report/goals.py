@@ -1,4 +1,4 @@
-"""The rows of the goals table in docs/performance.md: each goal, its limit and the recorded figure for it."""
+"""Defines the goals table in docs/performance.md: each row's goal, its limit and the recorded figure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Figure:
 
     Attributes:
         value: The figure, in the goal's unit.
-        text: The figure as shown in the table.
+        text: The figure as the table shows it.
         source: File that contains the result.
-        floor, ratio: Floor of the measured row and the ratio to it, as shown; empty if there is none.
-        peer: A peer's recorded figure, as shown; empty if there is none.
+        floor, ratio: Floor of the measured row and the ratio of the figure to it, as the table shows them.
+            Empty if the row has no floor.
+        peer: A peer's recorded figure, as the table shows it. Empty if there is none.
         peer_source: File that contains the peer's figure.
     """
 
@@ -37,13 +38,13 @@ class Goal:
     """A row of the table.
 
     Attributes:
-        what: The measurement, as shown.
-        limit: The largest value that meets the goal, or the smallest with `at_least`. None if no limit was
-            set; the row is then left out until there is a figure.
-        text: The limit as shown.
+        what: Name of the measurement in the table.
+        limit: Largest value that meets the goal, or the smallest with `at_least`. None if no limit was set.
+            A row without a limit is left out of the table until there is a figure.
+        text: The limit as the table shows it.
         find: Returns the figure from the recorded results, or None.
         at_least: True if `limit` is a lower bound.
-        peer: Another peer's figure with its source, as shown.
+        peer: Another peer's figure and its source, as the table shows them.
     """
 
     what: str
@@ -61,10 +62,10 @@ class Goal:
 
 
 def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable[[Results], Figure | None]:
-    """Return a function that finds a round's milliseconds, with vLLM's figure for `config` beside it.
+    """Return a function that finds a round's milliseconds and, for `config`, vLLM's figure beside them.
 
-    If vLLM was measured in the same session, Outrider's result of that session is used. vLLM always ran on
-    one GPU, so its session is ignored for `tp`.
+    If vLLM was measured in the same session as Outrider, Outrider's result of that session is used. With `tp`
+    in `settings`, vLLM's session is ignored, because vLLM always ran on one GPU.
     """
 
     def find(results: Results) -> Figure | None:
@@ -82,12 +83,12 @@ def _round(kind: str, batch: int, config: str = "", **settings: Any) -> Callable
 
 
 def _sglang(milliseconds: float) -> str:
-    """Return SGLang's figure for a round. It was given with the goals; no result file has it."""
+    """Return SGLang's figure for a round. The figure was given with the goals and is in no result file."""
     return f"SGLang {milliseconds:g} ms (given with the goals; no result file)"
 
 
 def _kernel(case: str) -> Callable[[Results], Figure | None]:
-    """Return a function that finds a kernel's time, in milliseconds."""
+    """Return a function that finds the time of a kernel case, in milliseconds."""
 
     def find(results: Results) -> Figure | None:
         found = results.kernels(case)
@@ -106,7 +107,7 @@ def _kernel(case: str) -> Callable[[Results], Figure | None]:
 
 
 def _against_vllm(kind: str, batch: int, config: str, metric: str) -> Callable[[Results], Figure | None]:
-    """Return a function that finds the ratio of our figure to vLLM's figure of the same kind."""
+    """Return a function that finds the ratio of Outrider's figure to vLLM's figure for the same round."""
 
     def find(results: Results) -> Figure | None:
         peer = results.vllm(config, batch)
@@ -180,9 +181,9 @@ def _perplexity(case: str) -> Callable[[Results], Figure | None]:
 
 
 def _share(case: str, name: str, whole: str = "", what: str = "") -> Callable[[Results], Figure | None]:
-    """Return a function that finds a share recorded in a latency row, as a percentage.
+    """Return a function that finds a share recorded in a latency row, and converts it to percent.
 
-    If the share is part of a larger share, `whole` names the latter and `what` describes the part.
+    If the share is part of a larger share, `whole` names the larger share and `what` describes the part.
     """
 
     def find(results: Results) -> Figure | None:

@@ -1,4 +1,4 @@
-"""Describes the machine of a measurement (processor, memory, GPUs, versions), for the result's record."""
+"""Describes the machine of a measurement for the result file: processor, memory, GPUs and versions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ PACKAGES = ("outrider", "torch", "grpcio", "triton")
 def describe_machine() -> dict[str, Any]:
     """Return the machine's description.
 
-    It contains the processor, cores (all of them, and those usable by this process), memory in GiB, GPUs
-    with their ids, Python, and the versions of the packages that affect figures.
+    The description contains the processor, the number of all cores and of those usable by this process, the
+    memory in GiB, the GPUs with their ids, and the versions of Python and of the packages that affect
+    figures.
     """
     return {
         "processor": _processor(),

@@ -12,18 +12,18 @@ BOUND_BY = {"bytes": "bytes", "flops": "operations", "launch": "launch"}
 
 
 def ceiling_lines(results: Results) -> Iterator[str]:
-    """Yield the table of the machine's measured ceilings, with the rated values as floors."""
+    """Yield the table of the machine's measured ceilings. Their floors are the rated values."""
     yield from _rows(results.latest("roofline"), "ceiling", "`outrider bench roofline`")
 
 
 def load_lines(results: Results) -> Iterator[str]:
-    """Yield the table of clients' experience under load, with the figures of lone requests as the floor."""
+    """Yield the table of client latency under load. The floors are the figures of lone requests."""
     recorded = results.latest("serve")
     yield from _rows(recorded, "load", "`outrider bench serve`")
 
 
 def start_lines(results: Results) -> Iterator[str]:
-    """Yield the table of recorded stack starts, with the latency of their first clients."""
+    """Yield the table of recorded starts of a stack, with the latency of the first clients of each start."""
     recorded = results.starts()
     if not recorded:
         yield "Startup is not measured yet."
@@ -47,7 +47,7 @@ def start_lines(results: Results) -> Iterator[str]:
 
 
 def kernel_lines(results: Results) -> Iterator[str]:
-    """Yield the table of kernels: one line for each function and bounding resource."""
+    """Yield the table of kernels. It has one line for each function and bounding resource."""
     recorded = results.latest("kernels", "rms_norm, 1 rows")
     if recorded is None:
         yield "The kernels are not measured yet."
@@ -71,9 +71,9 @@ def kernel_lines(results: Results) -> Iterator[str]:
 
 
 def _by_function(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """Return (function, bounding resource) → rows, in order.
+    """Return (function, bounding resource) → rows, in the order of the rows.
 
-    Whole passes are left out, because they have their own rows in the goals table.
+    Whole passes are left out, because the goals table has rows for them.
     """
     found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:

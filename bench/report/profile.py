@@ -22,7 +22,7 @@ REST = "other: token choice, tree walk, compaction, bookkeeping, copies, remaini
 
 
 def profile_lines(recorded: RecordedResult) -> Iterator[str]:
-    """Yield a table with one column for each profile of a file."""
+    """Yield a table that has one column for each profile of a result file."""
     profiles: Mapping[str, Mapping[str, Any]] = recorded.content["profiles"]
     yield f"| share of the GPU's time | {' | '.join(profiles)} |"
     yield "| --- |" + " --- |" * len(profiles)

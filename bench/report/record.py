@@ -1,4 +1,4 @@
-"""Writes a benchmark's result: a table on the terminal, and a JSON file.
+"""Reports a benchmark's result: prints a table and writes a JSON file.
 
 The file contains the command, the machine and every figure with its floor.
 """
@@ -30,12 +30,12 @@ class Row:
     """One figure.
 
     Attributes:
-        case: The measured case, e.g. ``round chain 5, batch 4``; unique within a benchmark.
+        case: The measured case, e.g. ``round chain 5, batch 4``. Unique within a benchmark.
         value: The figure, in `unit`.
         unit: ``ms``, ``us``, ``tok/s``, ``GB/s``, ``TFLOP/s`` …
-        floor: The best possible value on this machine, in the same unit: the minimum of a time, the maximum
-            of a rate. None if there is none.
-        floor_of: Resource that bounds it: ``bytes``, ``flops``, ``launch`` …
+        floor: The best possible value on this machine, in the same unit. It is the minimum of a time or the
+            maximum of a rate. None if the figure has no floor.
+        floor_of: Resource that determines the floor: ``bytes``, ``flops``, ``launch`` …
         more: Further figures of the case for the JSON (percentiles, accept length …). The table shows a few.
     """
 
@@ -48,13 +48,13 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Distance from the floor as a factor, for times and rates alike; usually at least 1."""
+        """Distance from the floor as a factor. It is usually at least 1, both for times and for rates."""
         if not self.floor or not self.value:
             return None
         return self.floor / self.value if "/" in self.unit else self.value / self.floor
 
     def as_json(self) -> dict[str, Any]:
-        """Return the row and its ratio as JSON values."""
+        """Return the row, including `ratio`, as JSON values."""
         plain = asdict(self)
         more = plain.pop("more")
         ratio = self.ratio
@@ -62,18 +62,18 @@ class Row:
 
 
 def recorded_command() -> list[str]:
-    """Return this process's command line for a result.
+    """Return this process's command line, to be written to a result.
 
-    Absolute paths are reduced to their names, because another machine has other folders.
+    Absolute paths are reduced to their last part, because other machines have other folders.
     """
     return ["outrider", *(Path(part).name if part.startswith("/") else part for part in sys.argv[1:])]
 
 
 def result_path(output: Path | None, name: str, device: str) -> Path:
-    """Return the file to write a result to, and create its folder.
+    """Return the path of the file to write a result to, and create the file's folder.
 
-    The file is `output` itself if that ends in .json. Otherwise it is ``<name>-<device>.json`` in the folder
-    `output`, by default `bench/results`.
+    If `output` ends in .json, that path is returned. Otherwise `output` is a folder, by default
+    `bench/results`, and the file is named ``<name>-<device>.json``.
     """
     folder = output or RESULTS
     path = folder if folder.suffix == ".json" else folder / f"{name}-{device}.json"
@@ -86,11 +86,11 @@ class Result:
     """The result of a benchmark run.
 
     Attributes:
-        name: Name of the benchmark; the file's name begins with it.
+        name: Name of the benchmark. The file's name begins with it.
         settings: The resolved settings of the run.
         rows: The figures.
-        more: Further entries for the JSON (a profile, single runs).
-        note: Remark that a reader of the figures needs; shown in the table's title.
+        more: Further entries for the JSON file (a profile, single runs).
+        note: Remark that a reader of the figures needs. The table's title shows it.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Result:
     note: str = ""
 
     def save(self, output: Path | None) -> Path:
-        """Write the JSON file and return its path; for `output`, see `result_path`."""
+        """Write the JSON file and return its path. `result_path` explains `output`."""
         machine = describe_machine()
         path = result_path(output, self.name, str(self.settings.get("device", "cpu")).split(":")[0])
         content = {
@@ -118,7 +118,7 @@ class Result:
         return path
 
     def table(self, shown: Sequence[str] = ()) -> Table:
-        """Return the rows as a table; `shown` lists the entries of `more` to show as columns."""
+        """Return the rows as a table. `shown` lists the entries of a row's `more` to show as columns."""
         where = self.settings.get("machine") or self.settings.get("device", "")
         table = Table(title=f"{self.name}: {where}" + (f", {self.note}" if self.note else ""))
         for name in ("case", "figure", "floor", "× floor", *shown):

@@ -1,4 +1,4 @@
-"""Finds recorded results: picks the file and row that contain a given figure."""
+"""Searches recorded results: finds the result file and the row that contain a given figure."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ PLAIN_SETTINGS = frozenset(
         "repeats", "read_bandwidth_gbs", "matrix_rate_tflops", "mps", "draft_rounds",
     )
 )  # fmt: skip
-"""Settings that every run of `outrider bench latency` records. All others come from ``--set``."""
+"""Settings that every run of `outrider bench latency` records. All other settings come from ``--set``."""
 IRRELEVANT_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "NCCL_VERSION", "TRITON_CACHE_DIR")
 """Environment variables that contain paths or versions and do not affect figures.
 
-The pipe directory is one of them, because the setting `mps` already records whether MPS was used.
+The MPS pipe directory is listed because the setting `mps` already records whether MPS was used.
 """
 PROFILED = ("gpu_idle", "gpu_idle_between")
-"""Fields recorded only with ``--profile``, which measures every round once."""
+"""Fields that are recorded only with ``--profile``. A profiled run measures every round only once."""
 COMMIT_DIGITS = 7
 SESSION_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}T\d{4}Z")
-"""Folder of a measuring session of a peer and Outrider on the same GPUs, named by its start time."""
+"""Folder name of a measuring session: its start time. A session runs a peer and Outrider on the same GPUs."""
 OFF = ("false", "none", "auto")
-"""Values of a setting that leave the default behaviour unchanged."""
+"""Values of a setting that mean the default behaviour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RecordedResult:
 
     @property
     def date(self) -> datetime:
-        """Time of the measurement; the epoch if the file has no date, or one in another format."""
+        """Time of the measurement. The epoch if the file has no date or a date in another format."""
         try:
             recorded = datetime.fromisoformat(str(self.content.get("date", "")))
         except ValueError:
@@ -51,7 +51,7 @@ class RecordedResult:
         return recorded if recorded.tzinfo else recorded.replace(tzinfo=UTC)
 
     def settings(self, name: str) -> Any:
-        """Return one of the run's settings, or None."""
+        """Return the named setting of the run, or None."""
         return self.content.get("settings", {}).get(name)
 
     @property
@@ -66,16 +66,16 @@ class RecordedResult:
 
     @property
     def gpu(self) -> str | None:
-        """Id of the GPU that did the work; None if the file does not record it."""
+        """Id of the GPU that did the work. None if the file does not record the id."""
         ids: Sequence[str] = self.content.get("machine", {}).get("gpu_ids", ())
         index = int(str(self.settings("device")).partition(":")[2] or 0)
         return ids[index] if index < len(ids) else None
 
     def distance(self, other: RecordedResult) -> tuple[bool, bool, bool, timedelta]:
-        """Return how different the circumstances of two runs are, as a sort key.
+        """Return a sort key for the difference between the circumstances of two runs.
 
-        The GPU comes first, because two GPUs of the same model differ by several percent. Next come the
-        visible GPUs, then the usable cores, then the time between the runs.
+        The GPU is compared first, because two GPUs of the same model differ by several percent. The visible
+        GPUs, the usable cores and the time between the runs follow in this order.
         """
         mine, others = (recorded.content.get("machine", {}) for recorded in (self, other))
         gpus, cores = (
@@ -95,7 +95,7 @@ class RecordedResult:
 
     @property
     def provenance(self) -> str:
-        """Time, machine and commit of the measurement, as far as they are recorded.
+        """Time, machine and commit of the measurement. Parts that are not recorded are left out.
 
         Example: ``2026-11-21 15:00 UTC, GPU 29f2f6ee, 16 of 64 cores, commit 2ea2987``.
         """
@@ -128,25 +128,25 @@ class RecordedResult:
 
 @dataclass(frozen=True, slots=True)
 class PeerFigures:
-    """One file with a peer's runs, as its own benchmark script wrote them."""
+    """One file of a peer's runs, as the peer's own benchmark script wrote it."""
 
     path: Path
     lines: Sequence[Mapping[str, Any]]
 
     @property
     def command(self) -> str:
-        """Command line of the run; empty if not recorded."""
+        """Command line of the run. Empty if the file does not record it."""
         return str(self._about.get("command", ""))
 
     @property
     def provenance(self) -> str:
-        """Time and machine of the run; empty if not recorded."""
+        """Time and machine of the run. Empty if the file does not record them."""
         recorded = [str(self._about[name]) for name in ("date", "gpu", "beside") if name in self._about]
         return "; ".join(recorded)
 
     @property
     def date(self) -> str:
-        """Date of the run in a sortable form; empty if not recorded."""
+        """Date of the run in a sortable form. Empty if the file does not record the date."""
         return str(self._about.get("date", ""))
 
     @property
@@ -157,10 +157,10 @@ class PeerFigures:
 class Results:
     """All results recorded in a folder.
 
-    If several files fit a query, the latest one is returned, or the one closest to the argument `near`.
+    If several files fit a query, the latest file is used, or with the argument `near` the file closest to it.
 
-    A subfolder named by a time contains results of one measuring session with a peer. Comparisons with that
-    peer search its session's folder first.
+    A subfolder named by a time contains the results of one measuring session with a peer. Comparisons with a
+    peer's figure search the folder of its session first.
 
     Raises:
         ConfigurationError: A file is not valid JSON.
@@ -190,16 +190,16 @@ class Results:
     ) -> tuple[RecordedResult, Mapping[str, Any]] | None:
         """Return the latest `outrider bench latency` file on a GPU that has the case, and the case's row.
 
-        Profiled runs are used only for idle shares.
+        Profiled runs are used only for idle shares, i.e. if `needs` is one of `PROFILED`.
 
         Args:
             case: Case of the row.
             needs: Field that the row must have.
-            changes: All non-default settings that the run must have.
-            mps: Whether the run used MPS.
-            near: Return the file measured closest to this one instead (`RecordedResult.distance`).
-            beside: Prefer the file from this peer's measuring session, if it has the case.
-            settings: Settings that the run must have. By default: in-process, on one GPU.
+            changes: All settings in which the run must differ from the defaults.
+            mps: True for a run with MPS, False for a run without it.
+            near: Prefer the file measured closest to this one, instead of the latest file.
+            beside: Prefer a file from this peer's measuring session, if the session measured the case.
+            settings: Settings that the run must have. The defaults are an in-process draft and one GPU.
         """
         here = {"shape": SHAPE, "prompt": 512, "new_tokens": 384, "draft_device": None, "tp": None}
         wanted = {
@@ -221,7 +221,7 @@ class Results:
         )
 
     def profiled(self) -> RecordedResult | None:
-        """Return the latest `outrider bench latency --profile` file on a GPU, for the shape of the goals."""
+        """Return the latest `outrider bench latency --profile` file on a GPU for the goals' model shape."""
         for recorded in self._files:
             if (
                 recorded.content.get("profiles")
@@ -232,7 +232,7 @@ class Results:
         return None
 
     def perplexity(self, case: str) -> tuple[RecordedResult, Mapping[str, Any]] | None:
-        """Return the latest `outrider bench perplexity` result on the GSM8K text, on any device."""
+        """Return the latest `outrider bench perplexity` file on the GSM8K text, on any device."""
 
         def fits(recorded: RecordedResult) -> bool:
             return str(recorded.settings("text")).startswith("gsm8k")
@@ -240,7 +240,7 @@ class Results:
         return self._latest("perplexity", case, {}, "increase_percent", fits, device="")
 
     def kernels(self, case: str) -> tuple[RecordedResult, Mapping[str, Any]] | None:
-        """Return the latest `outrider bench kernels` result on a GPU that has the case."""
+        """Return the latest `outrider bench kernels` file on a GPU that has the case, and the case's row."""
         return self._latest("kernels", case, {"shape": (SHAPE,)}, "value")
 
     def starts(self) -> Sequence[RecordedResult]:
@@ -253,7 +253,7 @@ class Results:
         return list(fits)[::-1]
 
     def latest(self, benchmark: str, case: str | None = None) -> RecordedResult | None:
-        """Return the latest file of another benchmark on a GPU; with `case`, the latest that has it."""
+        """Return the latest file of this benchmark that was measured on a GPU and has `case`, if given."""
         for recorded in self._files:
             on_a_gpu = str(recorded.settings("device")).startswith("cuda") or bool(
                 recorded.content.get("machine", {}).get("gpus")
@@ -274,10 +274,10 @@ class Results:
         return None
 
     def vllm(self, config: str, batch: int) -> tuple[PeerFigures, Mapping[str, Any]] | None:
-        """Return the latest vLLM file with a configuration and batch size, and its first run of them.
+        """Return the latest vLLM file that has this configuration and batch size, and the first such run.
 
-        A vLLM file (``vllm*.jsonl``) starts with our line about the time and machine, followed by the lines
-        of vLLM's own script.
+        A vLLM file is named ``vllm*.jsonl``. Its first line was added here and gives the time and the
+        machine. The other lines are from vLLM's own script.
         """
         wanted = {"case": "run", "config": config, "bs": batch}
         for peer in self._peers:
@@ -318,7 +318,7 @@ def _recorded(folder: Path) -> list[RecordedResult]:
 
 
 def read_result(path: Path) -> Mapping[str, Any]:
-    """Return the content of a result file; empty if it is not a JSON object.
+    """Return the content of a result file. If the file contains no JSON object, return an empty mapping.
 
     Raises:
         ConfigurationError: The file is not valid JSON.
@@ -331,7 +331,7 @@ def read_result(path: Path) -> Mapping[str, Any]:
 
 
 def read_lines(path: Path) -> list[Mapping[str, Any]]:
-    """Return the JSON objects of a file, one per line; other lines are skipped."""
+    """Return the JSON objects of a file that has one object per line. Other lines are skipped."""
     return [
         json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")
     ]

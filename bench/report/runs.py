@@ -1,4 +1,4 @@
-"""The list of runs below a table: one line for each result file, with its command, date and machine."""
+"""Makes the list of runs below a table: one line for each result file, with command, date and machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.bench.report.recorded import SESSION_FOLDER, RecordedResult, read_
 
 
 def command_lines(sources: set[Path]) -> Iterator[str]:
-    """Yield a heading, and one line for each result file with its command."""
+    """Yield a heading, and one line for each result file with the command of its run."""
     if sources:
         yield ""
         yield "Commands, with the date and machine of each run:"
@@ -19,7 +19,7 @@ def command_lines(sources: set[Path]) -> Iterator[str]:
 
 
 def run_line(path: Path, command: str, provenance: str) -> str:
-    """Return the line of one file; `command` and `provenance` may be empty if they are not recorded."""
+    """Return the line of one file. `command` and `provenance` are empty if the file does not record them."""
     parts = [f"`{command}`"] if command else []
     parts += [f"({provenance})"] if provenance else []
     name = within(path)
@@ -27,5 +27,5 @@ def run_line(path: Path, command: str, provenance: str) -> str:
 
 
 def within(path: Path) -> str:
-    """Return a file's path within the results folder, with the folder of its measuring session, if any."""
+    """Return a file's name, preceded by the folder of its measuring session if it belongs to one."""
     return f"{path.parent.name}/{path.name}" if SESSION_FOLDER.fullmatch(path.parent.name) else path.name

@@ -1,4 +1,4 @@
-"""Identifies the source of a result: its commit, and git's object ids of the folders that were run."""
+"""Identifies the source code behind a result: the commit, and git's object ids of the folders in use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Folder that contains the package's folders, in a checkout, in a copy or in an installed package."""
+"""Parent of the package's folders, in a checkout, in a copy or in an installed package."""
 PARTS = ("kernels", "shared", "services")
 REVISION = "OUTRIDER_REVISION"
-"""Environment variable that names the commit if there is no checkout."""
+"""Environment variable that names the commit where there is no checkout."""
 NOT_SOURCE = ("__pycache__",)
 LINK, PROGRAM, FILE, FOLDER = b"120000", b"100755", b"100644", b"40000"
 GIT_S = 10.0
@@ -21,23 +21,23 @@ GIT_S = 10.0
 
 @cache
 def recorded_source(root: Path = ROOT) -> dict[str, Any]:
-    """Return the description of the source in `root`, as this process first saw it.
+    """Return the description of the source code in `root`. It is computed once per process and then cached.
 
     Returns:
         A dictionary with these keys.
 
-        - commit: The commit that is checked out, or that the environment variable names. None if neither is
-          known.
-        - modified: Whether files of the package differ from the commit. None without a checkout.
-        - trees: Folder → id. ``git rev-parse COMMIT:FOLDER`` prints the same id for the same files, so the
-          environment variable can be verified.
+        - commit: The checked-out commit or the commit that the environment variable names. None if neither
+          exists.
+        - modified: True if files of the package differ from the commit. None without a checkout.
+        - trees: Folder → id. ``git rev-parse COMMIT:FOLDER`` prints the same id for the same files. This
+          verifies the commit that the environment variable names.
     """
     commit, modified = _checked_out(root) or (os.environ.get(REVISION), None)
     return {"commit": commit, "modified": modified, "trees": {part: tree_id(root / part) for part in PARTS}}
 
 
 def tree_id(folder: Path) -> str:
-    """Return git's id for the files of a folder; compiled modules and empty folders are ignored."""
+    """Return git's id for the files of a folder. Compiled modules and empty folders are ignored."""
     return (_tree(folder) or _object(b"tree", b"")).hex()
 
 
@@ -68,7 +68,7 @@ def _object(kind: bytes, content: bytes) -> bytes:
 
 
 def _checked_out(root: Path) -> tuple[str, bool] | None:
-    """Return the commit checked out in `root`, and whether the package's files differ from it.
+    """Return the commit checked out in `root`, and True if the package's files differ from that commit.
 
     Returns None if `root` is not the root of a checkout.
     """

@@ -1,5 +1,6 @@
-"""Describes a benchmark's process: its environment variables, age and compiled kernels; starts MPS for it.
+"""Describes a benchmark's process for the result file, and runs MPS for a benchmark.
 
+The description contains the environment variables, the age of the process and the number of compiled kernels.
 MPS is NVIDIA's multi-process service, through which processes share a GPU.
 """
 
@@ -35,16 +36,16 @@ SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_PIPES = "/tmp/nvidia-mps"
 START_FIELD = 19
-"""Index in /proc/self/stat, counted after the parenthesised name, of the process's start time.
+"""Index in /proc/self/stat of the process's start time, counted after the parenthesised name.
 
-The unit is clock ticks since boot.
+The unit of the start time is clock ticks since boot.
 """
 
 
 def recorded_environment() -> dict[str, str]:
     """Return the environment variables of this process that affect figures.
 
-    Absolute paths are reduced to their names, as in `recorded_command`.
+    As in `recorded_command`, absolute paths are reduced to their last part.
     """
     matters = {
         name: value
@@ -62,15 +63,15 @@ def recorded_environment() -> dict[str, str]:
 
 
 def under_mps() -> bool:
-    """Return whether processes share the GPU through MPS: its daemon's pipe is where CUDA looks for it."""
+    """Return True if processes share the GPU through MPS, i.e. if the MPS pipe exists where CUDA looks."""
     return (Path(os.environ.get(PIPES, DEFAULT_PIPES)) / "control").exists()
 
 
 @contextmanager
 def multi_process_service(wanted: bool) -> Iterator[Surroundings]:
-    """Run MPS for this process and its children, as `outrider up --mps` does, if `wanted`.
+    """Run MPS for this process and its children if `wanted`. `outrider up --mps` does the same.
 
-    CUDA must not be initialised before: a process joins MPS when it creates its context.
+    CUDA must not be initialised before, because a process joins MPS when it creates its CUDA context.
 
     Raises:
         ConfigurationError: MPS is wanted, but this machine does not have it.
@@ -92,7 +93,7 @@ def multi_process_service(wanted: bool) -> Iterator[Surroundings]:
 
 
 def process_age_s() -> float:
-    """Return the seconds since this process started, including its imports."""
+    """Return the seconds since this process started. They include the time of its imports."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[START_FIELD]) / os.sysconf("SC_CLK_TCK")
 

@@ -1,7 +1,7 @@
 """Makes the tables of docs/performance.md, docs/numerics.md and README.md from recorded results.
 
-They show the goals, the costs of options and the measurements. No table is edited by hand, so none can
-differ from the results.
+The tables show the goals, the costs of options and the measurements. No table is edited by hand, so that
+every table matches the results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUND_KINDS = (
     ("EAGLE-3, chain of 5", "chain 5", "chain5"),
     ("EAGLE-3, tree 5/8/32 (no vLLM equivalent)", "tree 5/8/32", ""),
 )
-"""Kinds of rounds: the label shown, the name in our results, and the configuration in vLLM's files."""
+"""Kinds of rounds: label in the table, name in Outrider's results, configuration in vLLM's files."""
 GENERIC_SHAPE = "granite-3.1-2b"
 COMPILED_CASES = tuple(f"round plain, batch {batch}" for batch in (1, 16))
 COST_CASES = tuple(f"round {kind}, batch {batch}" for kind in ("plain", "tree 5/8/32") for batch in (1, 16))
@@ -34,14 +34,14 @@ COST_CASES = tuple(f"round {kind}, batch {batch}" for kind in ("plain", "tree 5/
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A generated table, and the two marker lines that enclose it in a document."""
+    """A generated table, and the two marker lines around it in a document."""
 
     begin: str
     end: str
     lines: Callable[[Results], Iterator[str]]
 
     def written_into(self, text: str, results: Results) -> str:
-        """Return the text with the table regenerated; unchanged if the text lacks the markers."""
+        """Return the text with the table generated again. A text without markers is returned unchanged."""
         if self.begin not in text or self.end not in text:
             return text
         before, rest = text.split(self.begin, 1)
@@ -84,7 +84,7 @@ def run_table(results: Path, document: Path | None, check: bool) -> int:
 
 
 def goal_lines(results: Results) -> Iterator[str]:
-    """Yield the goals table, then the command of every file that it names."""
+    """Yield the goals table, and then the command of every file from which it shows a figure."""
     yield "| measurement | goal | ours | floor | × floor | peer | result file |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     sources: set[Path] = set()
@@ -123,7 +123,7 @@ def cost_lines(results: Results) -> Iterator[str]:
 
 
 def compile_lines(results: Results) -> Iterator[str]:
-    """Yield the table of the gain of `--enable-torch-compile`, for a model of transformers' modules."""
+    """Yield the table of the gain from `--enable-torch-compile`, for a model of transformers' modules."""
     return _changed_lines(
         results, "compiled", {"enable_torch_compile": "true"}, COMPILED_CASES, GENERIC_SHAPE
     )
@@ -132,7 +132,7 @@ def compile_lines(results: Results) -> Iterator[str]:
 def _changed_lines(
     results: Results, changed: str, changes: Mapping[str, str], cases: Sequence[str], shape: str
 ) -> Iterator[str]:
-    """Yield a table of rounds with a changed setting, each beside the nearest run without it."""
+    """Yield a table that compares rounds with a changed setting to the nearest run without the change."""
     yield f"| round | default | {changed} | ratio |"
     yield "| --- | --- | --- | --- |"
     sources: set[Path] = set()
@@ -149,7 +149,7 @@ def _changed_lines(
 
 
 def time_lines(results: Results) -> Iterator[str]:
-    """Yield the table of GPU time in a round, and the command of the file that lists every kernel."""
+    """Yield the table of GPU time in a round, and the command of the run whose file lists every kernel."""
     recorded = results.profiled()
     if recorded is None:
         yield f"The GPU time of a round is {NOT_MEASURED}."
@@ -159,7 +159,7 @@ def time_lines(results: Results) -> Iterator[str]:
 
 
 def round_lines(results: Results) -> Iterator[str]:
-    """Yield the table of rounds beside vLLM's, and links to its files.
+    """Yield the table that shows Outrider's rounds beside vLLM's rounds, and links to its files.
 
     The links are relative to the README, which is one folder above the documents.
     """

@@ -16,12 +16,12 @@ class TimedAnswer:
     """Outcome of one sequence of a batch.
 
     Attributes:
-        arrivals: Seconds from submitting the batch, one entry for each step that delivered tokens.
+        arrivals: Seconds from submitting the batch to each step that delivered tokens, one entry per step.
         tokens: Number of tokens in the answer.
-        rounds: Rounds verified after the prefill.
-        draft_rounds: Rounds that had draft nodes.
+        rounds: Number of rounds that were verified after the prefill.
+        draft_rounds: Number of rounds that had draft nodes.
         accept_length: Tokens per round with draft nodes, including the bonus token.
-        fallback: Why some rounds had no draft nodes; empty if all had.
+        fallback: Reason why some rounds had no draft nodes. Empty if all rounds had draft nodes.
     """
 
     arrivals: Sequence[float]
@@ -33,7 +33,7 @@ class TimedAnswer:
 
 
 class AnswerSink(EventSink):
-    """Records when tokens arrive. Called on the engine's thread."""
+    """Records the arrival times of tokens. The engine's thread calls the methods."""
 
     def __init__(self, requests: int) -> None:
         self.requests = requests
@@ -65,7 +65,7 @@ class AnswerSink(EventSink):
 
     @property
     def fewest_steps(self) -> int:
-        """Smallest number of token deliveries over all sequences; 0 until each sequence had one."""
+        """Smallest number of token deliveries among the sequences. 0 until every sequence had a delivery."""
         return min(map(len, self._arrivals.values())) if len(self._arrivals) == self.requests else 0
 
     @property

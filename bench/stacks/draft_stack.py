@@ -1,4 +1,4 @@
-"""A draft alone, on random weights: one round of drafting as the engine enqueues it, timed separately."""
+"""Builds a draft alone, with random weights, to time one round of drafting as the engine enqueues it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def drafting_round(
 ) -> Iterator[Callable[[], DraftBatch]]:
     """Open `batch` sequences of `context` random tokens, and yield a function that enqueues a round for them.
 
-    A round consists of extend, tree growth and the trees. It reads one new row for each sequence. It may be
-    repeated, because it writes to the same places each time.
+    A round extends the draft by one new row for each sequence, grows the trees and returns them. A round may
+    be repeated, because it writes to the same cache positions each time.
 
     Raises:
         UnavailableError: The draft does not support device-resident rounds here.
@@ -63,7 +63,7 @@ def drafting_round(
             drafter.open([SequenceOpen(fence, tokens, seed=session, temperature=0.0)])
             drafter.features(session, 0, features[:-1])
             rows.append(_commit(drafter, fence, tokens[-1], features[-1:], tree))
-        # This proposal puts the prompts into the draft's cache.
+        # This proposal stores the prompts in the draft's cache.
         drafter.propose(ProposalRequest(0, rows, None))
         for session, row in zip(sessions, rows, strict=True):
             fresh = torch.randn(1, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
@@ -82,7 +82,7 @@ def drafting_round(
 def _commit(
     drafter: InprocDrafter, before: Fence, token: int, features: torch.Tensor, tree: DraftShape
 ) -> ProposalRow:
-    """Commit one more token to the drafter, and return the row that requests a tree after it."""
+    """Commit one more token to the drafter, and return the row that requests a tree after this token."""
     fence = Fence(
         before.session_id,
         before.epoch,

@@ -1,7 +1,7 @@
-"""An in-process engine over random weights, built as by `outrider serve target`: model, draft and batches.
+"""An in-process engine with random weights (model, draft, batches), built as by `outrider serve target`.
 
-Only this module and those that set up single parts (`draft_stack`, `remote_draft`, the kernels' inputs)
-depend on how the services are built. The other modules only measure what these provide.
+Few modules of `bench` depend on how the services are built: this module, `draft_stack`, `remote_draft` and
+the kernels' inputs. The other modules only measure what these modules provide.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DRAFT_START_S = 120.0
 ANSWER_S = 120.0
 NO_DRAFT = "none"
 PREFILL_TOKENS = 16384
-"""Maximum prompt tokens of a step, equal to `max_num_batched_tokens` in the peers' runs."""
+"""Maximum number of prompt tokens in a step. The peers' runs used the same `max_num_batched_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class EngineOptions:
     Attributes:
         shape: Shape of the target and the head.
         device, dtype: Device and dtype of the target, in the service's notation.
-        draft_device: Device of a draft in its own process.
-        transport: How the target reaches the draft.
+        draft_device: Device of a draft that has its own process.
+        transport: Connection between the target and the draft.
         max_batch: Maximum number of concurrent sequences.
         max_len: Maximum length of a prompt and its answer together.
         trees: Tree shapes of the rounds.
         tp: Number of tensor-parallel ranks of the target.
-        around: Surroundings of a draft in its own process.
-        settings: Further settings of the target, as name → text. They override all others.
+        around: Surroundings of a draft that has its own process.
+        settings: Further settings of the target, as name → text. They override all other settings.
     """
 
     shape: NamedShape
@@ -89,7 +89,7 @@ class EngineOptions:
 
 
 Taken = tuple[float, list[TimedAnswer]]
-"""Seconds that a batch took, and its answers."""
+"""The seconds that a batch took, and the answers of its sequences."""
 
 
 class BenchEngine:
@@ -104,7 +104,7 @@ class BenchEngine:
 
     @property
     def device(self) -> torch.device:
-        """Device of the target; the first one if there are several."""
+        """Device of the target. With several devices, the first of them."""
         return self.decoder.device
 
     @property
@@ -113,25 +113,25 @@ class BenchEngine:
         return self._target.recorded_graphs
 
     def set_accept_length(self, accept_length: float) -> str:
-        """Set the mean accept length of all following rounds. Returns a label of the synthetic acceptance."""
+        """Set the mean accept length of all following rounds. Returns a label of this acceptance."""
         self.synthetic.set_rates(rates_of_mean(accept_length))
         return self.synthetic.describe()
 
     def run_batch(
         self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None
     ) -> Taken:
-        """Generate for all prompts together and wait; see `start_batch` and `RunningBatch.wait`."""
+        """Generate answers to all prompts together and wait for them (`start_batch`, `RunningBatch.wait`)."""
         return self.start_batch(prompts, new_tokens, tree).wait()
 
     def start_batch(
         self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None
     ) -> RunningBatch:
-        """Submit prompts as one batch, to be answered greedily with exactly `new_tokens` tokens each.
+        """Submit prompts as one batch. Each answer is greedy and has exactly `new_tokens` tokens.
 
         Args:
             prompts: Token ids of each prompt.
-            new_tokens: Length of all answers, or a length for each.
-            tree: Tree shape of every round; None for plain decoding.
+            new_tokens: Length of all answers, or a list with the length of each answer.
+            tree: Tree shape of every round. None selects plain decoding.
         """
         sink = AnswerSink(len(prompts))
         engine = self._target.engine
@@ -167,7 +167,7 @@ class RunningBatch:
         self._sink = sink
 
     def wait(self) -> Taken:
-        """Wait for the last token.
+        """Wait for the last token of the batch.
 
         Returns:
             The seconds from submitting the batch to its last token, and the answer of each sequence.
@@ -181,9 +181,9 @@ class RunningBatch:
         return sink.ended - sink.started, [sink.answer(str(index)) for index in range(sink.requests)]
 
     def wait_for_steps(self, steps: int) -> None:
-        """Wait until every sequence has received tokens in `steps` more steps, or the first one has ended.
+        """Wait until every sequence has received tokens in `steps` more steps, or until a sequence has ended.
 
-        The step of the prefill counts.
+        The prefill counts as one of the steps.
 
         Raises:
             OutriderError: A request failed.
@@ -205,7 +205,7 @@ class RunningBatch:
 
 @contextmanager
 def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
-    """Create the model, start its draft and its engine, and stop everything on exit.
+    """Create the model, start the draft and the engine, and stop all of them on exit.
 
     Raises:
         ConfigurationError: A setting is wrong, or the model does not fit into the GPU's memory.
@@ -239,7 +239,7 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
 
 
 def check_accept_length(accept_length: float) -> None:
-    """Check that synthetic acceptance can have this mean accept length.
+    """Check that synthetic acceptance supports this mean accept length.
 
     Raises:
         ConfigurationError: The length is out of range.
@@ -248,7 +248,7 @@ def check_accept_length(accept_length: float) -> None:
 
 
 def check_draft_device(device: str) -> None:
-    """Check that a draft in its own process can use this device, before that process is started.
+    """Check, before the draft's process starts, that the draft can use this device.
 
     Raises:
         ConfigurationError: This machine has no such device.

@@ -1,4 +1,4 @@
-"""Writes a random EAGLE-3 head to a folder, from which it is loaded like any other head."""
+"""Writes a random EAGLE-3 head to a folder. The services load it like any other head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.shared.nn.dummy import SPREAD, RandomTensors
 
 LAYER = "midlayer."
 LOGIT_SPREAD = 6.0
-"""Standard deviation of the logits. It is as large as a trained head's, so that trees grow as deep."""
+"""Standard deviation of the logits. A trained head has a similar one, so that trees grow equally deep."""
 
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -23,8 +23,8 @@ MEMORY_NEEDED = 4 << 30
 def memory_folder() -> Path | None:
     """Return a folder in memory with room for a head.
 
-    Returns None, i.e. Python's default folder, if there is not enough memory there. Containers often get
-    64 MiB.
+    Returns None, which selects Python's default folder, if the folder in memory is too small. In containers,
+    it often has only 64 MiB.
     """
     return (
         MEMORY_FOLDER
@@ -37,7 +37,7 @@ def memory_folder() -> Path | None:
 def write_random_head(
     folder: Path, shape: NamedShape, device: torch.device | str, dtype: torch.dtype
 ) -> Path:
-    """Write config.json and model.safetensors of a head for `shape`. It uses the target's embedding.
+    """Write config.json and model.safetensors of a head for `shape`. The head uses the target's embedding.
 
     Args:
         folder: An existing folder, preferably in memory (/dev/shm).

@@ -1,6 +1,6 @@
-"""Makes the target of a named shape with random weights, on the device where it runs.
+"""Makes the target of a named shape with random weights, on the device where the target runs.
 
-It uses this repository's layers, or the modules of `transformers` for generic models.
+The target consists of this repository's layers, or of the modules of `transformers` for generic models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def random_target(shape: NamedShape, device: torch.device, dtype: torch.dtype) -
     """Return the target of a shape, as `load_decoder` would return it from a checkpoint.
 
     Raises:
-        CheckpointError: The shape needs `transformers`, which is not installed or rejects it.
+        CheckpointError: The shape needs `transformers`, which is not installed or rejects the shape.
     """
     config = shape.model_config()
     return (

@@ -1,4 +1,4 @@
-"""Starts a draft in its own process with `outrider serve draft`, beside an engine that is measured."""
+"""Starts a draft in its own process with `outrider serve draft`, beside the engine that is measured."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class DraftTransport(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RemoteDraft:
-    """The draft to start.
+    """Options of the draft process to start.
 
     Attributes:
         head: Folder of the head.
         transport: Transport to use; not ``INPROC``.
-        device, dtype: Device and dtype, in the service's notation.
+        device, dtype: Device and dtype of the draft, in the service's notation.
         kv_tokens, max_sessions: Capacity of the draft's KV cache.
     """
 
@@ -46,7 +46,7 @@ class RemoteDraft:
         """Start the process and return its address for the target.
 
         Args:
-            cleanup: Stops the process.
+            cleanup: Stops the process when it is closed.
             around: Surroundings of the process.
             log: Receives the lines that the process prints.
         """

@@ -1,6 +1,6 @@
 """Named model shapes: configurations without weights, each with the shape of an EAGLE-3 head.
 
-They are published models with their public heads, and tiny pairs for CI.
+The shapes are those of published models with their public heads, and of tiny pairs for CI.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, **more: Any)
 def _granite(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, **more: Any
 ) -> dict[str, Any]:
-    """Return a configuration that the modules of `transformers` compute."""
+    """Return the configuration of a model that runs on the modules of `transformers`."""
     scales = {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.22,

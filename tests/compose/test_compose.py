@@ -1,7 +1,7 @@
-"""The compose file on a real Docker engine: built, started, used, broken, repaired and taken down.
+"""The compose file on a real Docker engine: it is built, started, used, broken, repaired and removed.
 
-Requires root-level access to a Docker engine, through DOCKER_HOST or LOCAL_DOCKER. LOCAL_DOCKER is the path
-of a helper program with three commands:
+The tests require root-level access to a Docker engine, through DOCKER_HOST or LOCAL_DOCKER. LOCAL_DOCKER is
+the path of a helper program with three commands:
 
 - `up` starts an engine and prints an ``export DOCKER_HOST=…`` line.
 - `base IMAGE` builds a substitute for the base image.

@@ -1,4 +1,4 @@
-"""Valid and broken requests generated from the OpenAPI document.
+"""Sends valid and broken requests that are generated from the OpenAPI document.
 
 No request may hang or cause a 500, and every error must have the documented format.
 """

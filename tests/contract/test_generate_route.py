@@ -1,4 +1,4 @@
-"""``/generate`` as scripts written for SGLang use it."""
+"""The route ``/generate``, used in the way of scripts that were written for SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The REST API apart from generation: transport errors, fields, authentication, request ids, model names."""
+"""The REST API except generation: transport errors, fields, authentication, request ids and model names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider bench serve` against a running gateway: both APIs, its counts, and failing requests."""
+"""`outrider bench serve` against a running gateway: REST and gRPC, the counts, and failing requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real `openai` client against the gateway: it parses every reply and raises the right errors.
+"""The real `openai` client against the gateway: the client parses every reply and raises the right errors.
 
 These tests make no assumptions about the target.
 """

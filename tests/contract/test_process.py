@@ -1,4 +1,4 @@
-"""The gateway as a process: its imports, its start-up, its start-up errors, its shutdown."""
+"""The gateway as a process: imports, start-up, start-up errors and shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of graphs that come and go in one memory pool: the others still work, and memory stops growing."""
+"""Tests of graphs that come and go in one memory pool: kept graphs still work, and memory stops growing."""
 
 from __future__ import annotations
 

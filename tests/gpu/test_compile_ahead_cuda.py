@@ -1,4 +1,4 @@
-"""Tests on a GPU: kernels missing in a rehearsal are compiled in the background, with unchanged outputs."""
+"""Tests on a GPU of kernels that a rehearsal missed: compiled in the background, with unchanged outputs."""
 
 from __future__ import annotations
 

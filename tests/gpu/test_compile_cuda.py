@@ -1,4 +1,4 @@
-"""Tests of `--enable-torch-compile` on a GPU: compiled modules run, also in graphs, with the same text."""
+"""Tests of `--enable-torch-compile` on a GPU: compiled modules produce the same text, also in graphs."""
 
 from __future__ import annotations
 

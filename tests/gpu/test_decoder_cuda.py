@@ -1,4 +1,4 @@
-"""Tests of the decoder on a GPU: equal to the CPU in fp32, free of host waits, capturable as a CUDA graph."""
+"""Tests of the decoder on a GPU: equal to the CPU in fp32, no host waits, capturable in CUDA graphs."""
 
 from __future__ import annotations
 

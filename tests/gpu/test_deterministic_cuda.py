@@ -1,4 +1,4 @@
-"""Tests of `--deterministic` on a GPU: invariant kernels at real sizes, bitwise equal tokens and logits."""
+"""Tests of `--deterministic` on a GPU: invariant kernels at real sizes; tokens and logits with equal bits."""
 
 from __future__ import annotations
 

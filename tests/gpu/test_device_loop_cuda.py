@@ -1,4 +1,4 @@
-"""Tests of rounds in CUDA graphs: they emit what eager and host-driven rounds emit, and nothing leaks."""
+"""Tests of rounds in CUDA graphs: the same tokens as in eager and host-driven rounds, and no leaks."""
 
 from __future__ import annotations
 

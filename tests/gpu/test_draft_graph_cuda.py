@@ -1,4 +1,4 @@
-"""Tests of drafting rounds on a GPU: captured rounds, eager rounds and separate extend and grow are equal."""
+"""Tests of drafting on a GPU: captured rounds, eager rounds, and separate extend and grow are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests on a GPU of drafters without heads: the output equals plain decoding, and drafts are accepted."""
+"""Tests of drafters without heads on a GPU: the output equals plain decoding, and drafts are accepted."""
 
 from __future__ import annotations
 

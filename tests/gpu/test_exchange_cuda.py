@@ -1,4 +1,4 @@
-"""Tests of compiled exchange_add and peer_words on one GPU, with ranks in turn and on concurrent streams."""
+"""Tests of the compiled exchange_add and peer_words on one GPU, with ranks in turn or on parallel streams."""
 
 from __future__ import annotations
 

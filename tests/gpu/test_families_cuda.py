@@ -1,4 +1,4 @@
-"""Tests of the target families on a GPU: equal to the CPU in fp32, near it in bf16, at published widths."""
+"""Tests of the target families on a GPU, at published widths: equal to the CPU in fp32, near it in bf16."""
 
 from __future__ import annotations
 

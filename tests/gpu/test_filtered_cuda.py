@@ -1,4 +1,4 @@
-"""Tests of the compiled filtered_choice at a real vocabulary size: same filter and choices as by sorting."""
+"""Tests of the compiled filtered_choice at a real vocabulary size: it filters and chooses as sorting does."""
 
 import pytest
 import torch

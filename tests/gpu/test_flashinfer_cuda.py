@@ -1,7 +1,7 @@
 """Tests of the FlashInfer backend on a GPU.
 
-Tests that need the library (`pip install 'outrider[flashinfer]'`) are marked `flashinfer`.
-`make test-flashinfer` installs it and runs them. `make test-gpu` leaves them out and prints a note.
+Tests that need the library (`pip install 'outrider[flashinfer]'`) are marked `flashinfer`. `make
+test-flashinfer` installs the library and runs these tests. `make test-gpu` skips them and prints a note.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of FP8 on a GPU: the cache with our kernels, and products and cache in a whole decoder."""
+"""Tests of FP8 on a GPU: the cache with Triton kernels, and products and cache in a whole decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of mailboxes on one GPU and on two: another process writes and this one reads.
+"""Tests of mailboxes on one GPU and on two GPUs: another process writes, and the test process reads.
 
 A writer that is killed must not leave a waiting stream behind.
 """

@@ -1,6 +1,6 @@
 """Tests of rounds between the streams of two processes.
 
-Blobs arrive in stream order, and no wait outlasts a peer that dies, stops or is late.
+Blobs arrive in stream order. Every wait ends, even if the peer dies, stops or is late.
 """
 
 from __future__ import annotations

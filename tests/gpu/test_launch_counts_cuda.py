@@ -1,6 +1,6 @@
 """Tests of the number of kernels in a round of the embedded pair at batch 1.
 
-Each launch costs about 2 us, and without a test the number creeps up.
+Each launch costs about 2 us. Without a test, the number would grow unnoticed.
 """
 
 from __future__ import annotations

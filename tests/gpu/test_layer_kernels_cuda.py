@@ -1,4 +1,4 @@
-"""Tests of the ops of a fused decoder layer compiled on a GPU, and of the decoder that is made of them."""
+"""Tests of the compiled ops of a fused decoder layer on a GPU, and of the decoder that consists of them."""
 
 from __future__ import annotations
 

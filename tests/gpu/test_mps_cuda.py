@@ -1,7 +1,7 @@
 """Tests of `outrider up --mps` with NVIDIA's real multi-process service.
 
-Both processes are its clients, and it ends with the stack. Needs `nvidia-cuda-mps-control`, which the driver
-includes.
+The target and the draft are clients of the MPS service, which ends with the stack. The tests need
+`nvidia-cuda-mps-control`, which is part of the driver.
 """
 
 from __future__ import annotations

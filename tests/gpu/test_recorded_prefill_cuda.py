@@ -1,4 +1,4 @@
-"""Tests of short prompts in captured passes on a GPU: tokens, K/V and features equal the eager pass's."""
+"""Tests of short prompts in captured passes on a GPU: tokens, K/V and features equal an eager pass's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tests of rounds that wait in a stream until this process's host writes a word.
+"""Tests of rounds that wait in a GPU stream until the host of this process writes a word.
 
-No wait outlasts its limit.
+No wait exceeds its time limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tests of the embedded pair served on a GPU with default settings (bf16) and with `--deterministic`.
+"""Tests of the embedded pair served on a GPU, with default settings (bf16) and with `--deterministic`.
 
-They have a file of their own because a running stack uses most of the GPU's memory.
+These tests have their own file because a running stack uses most of the GPU's memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ten thousand rounds on a GPU, in which requests come, go, stop and pause. Nothing may leak or grow."""
+"""Runs ten thousand rounds on a GPU while requests come, go, stop and pause. Nothing may leak or grow."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tests of greedy text in bf16 with and without speculation and in changing batches.
+"""Tests of greedy text in bf16, with and without speculation, and in changing batches.
 
-The text may differ only where the logits in fp32 are nearly tied. The end of the run prints every difference
-with token ids, logits, gap and tolerance.
+Two texts may differ only where the logits in fp32 are nearly tied. The end of the test run prints every
+difference with token ids, logits, gap and tolerance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the tile trial at start on a GPU: its choice is stored, found again, and computes correctly."""
+"""Tests of the tile trial at startup on a GPU: chosen tiles are stored, found again, and compute right."""
 
 from __future__ import annotations
 

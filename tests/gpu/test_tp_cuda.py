@@ -1,8 +1,7 @@
-"""Tests of a model over several GPUs, with peer memory and with NCCL: numbers equal those of one GPU.
+"""Tests of a model split over several GPUs, with peer memory or NCCL: all numbers equal those of one GPU.
 
-They are equal both eagerly and in CUDA graphs.
-
-Each case runs in its own process, because a process can join only one group in its life.
+The numbers are equal eagerly and in CUDA graphs. Each case runs in its own process, because a process can
+join only one group in its life.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of a target served over two GPUs: answers as over one, lost ranks, stuck steps, and two hosts."""
+"""Tests of a target on two GPUs: the answers of one GPU, lost ranks, stuck steps, and ranks on two hosts."""
 
 from __future__ import annotations
 

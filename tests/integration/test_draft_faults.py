@@ -1,4 +1,4 @@
-"""The draft is disposable: if it is killed or suspended in mid-stream, every stream keeps the same tokens."""
+"""The draft is disposable: every stream keeps its tokens if the draft is killed or suspended mid-stream."""
 
 from __future__ import annotations
 

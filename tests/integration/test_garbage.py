@@ -1,4 +1,4 @@
-"""A draft that answers garbage costs speed only, and drafting resumes when its answers are valid again."""
+"""A draft that sends garbage costs only speed. Drafting resumes when its messages are valid again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism for all kinds of models and caches: the tokens equal those of one process."""
+"""Tensor parallelism for all kinds of models and KV caches: the tokens equal those of one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks of exchange_add, shared by interpreted tests on a CPU and compiled tests on a GPU.
 
-All ranks are in one process and run one after the other.
+All ranks are in the test process and run one after the other.
 """
 
 from __future__ import annotations

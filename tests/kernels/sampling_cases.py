@@ -1,4 +1,4 @@
-"""Checks of philox, choose_tokens and topk_expand, shared by tests on a CPU (interpreted) and on a GPU."""
+"""Checks of philox, choose_tokens and topk_expand, for interpreted tests (CPU) and compiled tests (GPU)."""
 
 from __future__ import annotations
 

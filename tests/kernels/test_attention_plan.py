@@ -1,4 +1,4 @@
-"""Launch sizes of attention: every token has a program, the device is filled, the release is as measured."""
+"""Launch sizes of attention: every token has a program, the GPU is full, and releases are as measured."""
 
 from __future__ import annotations
 

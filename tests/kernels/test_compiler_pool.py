@@ -1,4 +1,4 @@
-"""The pool of processes that compile kernels: a wait for it always ends, and unstarted work is dropped."""
+"""The pool of processes that compile kernels: every wait for the pool ends, and unstarted work is dropped."""
 
 from __future__ import annotations
 

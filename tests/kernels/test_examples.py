@@ -1,7 +1,7 @@
 """Runs the example in the docstring of every public kernel function, as a reader would see it.
 
-An example runs twice: with the torch reference, and with the Triton version under the interpreter. Both must
-print exactly the text in the docstring. A public function without an example fails.
+An example runs twice: with the torch reference, and with the Triton version under the interpreter. Each run
+must print exactly the text in the docstring. A public function without an example fails the test.
 """
 
 from __future__ import annotations

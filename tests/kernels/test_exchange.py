@@ -1,4 +1,4 @@
-"""exchange_add, interpreted: sums over ranks that are all in this process."""
+"""Interpreted exchange_add: sums over ranks that are all in the test process."""
 
 import pytest
 import torch

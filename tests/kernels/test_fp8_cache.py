@@ -1,4 +1,4 @@
-"""K and V in FP8, interpreted: stored with saturation, moved without change, widened by attention."""
+"""K and V in FP8 under the interpreter: saturated when stored, moved unchanged, widened by attention."""
 
 import pytest
 import torch

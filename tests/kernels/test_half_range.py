@@ -1,4 +1,4 @@
-"""Range of fp16: a residual times a norm's weight may exceed its limit of 65504, but no fused stream does."""
+"""Range of fp16: a residual times a norm's weight may exceed 65504, but no value in a fused stream does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch-invariant kernels, interpreted: close to the references, and a row's bits depend on it alone."""
+"""Interpreted batch-invariant kernels: near the references, and a row's bits depend only on that row."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ops of a fused decoder layer: interpreted Triton versions equal the references, within their buffers."""
+"""Ops of a fused decoder layer: interpreted Triton versions equal the references within their buffers."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Properties of the ops, checked against plain Python rather than against another kernel."""
+"""Properties of the ops, checked against plain Python and not against another kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""round_plan: the interpreted Triton version equals the reference, and both fulfil the contract."""
+"""round_plan: the interpreted Triton version equals the reference, and each fulfils the contract."""
 
 import pytest
 from guards import Guards

@@ -1,6 +1,6 @@
 """philox, choose_tokens and topk_expand: interpreted Triton versions equal the references.
 
-They also stay in their buffers.
+The Triton versions also stay in their buffers.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Tile trials: candidates, stored results and coverage of all passes. tests/gpu measures times."""
+"""Tile trials: candidates, stored results and coverage of all passes. Times are measured in tests/gpu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tree_check: the interpreted Triton version equals the reference, and both accept valid trees only."""
+"""tree_check: the interpreted Triton version equals the reference, and each accepts only valid trees."""
 
 import pytest
 from check_cases import check_tree_check

@@ -1,6 +1,6 @@
-"""verify_round: interpreted Triton versions equal the references and fulfil the contract.
+"""verify_round: the interpreted Triton version equals the reference and fulfils the contract.
 
-They also stay in their buffers.
+The Triton version also stays in its buffers.
 """
 
 import pytest

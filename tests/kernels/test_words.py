@@ -1,4 +1,4 @@
-"""peer_words, interpreted: messages between ranks that are all in this process."""
+"""Interpreted peer_words: messages between ranks that are all in the test process."""
 
 import pytest
 from guards import Guards

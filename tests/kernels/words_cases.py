@@ -1,6 +1,6 @@
 """Checks of peer_words, shared by interpreted tests on a CPU and compiled tests on a GPU.
 
-Both ends are in one process and run one after the other.
+The sender and the receiver are in one process and run one after the other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The embedded pair and random toy pairs, with the real draft engine in the target's process.
 
-Checks that speculation emits the same tokens as plain decoding and as transformers.
+The tests check that speculation emits the same tokens as plain decoding and as transformers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`--deterministic`: a token's logits have the same bits in every circumstance.
+"""`--deterministic`: the logits of a token always have the same bits.
 
-The circumstances are: with and without speculation, alone and in a batch, and with any chunking of prompts.
+The bits are the same with and without speculation, alone and in a batch, and with any chunking of prompts.
 """
 
 from __future__ import annotations

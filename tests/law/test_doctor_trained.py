@@ -1,6 +1,6 @@
-"""The doctor on trained heads: it raises no alarm, and reports the same accept length after conversion.
+"""The doctor on trained heads: no false alarm, and the same accept length before and after conversion.
 
-Also checks that it names wrong auxiliary layers.
+The tests also check that the doctor names wrong auxiliary layers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Draft trees equal those of an independent EAGLE-2 / EAGLE-3 implementation, in every node and score.
 
-Accept length and losslessness do not reveal all mistakes of a drafter (another sequence's K/V, a shifted
-position, offsets that were not fused). These tests therefore compare the trees themselves. They skip a tree
-only if two scores are so close that fp32 may order them either way, and they count the skipped trees.
+Accept length and equal output do not reveal every mistake of a drafter, such as another sequence's K/V, a
+shifted position, or offsets that were not fused. These tests therefore compare the trees themselves. A tree
+is skipped only if two scores are so close that fp32 may order them either way. Skipped trees are counted.
 """
 
 from __future__ import annotations

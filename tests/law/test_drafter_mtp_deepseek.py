@@ -1,6 +1,6 @@
 """MTP layers of a DeepSeek-V3 checkpoint: log-probs and output.
 
-Log-probs equal those of transformers' layers after the published joint projection, and the output equals
+The log-probs equal those of transformers' layers after the published joint projection. The output equals
 plain decoding.
 """
 

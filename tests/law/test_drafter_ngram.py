@@ -1,4 +1,4 @@
-"""N-gram drafting by the real engine: output equals plain decoding; repetitive text needs fewer rounds."""
+"""N-gram drafting in the real engine: output equals plain decoding; repetitive text needs fewer rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standalone draft models in the real engine: output equals plain decoding; accept lengths are right."""
+"""Standalone draft models in the real engine: output equals plain decoding, and accept lengths are right."""
 
 from __future__ import annotations
 

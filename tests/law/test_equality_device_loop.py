@@ -1,6 +1,6 @@
 """Device-resident rounds emit the same tokens as rounds through the host: plain, chain and tree.
 
-The batches change while they run: requests join, end, are cancelled or retracted.
+The batches change during the rounds: requests join, end, are cancelled, or are retracted.
 """
 
 from __future__ import annotations

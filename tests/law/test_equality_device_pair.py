@@ -1,6 +1,7 @@
 """Real drafts of every kind in the target's process, with device-resident rounds and changing batches.
 
-Checks that the output equals plain decoding, and that the drafts stay as good.
+The tests check that the output equals plain decoding, and that drafts stay equally good when a batch
+shrinks.
 """
 
 from __future__ import annotations

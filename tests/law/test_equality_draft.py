@@ -1,4 +1,4 @@
-"""A real EAGLE-3 head behind real gRPC, random and planted: all output equals plain decoding."""
+"""Real EAGLE-3 heads, random or planted, behind real gRPC: all output equals plain decoding."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Output with speculation equals plain decoding, token for token, for every drafter and tree shape.
 
-The batches change while they run. Also compares greedy output with transformers.
+The batches change during the runs. Greedy output is also compared with transformers.
 """
 
 from __future__ import annotations

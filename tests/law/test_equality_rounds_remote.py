@@ -1,6 +1,6 @@
-"""Device-resident rounds with a draft in another process: output equals plain decoding.
+"""Device-resident rounds with a draft in another process: the output equals plain decoding.
 
-This holds even if the draft sends wrong bytes, dies, or stops.
+The output stays equal even if the draft sends wrong bytes, dies, or stops.
 """
 
 from __future__ import annotations

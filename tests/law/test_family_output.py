@@ -1,6 +1,6 @@
 """Greedy output of every target family equals plain decoding and transformers, with and without speculation.
 
-Covers batches, and texts longer than the attention window.
+The tests cover batches, and texts longer than the attention window.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Greedy output of families that transformers computes equals transformers, with and without speculation."""
+"""Greedy output of families that run through transformers equals transformers, also with speculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads of both kinds behind real gRPC draft the same trees as in the target's process."""
+"""EAGLE and EAGLE-3 heads behind real gRPC draft the same trees as in the target's process."""
 
 from __future__ import annotations
 

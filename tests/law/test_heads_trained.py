@@ -1,7 +1,7 @@
 """Trained heads in the whole engine reach the accept length of a plain implementation.
 
 A head that is loaded or run slightly wrong still drafts some accepted tokens, and the output stays correct.
-Therefore these tests pin the accept length itself.
+These tests therefore check the accept length itself.
 """
 
 from __future__ import annotations

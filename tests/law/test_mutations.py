@@ -1,6 +1,6 @@
-"""Mistakes that speculative decoding hides: each keeps the output correct but lowers the accept length.
+"""Mistakes that speculative decoding hides: the output stays correct, but the accept length drops.
 
-The tests plant them one by one in a trained head, and check that the accept length drops.
+Each test plants one mistake in a trained head and checks that the accept length drops.
 """
 
 from __future__ import annotations

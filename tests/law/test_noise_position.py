@@ -1,8 +1,8 @@
 """Positions of the sampling noise: sampled output equals the specified formula on `transformers` logits.
 
 Token p of a sequence (counted from 0, including the prompt) is the argmax of the processed logits over T plus
-Gumbel(seed, p, token, choice). This file uses none of the kernels. It therefore also notices a shift of all
-positions, which speculation and plain decoding would share.
+Gumbel(seed, p, token, choice). The formula is computed here without any kernel. The tests therefore also
+notice a shift of all positions, which would be the same in speculation and in plain decoding.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 With a vocabulary of 5 and depth 3, the first three tokens after a fixed prompt have 125 outcomes. Their
 probabilities are products of the target's conditional probabilities. All 2·10⁵ seeds run in one batch through
-the engine's own functions (`choose_tokens`, `verify_tree`). The engine itself runs fewer seeds, and its
-tokens must equal those of the same functions.
+the engine's own functions (`choose_tokens`, `verify_tree`). The engine itself runs fewer seeds, and must emit
+the tokens that these functions choose.
 """
 
 from __future__ import annotations

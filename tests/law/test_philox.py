@@ -1,4 +1,4 @@
-"""The noise that target and draft must agree on: published Philox vectors, and its layout in plain Python."""
+"""The noise on which target and draft must agree: published Philox vectors, and the layout in Python."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The package as users get it: every build contains the same files, and the wheel alone serves a request.
 
-Slow, because it fills two environments. Run it with `make package-test`.
+These tests are slow, because they fill two environments. Run them with `make package-test`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Direct gRPC streams: message order, ends of streams, slow readers, and when waits poll or sleep."""
+"""Direct gRPC streams: message order, ends of streams, slow readers, and whether waits poll or sleep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The projector over the wire: the target rebuilds the head's exact feature spec, with the norms' epsilon."""
+"""The projector over the wire: the target rebuilds the head's exact feature spec, including norm epsilons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts that a target refuses when they connect: a head that does not fit, another version or algorithm."""
+"""Drafts that a target refuses on connection: an unfit head, another version or another algorithm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on the wire: round trips are exact; damaged, misordered and oversized data is refused."""
+"""Tensors on the wire: round trips are exact, and damaged, misordered or oversized data is refused."""
 
 from __future__ import annotations
 

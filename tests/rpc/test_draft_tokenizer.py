@@ -1,4 +1,4 @@
-"""A draft with another tokenizer than the target's is refused at start-up, in process and over Hello."""
+"""A draft whose tokenizer differs from the target's is refused at start-up, in process and over Hello."""
 
 from __future__ import annotations
 

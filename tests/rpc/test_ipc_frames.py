@@ -1,4 +1,4 @@
-"""Frames on a unix socket: they arrive whole, sizes and waits are bounded, and the end of a peer is seen."""
+"""Frames on a unix socket: they arrive whole, sizes and waits are bounded, and a peer's end is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unix sockets: both ends refuse other users, dead listeners are replaced, and addresses are checked."""
+"""Unix sockets: server and client refuse other users, dead listeners are replaced, addresses are checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two threads that read from one stream: take-overs, races between them, and deadlines of waits."""
+"""Two threads that read from one stream: take-overs, races between the threads, and deadlines of waits."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Helpers for tests: toy models, harnesses, rigs and processes."""
+"""Code that several tests share: toy models, fakes, rigs that drive a component, and started processes."""

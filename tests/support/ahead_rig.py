@@ -1,4 +1,4 @@
-"""The target's side of rounds over gRPC, with a fake stream, relay and clock: which message is sent when."""
+"""The target's side of rounds over gRPC, with a fake stream, relay and clock, to check send times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STATE_SIZE = 256 + 256 + COLUMNS * WIDTH * 4
 class Stream:
     """A stream whose peer is the test.
 
-    Each function in `answers` is called with the last sent message and returns a reply or None.
+    Each function in `answers` is called with the message sent last, and returns a reply or None.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Target:
 
 
 class Clock:
-    """Fake time for `stream_rounds`. It advances while a thread busy-polls."""
+    """Fake time for `stream_rounds`. The time advances while a thread busy-polls."""
 
     STEP_S = 1e-5
 
@@ -101,15 +101,15 @@ class Clock:
 
 
 class TimedRounds:
-    """Rounds whose passes take given times. Records when the early notice and the GPU switch happened.
+    """Rounds whose passes take given times. Records the times of the early notice and of the GPU switch.
 
     Attributes:
         verify_s: Duration of the target's part of the next round.
         draft_s: Duration of the draft's part.
-        tell_s: Time to send the early notice.
-        enqueued_at: When the last round's pass could start.
-        soon_at: When the early notice was sent; None if it was not.
-        called_at: When the GPU was switched back; None if it was not.
+        tell_s: Time that sending the early notice takes.
+        enqueued_at: Time at which the last round's pass could start.
+        soon_at: Time at which the early notice was sent. None if it was not sent.
+        called_at: Time at which the GPU was switched back. None if it was not switched back.
     """
 
     def __init__(self, target: Target, clock: Clock) -> None:

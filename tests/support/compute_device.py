@@ -1,9 +1,9 @@
-"""Selects the device of the tests: the CPU, or the value of `OUTRIDER_TEST_DEVICE`.
+"""Selects the device on which the tests run: the CPU, or the value of `OUTRIDER_TEST_DEVICE`.
 
-`make test-gpu` sets it to `cuda`.
+`make test-gpu` sets the variable to `cuda`.
 
-The tests are the same on both. On a GPU they run compiled kernels in fp32, and tests of rounds that stay on
-the device run twice: eagerly and as recorded CUDA graphs.
+The same tests run on a CPU and on a GPU. On a GPU, they use compiled kernels in fp32. Tests of rounds that
+stay on the device run twice there: eagerly and as recorded CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ ON_GPU = DEVICE.type == "cuda"
 GRAPHS = [False, True] if ON_GPU else [False]
 """Values of the test parameter that turns CUDA graphs on."""
 
-# Torch's defaults, set explicitly: fp32 products are computed in fp32, not in TF32.
+# These are torch's defaults, set explicitly: fp32 products are computed in fp32, not in TF32.
 torch.backends.cuda.matmul.allow_tf32 = False
 torch.backends.cudnn.allow_tf32 = False

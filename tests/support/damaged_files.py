@@ -1,4 +1,4 @@
-"""Damages model folders: edits config.json, tensors, safetensors headers and tokenizers of a copy."""
+"""Damages copies of model folders: edits config.json, tensors, safetensors headers and tokenizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Set keys of config.json. None removes a key."""
+    """Set keys of config.json. A value of None removes the key."""
     file = folder / "config.json"
     config = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
@@ -46,7 +46,7 @@ def put(tensors: dict[str, torch.Tensor], name: str, value: float) -> None:
 
 
 def overlap(header: dict[str, Any]) -> None:
-    """Move the data of a tensor four bytes into that of the tensor before it."""
+    """Move the data of a tensor four bytes into the data of the previous tensor."""
     first, second = sorted(
         (name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"]
     )[1:3]

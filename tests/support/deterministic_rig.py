@@ -1,4 +1,4 @@
-"""Engines with deterministic kernels, and the logits from which their tokens were chosen."""
+"""Engines with deterministic kernels, and the logits from which these engines chose their tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def harness_of(decoder: Decoder, drafter: Drafter, **options: object) -> Harness
 
 @contextmanager
 def recorded(decoder: Decoder) -> Iterator[dict[int, list[torch.Tensor]]]:
-    """Collect the logits of every row that chose a token, by the token's index."""
+    """Collect the logits of every row from which a token was chosen, by the token's index."""
     rows: dict[int, list[torch.Tensor]] = {}
     choose = decoder.choose
 
@@ -53,7 +53,7 @@ def recorded(decoder: Decoder) -> Iterator[dict[int, list[torch.Tensor]]]:
 def plain(
     decoder: Decoder, count: int, sampling: SamplingParams | None = None
 ) -> tuple[list[int], dict[int, torch.Tensor]]:
-    """Return tokens and logits of plain decoding after `PROMPT`: batch size 1, prompt in one chunk."""
+    """Return the tokens and logits of plain decoding after `PROMPT`: batch size 1, prompt in one chunk."""
     harness = harness_of(decoder, NoDrafter())
     harness.submit(PROMPT, count, request_id="plain", mode=SpeculationMode.OFF, sampling=sampling)
     with recorded(decoder) as rows:
@@ -63,7 +63,7 @@ def plain(
 
 
 def assert_bits(expected: dict[int, torch.Tensor], rows: dict[int, list[torch.Tensor]]) -> None:
-    """Assert that every token of the plain run was also chosen from a row with exactly the same bits."""
+    """Assert that, for every token of the plain run, one of `rows` has exactly the bits of the plain row."""
     for position, logits in expected.items():
         assert any(torch.equal(logits, row) for row in rows[position]), (
             f"no row for token {position} has the bits of plain decoding"
@@ -73,7 +73,7 @@ def assert_bits(expected: dict[int, torch.Tensor], rows: dict[int, list[torch.Te
 def logits_in_chunks(
     decoder: Decoder, ids: Sequence[int], sizes: Sequence[int], page_size: int = 4
 ) -> torch.Tensor:
-    """Return ``[len(ids), V]``, the logits of a prompt that is computed in chunks of these sizes."""
+    """Return the logits ``[len(ids), V]`` of a prompt that is computed in chunks of these sizes."""
     pool = decoder.make_pool(-(-len(ids) // page_size), page_size)
     lease = pool.lease(len(ids))
     assert lease is not None

@@ -1,4 +1,4 @@
-"""A drafter for tests of the device loop: it keeps its rounds on the device and knows the answers."""
+"""A drafter for tests of the device loop. Its rounds stay on the device, and it knows the right answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The form of all trees of one shape: on each level, `topk` children of one node, up to `max_nodes`."""
+    """The form of all trees of one shape: each level has `topk` children of one node, up to `max_nodes`."""
 
     parents: list[int]
     depths: list[int]
@@ -89,8 +89,8 @@ class AnswerDrafter(FakeDrafter):
 
     A guess is right where ``(7 * index + 3 * depth) % 10 < 10 * accuracy``.
 
-    In every round it checks the engine's state and stores the feature rows, unless `checked` is False. Rounds
-    that are recorded into a graph run no Python and cannot be checked.
+    In every round, the drafter checks the engine's state and stores the feature rows, unless `checked` is
+    False. Rounds that are recorded into a graph run no Python and cannot be checked.
     """
 
     device_resident = True
@@ -201,9 +201,9 @@ class AnswerRounds:
         self.static = self._fill_static()
 
     def _fill_static(self) -> StaticTrees:
-        """Return the static tensors of this batch size and shape, filled with the answers of these sessions.
+        """Return the static tensors of this batch size and shape, filled with the answers of the sessions.
 
-        There is one set per size and shape, because graphs keep the addresses.
+        Each size and shape has one set of tensors, because graphs keep the addresses.
         """
         drafter, key = self.drafter, (self.state.bs, self.shape)
         if key not in drafter.static:

@@ -1,4 +1,4 @@
-"""Runs a draft in a process of its own, for tests that step the target's engine; can send corrupt trees."""
+"""Runs a draft in its own process for tests that step the target's engine. It can send corrupt trees."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class DraftProcess:
     """A draft service on a unix socket.
 
     Args:
-        folder: Folder for its socket and log.
-        scheme: Scheme of its address: ``ipc://``, or ``unix:`` for gRPC.
+        folder: Folder for the draft's socket and log.
+        scheme: Scheme of the draft's address: ``ipc://``, or ``unix:`` for gRPC.
         target, head: Folders of the checkpoints.
-        spoils: Whether to corrupt some of the trees that it sends for rounds on the device.
+        spoils: Whether the draft corrupts some of the trees that it sends for rounds on the device.
     """
 
     def __init__(self, folder: Path, scheme: str, target: Path, head: Path, *, spoils: bool = False) -> None:
@@ -87,7 +87,7 @@ class DraftProcess:
         os.kill(self.popen.pid, number)
 
     def output(self) -> str:
-        """Return its output so far."""
+        """Return the output of the process so far."""
         self._log.seek(0)
         return self._log.read()
 

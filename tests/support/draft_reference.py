@@ -1,7 +1,7 @@
-"""A plain reference of an EAGLE-3 head and EAGLE-2's tree growth: path by path, without cache or masks.
+"""A plain reference of an EAGLE-3 head and of EAGLE-2's tree growth, without cache or masks.
 
-It shares no code with the service. It follows the papers (arXiv 2503.01840 and 2406.16858) and the published
-tensor names.
+Each path of the tree is computed from scratch. The reference shares no code with the service. It follows the
+papers (arXiv 2503.01840 and 2406.16858) and the published tensor names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 
 class PlainEagle3:
-    """An EAGLE-3 head loaded from a checkpoint folder. Computes in fp32 or fp64 on the CPU."""
+    """An EAGLE-3 head loaded from a checkpoint folder. It computes in fp32 or fp64 on the CPU."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class PlainEagle3:
         self.offsets = self.w.get("d2t")
 
     def project(self, aux: torch.Tensor) -> torch.Tensor:
-        """Return the feature that `fc` computes from concatenated aux states."""
+        """Return the feature that `fc` computes from the concatenated aux states."""
         return aux @ self.w["fc.weight"].T
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
@@ -59,7 +59,7 @@ class PlainEagle3:
         return out
 
     def last_state(self, rows: Sequence[tuple[int, torch.Tensor, int]]) -> torch.Tensor:
-        """Return the state of the last of ``(token, feature, position)`` rows, which attends to all rows."""
+        """Return the state of the last ``(token, feature, position)`` row. The row attends to all rows."""
         keys, values = [], []
         for token, feature, position in rows:
             pair = torch.cat(
@@ -98,7 +98,7 @@ class Candidate:
 
     Attributes:
         path: Tokens from the root's child down to this node.
-        parent: Index of the parent candidate; -1 is the root.
+        parent: Index of the parent candidate. -1 stands for the root.
         score: Cumulative log-probability.
     """
 
@@ -109,11 +109,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlainTree:
-    """A tree as it is sent to verification.
+    """A tree in the form in which it is sent to verification.
 
     Attributes:
         tokens, parents: Token and parent of each node, in order. Node 0 is the root, with parent -1.
-        scores: Cumulative score by path, without the root.
+        scores: Cumulative score of each path, without the root.
         margin: Smallest score difference that decided which nodes are in the tree, or their order.
     """
 
@@ -150,17 +150,18 @@ def reference_tree(
     1. The `topk` best children of the root become candidates and form the first beam.
     2. At each further step, the `topk` best children of each beam node become candidates, in beam order. The
        `topk` best of them form the next beam.
-    3. Of all candidates, the best ``max_nodes - 1`` are kept, in the order in which they became candidates.
+    3. The best ``max_nodes - 1`` of all candidates are kept, in the order in which they became candidates.
 
     Every ranking is by score. Equal scores are ranked by candidate order.
 
     Args:
         head: The head.
-        tokens: All committed tokens, the root last.
-        features: ``[len(tokens) - 1, hidden]``.
-        steps, topk, max_nodes: As in SGLang: levels, branching, and nodes including the root.
-        perturb: Maps log-probabilities over the draft vocabulary and the token's absolute index to the
-            vector that is used to choose and to score.
+        tokens: All committed tokens. The last one is the root.
+        features: ``[len(tokens) - 1, hidden]``, the feature of each token before the root.
+        steps, topk, max_nodes: Number of levels, branching, and number of nodes including the root, as in
+            SGLang.
+        perturb: Maps log-probabilities over the draft vocabulary and the token's absolute index to the vector
+            that is used to choose tokens and to compute scores.
     """
     length = len(tokens)
     stable = [(tokens[t + 1], features[t], t) for t in range(length - 1)]
@@ -169,17 +170,17 @@ def reference_tree(
     margins = [math.inf]
 
     def rank(scores: Sequence[float], count: int, *, ordered: bool = True) -> list[int]:
-        """Return the indices of the `count` best scores, best first, and record their margins."""
+        """Return the indices of the `count` best scores, best first, and record the score margins."""
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
         for above in range(0 if ordered else count - 1, min(count, len(order) - 1)):
             margins.append(scores[order[above]] - scores[order[above + 1]])
         return order[:count]
 
     def expand(index: int) -> list[int]:
-        """Append the children of a candidate (-1: the root) as candidates, and return their indices."""
+        """Append the children of a candidate (-1 is the root) as candidates, and return their indices."""
         path = candidates[index].path if index >= 0 else ()
-        # Compute the whole path from scratch: the stable rows, then each ancestor with its parent's state
-        # as feature.
+        # Compute the whole path from scratch: the stable rows, then a row for each ancestor. The feature of
+        # an ancestor's row is the parent's state.
         rows = [*stable, *((token, states[path[:i]], length - 1 + i) for i, token in enumerate(path))]
         states[path] = head.last_state(rows)
         values = head.logprobs(states[path])

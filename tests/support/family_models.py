@@ -1,4 +1,4 @@
-"""Tiny random models of every target family, made with transformers' classes; also FP8 and MXFP4 files."""
+"""Tiny random models of every target family, made with transformers' classes, and FP8 and MXFP4 files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GPT_OSS: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
-    "mistral-narrow": ("Mistral", {"sliding_window": 4}),  # narrower than the trees are deep
+    "mistral-narrow": ("Mistral", {"sliding_window": 4}),  # the trees are deeper than this window
     "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 24}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied-yarn": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class PlainMimo(nn.Module):
-    """The reference MiMo of `toy_mtp` with random weights and the call interface of `transformers` models."""
+    """The reference MiMo of `toy_mtp`, with random weights and the call interface of `transformers`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class PlainMimo(nn.Module):
         return SimpleNamespace(logits=self.model.lm_head(self.model.hidden(tokens)))
 
     def save_pretrained(self, path: Path) -> None:
-        """Save the model as MiMo-7B is published, including its references to code."""
+        """Save the model in the published form of MiMo-7B, including its references to code."""
         code = {
             "AutoConfig": "configuration_mimo.MiMoConfig",
             "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM",
@@ -126,7 +126,7 @@ class PlainMimo(nn.Module):
 
 @functools.cache
 def reference(case: str) -> Any:
-    """Return a random model of transformers, or for MiMo the reference of this package.
+    """Return a random model of transformers. For MiMo, return the reference of this package.
 
     Norms, biases, sinks and routing biases are random too.
     """
@@ -172,7 +172,7 @@ def reference(case: str) -> Any:
 
 
 def save(case: str, folder: Path) -> Path:
-    """Save a case's checkpoint into `folder` once, and return its path."""
+    """Save the checkpoint of a case into `folder`, unless it is saved already, and return its path."""
     path = folder / case
     if not path.is_dir():
         reference(case).save_pretrained(path)
@@ -187,7 +187,7 @@ def store_fp8(
     Tensors whose name contains an entry of `keep` stay as they are.
 
     Returns:
-        Name → the weight that the file represents.
+        Name → weight, with the values that the FP8 file represents.
     """
     tensors = load_file(source / "model.safetensors")
     meant = dict(tensors)

@@ -19,8 +19,8 @@ class Result:
     Attributes:
         token_ids: Generated tokens.
         text: Generated text.
-        rounds: Traces of the decoding rounds, if requested.
-        finished: The final message; None if the stream ended without it.
+        rounds: Traces of the decoding rounds. Empty unless traces were requested.
+        finished: The final message. None if the stream ended without a final message.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Client:
         trace: bool = False,
         on_tokens: Callable[[int], None] = lambda count: None,
     ) -> Result:
-        """Run one chat to its end. `on_tokens` is called with the token count of each chunk as it arrives."""
+        """Run one chat to its end. Each chunk calls `on_tokens` with its token count when it arrives."""
         request = gateway_pb2.ChatRequest(
             messages=[gateway_pb2.Message(role="user", content=prompt)],
             options=gateway_pb2.GenerationOptions(

@@ -1,4 +1,4 @@
-"""Tiny random models of `transformers` without a file in `families`, and models that must be refused."""
+"""Tiny random models that run through `transformers` (no file in `families`), and models that are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GPT2_SIZES = {"n_positions": 128, "n_embd": 64, "n_head": 4, "n_layer": LAYERS}
 EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
-# Case → class prefix, and its configuration beyond the common settings.
+# Case → (prefix of the class name, configuration in addition to the common settings).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 24}),
     "gemma2": (
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WINDOWED = [case for case, (_, overrides) in CASES.items() if "sliding_window" in overrides]
 
-# Class prefix, overrides, the field at fault, and a part of the message.
+# Each entry: prefix of the class name, overrides, the field at fault, and a part of the message.
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 def make(name: str, overrides: dict[str, Any]) -> Any:
-    """Return a random model of a transformers class with eager attention; norms and biases are random too."""
+    """Return a random model of a transformers class with eager attention. Norms and biases are random too."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -171,7 +171,7 @@ def reference(case: str) -> Any:
 
 
 def save(case: str, folder: Path) -> Path:
-    """Save a case's checkpoint into `folder` once, and return its path."""
+    """Save the checkpoint of a case into `folder`, unless it is saved already, and return its path."""
     path = folder / case
     if not path.is_dir():
         reference(case).save_pretrained(path)

@@ -1,4 +1,4 @@
-"""The embedded pair with its head in the target's process, for tests on a GPU."""
+"""The drafter of the embedded pair, with the head in the target's process, for tests on a GPU."""
 
 from __future__ import annotations
 

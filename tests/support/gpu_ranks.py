@@ -1,4 +1,4 @@
-"""Runs work of several GPU ranks in a fresh process; `Session` is one sequence on one GPU or several."""
+"""Runs the work of several GPU ranks in a fresh process. A `Session` is one sequence on one or more GPUs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from support.toys import make_toy_target
 
 PROMPT, NODES = 300, 24
 CASE_S = 240
-"""Time limit of the work of one process, in seconds."""
+"""Time limit for the work of one process, in seconds."""
 
 
 def make_ranks_target(path: Path) -> Path:
-    """Save a toy target whose heads and sizes four ranks can split, and return `path`."""
+    """Save a toy target whose heads and sizes can be split over four ranks, and return `path`."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     return make_toy_target(path, vocab_size=1000, num_layers=6, seed=5, **sizes)
 
@@ -46,7 +46,7 @@ def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
         assert not problem, problem
         return result
     finally:
-        process.kill()  # Its ranks end by themselves.
+        process.kill()  # The ranks that it started end by themselves.
         process.join()
 
 
@@ -58,7 +58,7 @@ def _answer(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ..
 
 
 class Session:
-    """A prompt followed by steps of some rows, on one GPU or on several."""
+    """A prompt followed by steps of some rows, on one GPU or on several GPUs."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 LANES = 4
-"""Number of lanes. A lane is a share of the cores with a GPU, and runs one job at a time."""
+"""Number of lanes. A lane is a share of the cores together with a GPU. It runs one job at a time."""
 MOST_WORKERS = 14
 """Maximum number of pytest-xdist workers of a job."""
 
@@ -16,7 +16,7 @@ FIRST_LAWS = tuple(f"law/test_{name}.py" for name in (
     "heads_trained", "equality_draft", "drafter_mtp", "equality_device_pair", "drafter_standalone",
     "equality_device_loop", "heads_tree", "heads_remote", "drafter_ngram", "noise_position", "philox",
 ))  # fmt: skip
-"""About half of the laws by run time. Those that train a model come first."""
+"""Laws to start first, about half of the laws by run time. The laws that train a model are at the front."""
 OTHER_LAWS_FIRST = (
     "doctor_trained",
     "mutations",
@@ -30,7 +30,7 @@ FIRST_KERNELS = (
     "families_cuda", "tile_trial_cuda", "device_loop_cuda", "compile_cuda", "drafters", "layer_kernels_cuda",
     "draft_graph_cuda", "deterministic_cuda", "kernels",
 )  # fmt: skip
-"""Long tests, to be started first."""
+"""Long kernel tests, to be started first."""
 SOAK, TEXTS, MPS, FLASHINFER = (
     f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "flashinfer")
 )
@@ -40,7 +40,7 @@ QUIET = tuple(
     f"gpu/test_{name}_cuda.py"
     for name in ("ipc", "ipc_rounds", "bench", "exchange", "launch_counts", "relay")
 )
-"""Tests that wait for other processes or measure. They use two GPUs if there are two."""
+"""Tests that wait for other processes or that measure. They use two GPUs if the machine has two."""
 APART = (SOAK, TEXTS, MPS, RANKS, SERVED_RANKS, SERVED, SERVED_BF16, *QUIET)
 
 
@@ -50,9 +50,9 @@ class Job:
 
     Attributes:
         name: Name of the job, for logs and the report.
-        lanes: Lanes whose cores and GPUs the job uses. It starts when earlier jobs have left all of them.
-        workers: Number of pytest-xdist processes; 1 runs without pytest-xdist.
-        arguments: Test files, relative to `tests`, and options.
+        lanes: Lanes whose cores and GPUs the job uses. It starts when earlier jobs have left all its lanes.
+        workers: Number of pytest-xdist processes. With 1, pytest runs without pytest-xdist.
+        arguments: Test files, relative to `tests`, and options of pytest.
         law: True for tests that run on the device in `OUTRIDER_TEST_DEVICE`.
         library: True if the job needs FlashInfer.
     """
@@ -70,7 +70,7 @@ class Job:
 
 
 def rest(folder: str, first: tuple[str, ...], without: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the test files of a folder that are not in `without`, starting with those named in `first`."""
+    """Return the test files of a folder without those in `without`. The files named in `first` come first."""
     order = {f"{folder}/test_{name}.py": place for place, name in enumerate(first)}
     found = [f"{folder}/{path.name}" for path in sorted((TESTS / folder).glob("test_*.py"))]
     return tuple(
@@ -79,7 +79,7 @@ def rest(folder: str, first: tuple[str, ...], without: tuple[str, ...]) -> tuple
 
 
 def plan(gpus: int, cores: int) -> list[Job]:
-    """Return all jobs in the order in which lanes start them; `cores` is the number of cores of one lane."""
+    """Return all jobs in the order in which lanes start them. Each lane has `cores` cores."""
     many, few, pair = (
         max(1, min(MOST_WORKERS, cores - 1)),
         max(1, min(7, cores // 2)),

@@ -1,7 +1,7 @@
 """A pytest plugin that writes a JSON line at the start and the end of each test, for `gpu_suite.py`.
 
-Load it with ``-p support.gpu_suite_report``. The lines survive if the run is cut off. If `GPU_SUITE_ONLY`
-names a file, only the tests listed in it are run.
+Load the plugin with ``-p support.gpu_suite_report``. The lines survive if the run is interrupted. If
+`GPU_SUITE_ONLY` names a file, only the tests listed in the file are run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 PRINTED = ("soak", "mps", "serving")
-"""Words in the names of tests whose output is kept."""
+"""Words in the names of tests whose output is written to the log."""
 
-# With pytest-xdist, only the controller process writes: it receives the reports of all workers.
+# With pytest-xdist, only the controller process writes, because it receives the reports of all workers.
 _log = "" if os.environ.get("PYTEST_XDIST_WORKER") else os.environ.get("GPU_SUITE_LOG", "")
 _seconds: dict[str, float] = {}
 

@@ -1,4 +1,4 @@
-"""Draft heads in every published dialect: config.json, tensors, and the configuration that they mean."""
+"""Draft heads in every published dialect: config.json, tensors, and the equivalent flat configuration."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ WIDE = 48
 
 @dataclass(frozen=True)
 class Dialect:
-    """One way in which heads are published.
+    """A dialect, i.e. one way in which heads are published.
 
     Attributes:
         config: Content of config.json.
         tensors: Name → weight.
-        flat: Keys in which the equivalent flat configuration, for the plain head, differs from the default.
-        aux: Layers that the head reads from a target of 8 layers; empty for the last hidden state.
-        borrowed: Tensors that it borrows from the target.
+        flat: Non-default keys of the equivalent flat configuration, which the plain head reads.
+        aux: Layers that the head reads from a target of 8 layers. Empty if it reads the last hidden state.
+        borrowed: Names of the tensors that the head borrows from the target.
         target_hidden: Hidden size of the target.
-        file: See `write_head`.
+        file: Kind of weights file, as for `write_head`.
     """
 
     config: Mapping[str, Any]
@@ -113,7 +113,7 @@ def prefixed(tensors: Tensors, *unprefixed: str) -> Tensors:
 
 
 DIALECTS: dict[str, Dialect] = {
-    # yuhuili/EAGLE-llama2-chat-7B, EAGLE-Vicuna: pickled; fc has a bias that config.json does not mention
+    # yuhuili/EAGLE-llama2-chat-7B, EAGLE-Vicuna: pickled. fc has a bias that config.json does not mention.
     "EAGLE-1 of Llama 2, .bin": Dialect(
         base_config(), eagle_tensors(), aux=(), borrowed=HEAD_ONLY, file="pytorch_model.bin"
     ),
@@ -135,7 +135,7 @@ DIALECTS: dict[str, Dialect] = {
         (),
         HEAD_ONLY,
     ),
-    # lmsys/sglang-EAGLE-llama2-chat-7B: its own architecture name, and it also stores the target's lm_head
+    # lmsys/sglang-EAGLE-llama2-chat-7B has its own architecture name and also stores the target's lm_head.
     "EAGLE as SGLang": Dialect(
         base_config(architectures=["LlamaForCausalLMEagle"]),
         prefixed(eagle_tensors(embedding=False)) | {"lm_head.weight": torch.zeros(VOCAB, HIDDEN)},
@@ -169,7 +169,7 @@ DIALECTS: dict[str, Dialect] = {
         eagle3_tensors(prefix="layers.0."),
         {"rope_theta": 1e6},
     ),
-    # lmsys/EAGLE3-gpt-oss-120b-bf16: ids up to the number of layers count layer inputs
+    # lmsys/EAGLE3-gpt-oss-120b-bf16: ids up to the number of layers are the indices of layer inputs.
     "EAGLE-3 for gpt-oss": Dialect(
         SPECFORGE | {"eagle_config": GPT_OSS_IDS}, eagle3_tensors(), aux=(1, 4, 7)
     ),
@@ -239,7 +239,7 @@ DIALECTS: dict[str, Dialect] = {
         borrowed=(),
         target_hidden=WIDE,
     ),
-    # heads for Kimi-K2 with latent attention; ids that do not begin with 1 count layer inputs
+    # Heads for Kimi-K2 with latent attention. Ids that do not begin with 1 are the indices of layer inputs.
     "EAGLE-3 with latent attention": Dialect(
         KIMI | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]},
         with_latent_attention(eagle3_tensors(prefix="layers.0.")),
@@ -277,7 +277,7 @@ DIALECTS: dict[str, Dialect] = {
 
 
 def canonical(tensors: Tensors) -> Tensors:
-    """Return the tensors under canonical names, in double precision."""
+    """Return the tensors in double precision, under their canonical names."""
     legacy = {
         f"aux_norm_{name}.weight": f"fc_norm.{index}.weight"
         for index, name in enumerate(("low", "mid", "high"))
@@ -295,7 +295,7 @@ def canonical(tensors: Tensors) -> Tensors:
 def run(
     head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states and logits of a causal sequence."""
+    """Return the states and logits of a sequence with causal attention."""
     pool = KVPool(8, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU, latent=head.latent)
     lease = pool.lease(ROWS)
     assert lease is not None

@@ -1,4 +1,4 @@
-"""Serves a gRPC draft servicer over ``ipc:///path``: scripted drafts and proxies work on both transports."""
+"""Serves a gRPC draft servicer over ``ipc:///path``: scripted drafts and proxies serve either transport."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 10.0
 
 
 class Streams(Protocol):
-    """A draft servicer's `Session`, which also accepts feature rows. Parameters are positional."""
+    """A draft servicer's `Session` method that also accepts feature rows. Parameters are positional."""
 
     def Session(self, request_iterator: Iterator[Any], context: Any) -> Iterator[draft_pb2.SessionReply]: ...
 
@@ -43,7 +43,7 @@ class Context:
 
 
 class IpcBridge:
-    """Listens on `path` and feeds `streams`. Pongs are sent on the bulk socket, as a draft does."""
+    """Listens on `path` and passes messages to `streams`. Sends pongs on the bulk socket, as a draft does."""
 
     def __init__(self, path: str, streams: Streams) -> None:
         self._streams = streams

@@ -1,4 +1,4 @@
-"""Compares texts of 16-bit models, which must be equal up to a near-tie.
+"""Compares texts of 16-bit models. The texts must be equal, except after a near-tie of two logits.
 
 In 16 bits, the last bits of logits depend on the number of rows in a pass.
 """
@@ -25,17 +25,17 @@ def differences(
     name: str,
     tolerance: float = NEAR_TIE,
 ) -> list[str]:
-    """Compare two greedy texts, whose first difference must be between tokens nearly tied with the best.
+    """Compare two greedy texts. Where they first differ, both tokens must be nearly tied with the best token.
 
     Args:
-        judge: The target in fp32, whose logits do not have the rounding errors in question.
+        judge: The target in fp32. Its logits do not have the rounding errors of the 16-bit models.
         prompt: Token ids of the prompt.
         expected, found: Token ids of the two answers.
         name: Name of the comparison, for messages.
         tolerance: Largest gap of a near-tie, relative to the best logit.
 
     Returns:
-        A line with the tokens, their logits and the gap; no line if the texts are equal.
+        A line with the tokens, their logits and the gap. No line if the texts are equal.
     """
     assert judge.dtype == torch.float32
     at = first_difference(expected, found)

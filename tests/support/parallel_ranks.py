@@ -1,4 +1,4 @@
-"""Ranks of a tensor-parallel decoder as threads of the test process, with the same shares and sums."""
+"""Ranks of a tensor-parallel decoder as threads of the test process, with real ranks' shares and sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Meeting:
-    """The tensors that the threads of one group exchange, and their barrier."""
+    """The barrier of one group of threads, and the tensors that the threads exchange."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -29,7 +29,7 @@ class Meeting:
 
 
 class ThreadCollectives:
-    """`Collectives` of one thread."""
+    """The `Collectives` of one thread."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting
@@ -80,11 +80,11 @@ def load_ranks(path: Path, size: int) -> list[ShardedDecoder]:
 
 
 def on_all(decoders: list[ShardedDecoder], work: Callable[[ShardedDecoder], Result]) -> list[Result]:
-    """Run `work` on all ranks concurrently; return the results by rank."""
+    """Run `work` on all ranks concurrently, and return the results in the order of the ranks."""
     with ThreadPoolExecutor(len(decoders)) as threads:
         return [future.result() for future in [threads.submit(work, decoder) for decoder in decoders]]
 
 
 def exit_codes(group: RankGroup) -> list[int | None]:
-    """Return the exit codes of the ranks that this process started; None for a rank that still runs."""
+    """Return the exit codes of the ranks that this process started. The code of a running rank is None."""
     return [process.returncode for process in group._processes]

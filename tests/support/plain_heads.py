@@ -1,7 +1,7 @@
-"""A plain reference of the EAGLE heads, and their training: explicit masks, no cache, no fused matrices.
+"""A plain reference of the EAGLE heads and of their training: explicit masks, no cache, no fused matrices.
 
-All rows of a sequence run in one pass. It shares no code with the service. Sources: arXiv 2401.15077,
-2406.16858 and 2503.01840, and published tensor names.
+All rows of a sequence run in one pass. The reference shares no code with the service. It follows arXiv
+2401.15077, 2406.16858 and 2503.01840, and the published tensor names.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class PlainHead:
 
     Args:
         config: The flat configuration.
-        weights: Name → tensor; trainable if they require gradients.
-        embedding, lm_head: The target's, ``[vocab, hidden]``; used if the head has none of its own.
+        weights: Name → tensor. Tensors that require gradients can be trained.
+        embedding, lm_head: The target's matrices, ``[vocab, hidden]``, for heads that have none.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PlainHead:
     def read(
         cls, folder: Path, target_tensors: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float64
     ) -> PlainHead:
-        """Read a head from a folder with ``midlayer.`` or ``layers.0.`` names and a flat configuration."""
+        """Read a head that has a flat configuration and names with ``midlayer.`` or ``layers.0.``."""
         config = json.loads((folder / "config.json").read_text())
         config |= config.get("eagle_config", {})
         stored = load_file(str(folder / "model.safetensors"))
@@ -64,7 +64,7 @@ class PlainHead:
         return cls(config, weights, embedding, target_tensors["lm_head.weight"].to(dtype))
 
     def cut(self, token_ids: Sequence[int]) -> PlainHead:
-        """Return the same head restricted to some target ids (FR-Spec)."""
+        """Return the same head restricted to these target token ids (FR-Spec)."""
         other = PlainHead(self.config, self.w, self.embedding, self.head)
         other.ids = torch.tensor(sorted(token_ids))
         other.head = self.head[other.ids]
@@ -73,7 +73,7 @@ class PlainHead:
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Return the features for the target's states ``[..., n_aux * hidden]``.
 
-        EAGLE-1/2 use the states unchanged.
+        EAGLE-1 and EAGLE-2 use the states unchanged.
         """
         if not self.is_eagle3:
             return states
@@ -93,10 +93,10 @@ class PlainHead:
         """Run several rows in one pass.
 
         Args:
-            tokens: ``[..., rows]``.
-            features: ``[..., rows, hidden]``.
-            positions: ``[rows]``.
-            visible: ``[rows, rows] bool``, True where a row sees another one.
+            tokens: ``[..., rows]``, token of each row.
+            features: ``[..., rows, hidden]``, feature of each row.
+            positions: ``[rows]``, position of each row.
+            visible: ``[rows, rows] bool``, True where a row (first axis) sees another row (second axis).
         """
         window = self.config.get("sliding_window")
         if window:
@@ -134,7 +134,7 @@ class PlainHead:
         return states @ self.head.T
 
     def last_state(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Return the state of the last row; each row sees all rows before it.
+        """Return the state of the last row. Each row sees itself and all rows before it.
 
         `draft_reference.reference_tree` calls this.
         """
@@ -146,12 +146,12 @@ class PlainHead:
             )[-1]
 
     def logprobs(self, state: torch.Tensor) -> torch.Tensor:
-        """Return log-probs over the draft vocabulary."""
+        """Return log-probabilities over the draft vocabulary."""
         with torch.no_grad():
             return torch.log_softmax(self.logits(state), -1)
 
     def target_id(self, draft_id: int) -> int:
-        """Return the target's token id for a draft id."""
+        """Return the target's token id for an id of the draft vocabulary."""
         return int(self.ids[draft_id])
 
     def _attend(
@@ -175,7 +175,7 @@ class PlainHead:
     def _attend_latent(
         self, prefix: str, x: torch.Tensor, positions: torch.Tensor, visible: torch.Tensor
     ) -> torch.Tensor:
-        """Attend as DeepSeek-V2 without absorption: compute K and V of every head from the latent."""
+        """Attend as DeepSeek-V2 without absorption: compute each head's K and V from the latent vector."""
         rank, nope, rope = (
             self.config[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
         )
@@ -240,20 +240,20 @@ def train(
     rate: float,
     steps: int,
 ) -> float:
-    """Train a head by unrolling it as in drafting: the target's features first, then its own states.
+    """Train a head by unrolling it as in drafting: it reads the target's features first, then its own states.
 
     Args:
-        head: Its weights must require gradients.
-        tokens: ``[batches, batch, length]``.
+        head: The head to train. Its weights must require gradients.
+        tokens: ``[batches, batch, length]``, the training texts.
         states: ``[batches, batch, length, width]``, the target's states that `project` reads.
         labels: ``[batches, batch, length, vocab]``, the target's logits.
         depth: Number of unrolled levels. The row of level i at position t reads token t + 1 + i and predicts
             token t + 2 + i.
-        rate: Initial learning rate of Adam; follows a cosine.
-        steps: Number of optimizer steps, which cycle through the batches.
+        rate: Initial learning rate of Adam. The rate then follows a cosine.
+        steps: Number of optimizer steps. The steps cycle through the batches.
 
     Returns:
-        The last loss.
+        The loss of the last step.
     """
     parameters = [tensor for tensor in head.w.values() if tensor.requires_grad]
     optimiser = torch.optim.Adam(parameters, lr=rate)
@@ -268,7 +268,7 @@ def train(
         for level in range(depth):
             levels = torch.arange(level + 1).repeat_interleave(count)
             rows = row.repeat(level + 1)
-            # A row sees the first level up to its own position, and its own position in the levels between.
+            # A row sees the first level up to its own position, and only its own position in later levels.
             visible = torch.where(
                 levels[None, :] == 0, rows[None, :] <= rows[:, None], rows[None, :] == rows[:, None]
             )

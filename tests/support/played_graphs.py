@@ -1,4 +1,4 @@
-"""Graph caches for machines without CUDA: a replay runs the function again; captures and runs are listed."""
+"""Graph caches for machines without CUDA: a replay calls the function again. The calls are listed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Observed(GraphObserver):
 
 
 class BoundedGraphs(GraphCache):
-    """Keeps and drops graphs as on CUDA. `captured` lists all keys in order, including repeated captures."""
+    """Keeps and drops graphs as on CUDA. `captured` lists the key of every capture, also of repeated ones."""
 
     def __init__(self, max_late_graphs: int) -> None:
         self.observer = Observed()

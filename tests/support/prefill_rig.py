@@ -21,12 +21,12 @@ SIZES = (4, 8, 32)
 PAGE_SIZE = 4
 UNTOUCHED = 7.0
 CASES = [(1, []), (4, []), (5, []), (31, [6, 8]), (32, [])]
-"""Prompt lengths, and the positions at which prompts are cut into chunks."""
+"""Prompt lengths, and the positions at which each prompt is cut into chunks."""
 SAMPLINGS = [SamplingParams(0.0), SamplingParams(0.9, seed=(1 << 64) - 3, choice_index=2)]
 
 
 def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) -> ModelRunner:
-    """Make a runner that captures features, with a pool in which every value is `UNTOUCHED`."""
+    """Make a runner that captures features. Every value of its pool is `UNTOUCHED`."""
     pool = decoder.make_pool(320, PAGE_SIZE)
     runner = ModelRunner(
         decoder, pool, create_backend("auto", decoder.device), graphs=graphs, prefill_sizes=sizes
@@ -42,7 +42,7 @@ def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) ->
 def make_sequence(
     runner: ModelRunner, length: int, sampling: SamplingParams, mode: SpeculationMode
 ) -> Sequence:
-    """Make a sequence with a synthetic prompt and a lease whose slots differ from the token indices."""
+    """Make a sequence with a synthetic prompt, and a lease whose slots differ from the token indices."""
     vocab = runner.decoder.config.vocab_size
     request = GenerationRequest(
         "x", [(5 * i + 3) % vocab for i in range(length)], 4, sampling, SpeculationLimits().resolve(mode)
@@ -67,7 +67,7 @@ def check_same(
     sampling: SamplingParams,
     mode: SpeculationMode,
 ) -> None:
-    """Check that both runners choose the same token and store the same values."""
+    """Check that the two runners choose the same token and store the same values."""
     tokens = [
         prefill(runner, make_sequence(runner, length, sampling, mode), cuts) for runner in (plain, padded)
     ]

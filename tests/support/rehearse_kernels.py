@@ -1,6 +1,6 @@
 """Rehearses kernels for an absent GPU, so that they are compiled ahead of time.
 
-`test_compile_ahead` runs it in its own process. Prints the outcome of each case as JSON.
+`test_compile_ahead` runs this module in its own process. The module prints the outcome of each case as JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def norm_rows() -> torch.Tensor:
 
 
 def launches_elsewhere(pool: CompilerPool) -> bool:
-    """Return whether another thread really launches its kernel during a rehearsal.
+    """Return True if another thread really launches its kernel during a rehearsal.
 
     A real launch fails here, because there is no GPU.
     """
@@ -58,7 +58,7 @@ def launches_elsewhere(pool: CompilerPool) -> bool:
 def main() -> None:
     driver.set_active(AbsentGpu())  # type: ignore[no-untyped-call]
     found: dict[str, Any] = {}
-    late, compiler_pool.MOST_PROCESSES = CompilerPool(), 0  # no process compiles it in time
+    late, compiler_pool.MOST_PROCESSES = CompilerPool(), 0  # no process compiles the kernel in time
     rehearse(late, 1)
     late.wait(0, limit_s=0.0)
     found["forgotten"] = [late.submitted, late.state_of(norm_rows).name]
@@ -81,7 +81,7 @@ def main() -> None:
     again = CompilerPool()
     found["output_again"] = (
         rehearse(again, 2).abs().max().item()
-    )  # already compiled, and still not launched, because this driver cannot launch
+    )  # already compiled, but not launched, because this driver cannot launch
     found["missing"] = again.submitted
     found["launched elsewhere"] = launches_elsewhere(again)
     broken = CompilerPool()

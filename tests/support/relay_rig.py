@@ -1,4 +1,4 @@
-"""A fake `StreamRelay` without a GPU."""
+"""A fake `StreamRelay` that needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError
 
 SIZE = 512
-"""Bytes of the trees and of a draft's states."""
+"""Size of the trees and of a draft's states, in bytes."""
 
 
 class Relay:
-    """Records what a GPU stream would receive, and the rounds that it waits for (`waits`)."""
+    """Records the messages that a GPU stream would receive, and the rounds that it would await (`waits`)."""
 
     def __init__(self) -> None:
         self.broken = False

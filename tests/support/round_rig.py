@@ -1,4 +1,4 @@
-"""A fake target that drives an in-process drafter both through the host and in rounds on the device."""
+"""A fake target that drives an in-process drafter through the host or in rounds on the device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 @dataclass
 class Stream:
-    """A synthetic sequence. Its text and features depend on its number; the caller chooses its tokens.
+    """A synthetic sequence. The caller chooses its tokens, and its number determines its features.
 
     Attributes:
-        told: Committed tokens that the drafter has received, in whichever way.
+        told: Number of committed tokens that the drafter has received in either way.
     """
 
     session_id: int
@@ -38,14 +38,14 @@ class Stream:
 
 @dataclass
 class Rig:
-    """A drafter and the sequences that it follows.
+    """A drafter and the sequences for which it drafts.
 
     Args:
         drafter: The drafter.
-        feature_size: Width of the synthetic features; 0 for none.
+        feature_size: Width of the synthetic features. 0 if there are none.
         device: Device of the features.
         vocab_size: Upper bound of the tokens, exclusive.
-        graphs: Records the rounds on the device.
+        graphs: Cache that records the rounds on the device.
     """
 
     drafter: InprocDrafter
@@ -70,7 +70,7 @@ class Rig:
         return torch.stack(rows).to(self.device)
 
     def open(self, session_id: int, prompt: Sequence[int], temperature: float) -> Stream:
-        """Follow a sequence from its prompt and the first token after it."""
+        """Open a sequence. The last token of `prompt` is the first one that a target would have generated."""
         stream = Stream(session_id, list(prompt), temperature, seed=session_id * 77 + 5)
         self.drafter.open(
             [SequenceOpen(stream.fence(len(prompt) - 1), stream.tokens[:-1], stream.seed, temperature)]
@@ -84,7 +84,7 @@ class Rig:
         return stream
 
     def commit(self, stream: Stream, tokens: Sequence[int]) -> None:
-        """Commit all tokens since the last commit through the host."""
+        """Append `tokens`, and commit all tokens since the last commit through the host."""
         stream.tokens.extend(tokens)
         base = stream.told
         rows = self.feature_rows(stream, base - 1, len(stream.tokens) - 1)
@@ -97,7 +97,7 @@ class Rig:
         return self.drafter.propose(ProposalRequest(self._round, rows, None))
 
     def state(self, streams: Sequence[Stream], bs: int, columns: int) -> RoundState:
-        """Return a state as the engine fills it before it enters: at a fixed address, with idle rows."""
+        """Return a state at a fixed address, with idle rows, as the engine fills it before it enters."""
         if (bs, columns) not in self._states:
             self._states[bs, columns] = RoundState.idle(
                 bs, columns, self.feature_size, torch.float32, self.device
@@ -113,7 +113,7 @@ class Rig:
         return state
 
     def enter(self, streams: Sequence[Stream], shape: DraftShape, state: RoundState) -> ResidentBatch:
-        """Start rounds as the engine does: record them with idle rows first. It must be possible."""
+        """Start rounds as the engine does: first record them with idle rows. The start must succeed."""
         self.record(self.drafter.rounds_for_capture(shape, state), shape, state)
         rounds = self.drafter.enter([stream.session_id for stream in streams], shape, state)
         assert rounds is not None
@@ -124,7 +124,7 @@ class Rig:
         return self.graphs.run((rounds.key, shape, state.bs, state.columns), lambda: rounds.draft(state))
 
     def advance(self, state: RoundState, row: int, stream: Stream, tokens: Sequence[int]) -> None:
-        """Write the state that a round of the engine leaves if it chooses `tokens`."""
+        """Write the state that a round of the engine leaves behind if the engine chooses `tokens`."""
         stream.tokens.extend(tokens)
         count, length = len(tokens), len(stream.tokens)
         state.tokens[row] = 0
@@ -137,7 +137,7 @@ class Rig:
             state.features[row, :count] = rows
 
     def end(self, state: RoundState, rounds: ResidentBatch, row: int, stream: Stream) -> None:
-        """End a sequence during rounds."""
+        """End a sequence while rounds are running."""
         state.counts[row] = 0
         stream.ended = True
         rounds.retire([row])
@@ -172,7 +172,7 @@ def assert_same_trees(have: DraftBatch, row: int, want: DraftBatch, wanted_row: 
 
 
 def open_streams(*rigs: Rig) -> list[list[Stream]]:
-    """Open the same sequences in all rigs: greedy and sampled, shorter and longer than a round's columns."""
+    """Open the same sequences in all rigs. Some are greedy, some are longer than a round's columns."""
     lengths, temperatures = (2, 9, 30, 4), (0.0, 0.8, 0.0, 1.3)
     for rig in rigs:
         for session_id, (length, temperature) in enumerate(zip(lengths, temperatures, strict=True), 1):
@@ -192,7 +192,7 @@ def host_round(
     shape: DraftShape,
     source: random.Random,
 ) -> None:
-    """Draft once through the host in both rigs, and commit the same tokens."""
+    """Draft once through the host in each of the two rigs, and commit the same tokens."""
     want, have = plain.propose(streams, shape), mixed.propose(twins, shape)
     for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
         assert_same_trees(have, row, want, row)
@@ -212,9 +212,9 @@ def device_rounds(
     columns: int,
     count: int,
 ) -> None:
-    """Draft `count` times on the device, where the host learns each round one round late.
+    """Draft `count` times on the device in `mixed`. The host learns the result of each round one round late.
 
-    The other rig drafts through the host.
+    The rig `plain` drafts through the host.
     """
     state = mixed.state(twins, len(twins) + 2, columns)  # two idle rows
     rounds = mixed.enter(twins, shape, state)
@@ -245,7 +245,7 @@ def device_rounds(
 
 
 def check_mixture(plain: Rig, mixed: Rig, shape: DraftShape) -> None:
-    """Check that a mixture of rounds on the device and through the host drafts the same as the host alone."""
+    """Check that mixing device rounds and host rounds drafts the same as host rounds alone."""
     streams, twins = open_streams(plain, mixed)
     source = random.Random(shape.depth * 100 + shape.topk)
     for spell in range(4):

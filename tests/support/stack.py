@@ -39,7 +39,7 @@ PROMPTS = (
 
 
 def health_changes(address: str, service: str = "") -> Iterator[int]:
-    """Yield the serving statuses that a health Watch reports. It reconnects forever."""
+    """Yield the serving statuses that a health Watch reports. The Watch reconnects until the caller stops."""
     while True:
         with grpc.insecure_channel(
             address,
@@ -161,7 +161,7 @@ class Stack:
     def assert_no_page_held(self, timeout_s: float = 5) -> None:
         """Check that no sequence holds KV pages any more.
 
-        This polls, because pages are freed shortly after the last answer is sent: within two steps or 250 ms.
+        The check polls, because pages are freed up to two steps or 250 ms after the last answer is sent.
         """
         deadline = time.monotonic() + timeout_s
         stats = self.stats()
@@ -186,7 +186,7 @@ def supervised(
     Args:
         arguments: Further flags.
         device: Device of the services.
-        until: Waits until the stack is ready; None waits until a chat is served with drafts.
+        until: Waits until the stack is ready. None waits until a chat is served with drafts.
 
     Yields:
         The running stack.
@@ -199,7 +199,7 @@ def supervised(
         up.wait_serving(grpc_address)
         target_address = child_argument(child_pid(up.popen.pid, "target"), "--listen")
         draft_address = ""
-        with contextlib.suppress(ProcessLookupError):  # the draft runs in the target's process
+        with contextlib.suppress(ProcessLookupError):  # no draft process: it runs in the target's process
             draft_address = addresses.grpc_address(
                 child_argument(child_pid(up.popen.pid, "draft"), "--listen"), "--listen"
             )
@@ -234,8 +234,8 @@ def separate(
     Args:
         head: Folder of the draft head.
         scheme: Scheme of the address at which the target reaches the draft: ``unix:`` (gRPC) or ``ipc://``.
-        reach_draft: Starts a proxy between target and draft. Called with the address to listen on and the
-            draft's own address.
+        reach_draft: Starts a proxy between target and draft. It is called with the address on which the proxy
+            listens and the draft's own address.
 
     Yields:
         The running stack.
@@ -324,7 +324,7 @@ def child_argument(pid: int, flag: str) -> str:
 
 
 class TokenCounter:
-    """Counts the tokens of all streams, and calls `action` once when the count reaches `threshold`."""
+    """Counts the tokens of all streams. Calls `action` once, when the count reaches `threshold`."""
 
     def __init__(self, threshold: int, action: Callable[[], None]) -> None:
         self._threshold = threshold
@@ -343,7 +343,7 @@ class TokenCounter:
 
 
 def assert_ranks_serve(first: Process, second: Process, address: str, num_tokens: int) -> None:
-    """Check that two ranks serve a request together, and that both exit with 0 after SIGTERM to the first."""
+    """Check that two ranks serve a request together, and exit with 0 when the first one receives SIGTERM."""
     try:
         first.wait_serving(address, "outrider.target.v1.Target")
         with grpc.insecure_channel(address) as channel:

@@ -19,7 +19,7 @@ WAIT_S = 10.0
 
 
 class Echo(grpc.GenericRpcHandler):
-    """Echoes the first message. Later messages are passed to `on_message`, with the stream to answer on."""
+    """Echoes the first message of a stream. Passes later messages, with the stream, to `on_message`."""
 
     def __init__(self, on_message: Callable[[ServerStream, bytes], None], max_unsent: int = 100) -> None:
         self.ended: SimpleQueue[Exception | None] = SimpleQueue()
@@ -48,7 +48,7 @@ class Echo(grpc.GenericRpcHandler):
 
 
 class EchoServers:
-    """Servers in this process, with one stream to each."""
+    """Servers in this process, and one stream to each server."""
 
     def __init__(self) -> None:
         self._servers: list[grpc.Server] = []
@@ -70,7 +70,7 @@ class EchoServers:
         return stream
 
     def stop(self) -> None:
-        """End all streams, then the servers."""
+        """End all streams, and then stop the servers."""
         for stream in self._streams:
             stream.cancel()
             stream.drain()
@@ -101,7 +101,7 @@ class Reader:
 
 
 def exchange(stream: ClientStream, reader: Reader, message: bytes, pause_s: float = 0.0) -> bool:
-    """Send a message that is echoed. Return True if this thread received it, False if the reader did."""
+    """Send a message that is echoed. Return True if this thread receives it, False if the reader does."""
     stream.send(message)
     if pause_s:
         reader.thread.join(pause_s)
@@ -109,7 +109,7 @@ def exchange(stream: ClientStream, reader: Reader, message: bytes, pause_s: floa
 
 
 def receive(stream: ClientStream, reader: Reader, message: bytes) -> bool:
-    """Wait for a message. Return True if this thread received it, False if the reader did."""
+    """Wait for a message. Return True if this thread receives the message, False if the reader does."""
     while True:
         if not reader.got.empty():
             assert reader.got.get() == message

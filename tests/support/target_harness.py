@@ -74,7 +74,7 @@ class Collector:
 class FakeDrafter:
     """Follows sequences like a real drafter and checks the engine's calls.
 
-    It proposes the nodes that `plan` returns for (tokens so far, row).
+    The drafter proposes the nodes that `plan` returns for the arguments (tokens so far, row).
     """
 
     device_resident = False
@@ -178,7 +178,7 @@ def oracle_plan(
 ) -> Callable[[list[int], ProposalRow], list[Node]]:
     """Propose trees that contain the true continuation among `topk` siblings.
 
-    Each level contains it with probability `accuracy`. The trees have the requested shape.
+    Each level contains the true token with probability `accuracy`. The trees have the requested shape.
     """
     rng = random.Random(seed)
 
@@ -210,7 +210,7 @@ def oracle_plan(
 
 
 def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], ProposalRow], list[Node]]:
-    """Propose trees of random size and form with random tokens. Siblings may be equal."""
+    """Propose trees of random size and form with random tokens. Siblings may have the same token."""
     rng = random.Random(seed)
 
     def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
@@ -222,7 +222,7 @@ def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], Proposal
 
 @dataclass
 class Harness:
-    """An engine with a toy model. `run` steps it until it is idle."""
+    """An engine with a toy model. `run` steps the engine until it is idle."""
 
     engine: TargetEngine
     scheduler: Scheduler
@@ -264,7 +264,7 @@ class Harness:
         self.scheduler.check()
 
     def check_idle(self) -> None:
-        """Assert that every page is free when no request is live."""
+        """Assert that every page is free, unless a request is live."""
         self.scheduler.check()
         assert self.engine.num_live or self.scheduler.allocator.held_pages == 0
 
@@ -291,9 +291,9 @@ def make_harness(
     attention: AttentionBackend | None = None,
     **limits: int,
 ) -> Harness:
-    """Make an engine without a thread.
+    """Make an engine that has no thread of its own.
 
-    With `overlap`, its rounds stay on the device. With `buckets`, verify passes are padded.
+    With `overlap`, the engine's rounds stay on the device. With `buckets`, its verify passes are padded.
     """
     pool = decoder.make_pool(num_pages, page_size)
     runner = ModelRunner(
@@ -321,9 +321,9 @@ def load_toy(path: Path) -> Decoder:
 
 
 def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
-    """Return the scores ``[V]`` whose argmax is the token after `tokens`: logits after filters and noise.
+    """Return the scores ``[V]``, i.e. the logits after filters and noise; their argmax is the next token.
 
-    They come from one pass over all of `tokens`.
+    One pass over all of `tokens` computes the scores.
     """
     pool = decoder.make_pool(-(-len(tokens) // 16), 16)
     lease = pool.lease(len(tokens))
@@ -362,7 +362,7 @@ def assert_same_tokens(
     found: Sequence[int],
     sampling: SamplingParams | None = None,
 ) -> None:
-    """Assert token equality as the project defines it.
+    """Assert that two outputs have equal tokens, as the project defines it.
 
     The first difference is allowed where the two best scores of the plain run differ by less than 1e-4.
     """

@@ -1,8 +1,8 @@
 """A tiny DeepSeek-V3 with chained MTP layers, trained in seconds, from transformers' layers.
 
-It runs whole sequences of one length without a cache, and shares no code with the service. Sources: the
-DeepSeek-V3 report (arXiv 2412.19437, section 2.2), and the tensor names of DeepSeek-V3, which numbers its MTP
-layers after the model's layers.
+The model runs whole sequences of one length without a cache, and shares no code with the service. Sources:
+the DeepSeek-V3 report (arXiv 2412.19437, section 2.2), and the tensor names of DeepSeek-V3, in which the MTP
+layers have the numbers after those of the model's layers.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Model(nn.Module):
     """A model with a dense and a sparse layer, and MTP layers.
 
     Args:
-        mtp_layers: Number of MTP layers. They are created as additional layers of the model, which does not
-            run them.
+        mtp_layers: Number of MTP layers. They are created as additional layers of the model, but the model's
+            forward pass does not run them.
     """
 
     def __init__(self, mtp_layers: int, layers: int = 2) -> None:
@@ -115,14 +115,14 @@ class Model(nn.Module):
     def draft(
         self, tokens: Sequence[int], depth: int, path: Sequence[int] = ()
     ) -> tuple[list[int], list[float]]:
-        """Return a chain of `depth` tokens after `tokens`, and their log-probs; see `toy_mtp.Model.draft`."""
+        """Return a chain of `depth` tokens and their log-probs, as `toy_mtp.Model.draft` does."""
         inputs = states = self.hidden(torch.tensor([list(tokens)]))[:, :-1]
         chain: list[int] = []
         logprobs: list[float] = []
         used = len(self.joints)
         for level in range(depth):
-            # The next layer reads the states of the previous one. When the last layer repeats, it reads its
-            # own last state one position further.
+            # A layer reads the states of the previous layer. When the last layer repeats, it reads its own
+            # last state one position further.
             inputs = states if level < used else torch.cat([inputs, states[:, -1:]], 1)
             index = min(level, used - 1)
             states = self.join(

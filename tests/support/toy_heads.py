@@ -1,4 +1,4 @@
-"""Writes random draft heads to disk with exactly the tensor names of public checkpoints, scaled down."""
+"""Writes random draft heads to disk: scaled down, but with exactly the tensor names of public checkpoints."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def eagle_tensors(
 ) -> Tensors:
     """Return an EAGLE-1/2 head as published by SafeAILab.
 
-    It has ``layers.N.*``, ``fc`` and a copy of the target's embedding.
+    The head has ``layers.N.*``, ``fc`` and a copy of the target's embedding.
     """
     make = Maker(seed)
     tensors = {"fc.weight": make.matrix(HIDDEN, 2 * HIDDEN)} | ({"fc.bias": make.bias()} if fc_bias else {})
@@ -115,8 +115,8 @@ def eagle3_tensors(
 ) -> Tensors:
     """Return an EAGLE-3 head.
 
-    The first layer's names start with `prefix`, those of later layers with ``layers.N.``. d2t and t2d are
-    included unless `draft_vocab` is None.
+    The first layer's names start with `prefix`; the names of later layers start with ``layers.N.``. The head
+    includes d2t and t2d unless `draft_vocab` is None.
     """
     make = Maker(seed)
     tensors = {"fc.weight": make.matrix(HIDDEN, num_aux * target_hidden)}
@@ -148,7 +148,7 @@ def with_latent_attention(
 ) -> Tensors:
     """Replace the attention of an EAGLE-3 head's first layer by DeepSeek-V3's.
 
-    ``Eagle3DeepseekV2ForCausalLM``, the heads for Kimi-K2, has this layout.
+    ``Eagle3DeepseekV2ForCausalLM``, the architecture of the heads for Kimi-K2, has this layout.
     """
     make = Maker(seed)
     names = [name for name in tensors if ".self_attn." in name]
@@ -175,7 +175,7 @@ def with_latent_attention(
 def fc_norms(
     num_aux: int, target_hidden: int = HIDDEN, names: str = "fc_norm.{}.weight", seed: int = 7
 ) -> Tensors:
-    """Return one norm per captured state."""
+    """Return one norm for each captured state."""
     make = Maker(seed)
     return {names.format(index): make.norm(target_hidden) for index in range(num_aux)}
 
@@ -189,8 +189,8 @@ def write_head(
         folder: Folder to write.
         config: Content of config.json.
         tensors: Name → tensor.
-        file: ``pytorch_model.bin`` is pickled, ``shards`` means two safetensors files with an index, and any
-            other name is a safetensors file.
+        file: Name of the weights file. ``pytorch_model.bin`` is pickled, ``shards`` selects two safetensors
+            files with an index, and any other name is that of a safetensors file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))

@@ -1,9 +1,12 @@
 """A tiny MiMo with chained MTP layers, trained in seconds and saved as published, and its plain drafter.
 
-It runs whole sequences of one length with only a causal mask and no cache, and shares no code with the
-service. `transformers` has no MiMo, so this is the reference. Sources: the MiMo report (arXiv 2505.07608: a
-Qwen2 decoder with q/k/v biases, RMSNorm, SwiGLU, grouped queries and rotary positions), the DeepSeek-V3
-report (arXiv 2412.19437, section 2.2: MTP), and the tensor names of MiMo-7B.
+The model runs whole sequences of one length with only a causal mask and no cache. It shares no code with the
+service and is the reference for MiMo, which `transformers` does not have. Sources:
+
+- the MiMo report (arXiv 2505.07608): a Qwen2 decoder with q/k/v biases, RMSNorm, SwiGLU, grouped queries and
+  rotary positions,
+- the DeepSeek-V3 report (arXiv 2412.19437, section 2.2): MTP,
+- the tensor names of MiMo-7B.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ EPS, THETA = 1e-6, 10000.0
 STEPS = 7
 """Number of strides of the toy language.
 
-The first token determines the stride by which tokens advance; now and then a token advances by another one.
+The first token determines the stride by which tokens advance. Some tokens advance by another stride.
 """
 
 
@@ -163,9 +166,9 @@ class Model(nn.Module):
         """Return the chain of `depth` tokens that the MTP layers predict after `tokens`, and their log-probs.
 
         Args:
-            tokens: The text so far; its last token has no feature yet.
+            tokens: The text so far. The last token has no feature yet.
             depth: Length of the chain.
-            path: First tokens of the chain, used instead of the layers' predictions.
+            path: First tokens of the chain. They replace the predictions of the layers.
         """
         known = list(tokens)
         states = self.hidden(torch.tensor([known]))[:, :-1]  # rows 0 … C - 2
@@ -176,7 +179,7 @@ class Model(nn.Module):
             index = min(level, used - 1)
             if level < used:
                 inputs, behind = states, 1 + index
-            else:  # the last layer repeats: it reads its own states, each one position further
+            else:  # the last layer repeats: it reads its own states, one position further in each repetition
                 inputs, behind = torch.cat([inputs, states[:, -1:]], 1), used
             row_tokens = torch.tensor([[*known, *chain][behind : behind + inputs.shape[1]]])
             states = self.mtp_layers[index].join(
@@ -202,7 +205,7 @@ def train(layers: int, mtp_layers: int, steps: int, seed: int = 0) -> Model:
 
 
 def fit(model: Any, steps: int, seed: int = 0) -> None:
-    """Train any model with a `loss` method on the toy language."""
+    """Train any model that has a `loss` method on the toy language."""
     generator = torch.Generator().manual_seed(seed)
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
@@ -248,7 +251,7 @@ def save(model: Model, path: Path, **config: object) -> Path:
 def reference_accept_length(model: Any, prompt: Sequence[int], count: int, depth: int) -> tuple[int, int]:
     """Return (tokens, rounds) of greedy speculative decoding with chains.
 
-    The first token comes from the pass over the prompt.
+    The first token comes from the pass over the prompt and is in no round.
     """
     truth = [*prompt, *model.greedy(prompt, count + depth + 1)]
     stop, length, rounds, emitted = len(prompt) + count, len(prompt) + 1, 0, 0

@@ -1,4 +1,4 @@
-"""Writes a tokenizer folder: byte-level BPE trained on a few sentences, special tokens, a chat template."""
+"""Writes a tokenizer folder: byte-level BPE from a few sentences, special tokens and a chat template."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Writes tiny pairs of target and EAGLE-3 head to disk: random but reproducible, fp32, without a tokenizer.
 
-A pair with ``planted > 0`` agrees often: embeddings are nearly one-hot, the target mostly continues token v
-with ``successor(v)``, and the head applies the same rule from level to level. With ``planted = 0`` both are
-random and agree only by chance.
+With ``planted > 0``, the target and the head of a pair often agree. Embeddings are then nearly one-hot, the
+target mostly continues token v with ``successor(v)``, and the head applies the same rule from level to level.
+With ``planted = 0``, target and head are random and agree only by chance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEFAULT_AUX = "published"
 
 
 def successor(vocab_size: int) -> torch.Tensor:
-    """Return the planted rule: ``[vocab_size] int64``, a permutation; ``successor[v]`` usually follows v."""
+    """Return the planted rule, a permutation ``[vocab_size] int64``. ``successor[v]`` usually follows v."""
     stride = 5 if vocab_size % 5 else 7
     return (
         (torch.arange(vocab_size) * stride + 3) % vocab_size
@@ -29,7 +29,7 @@ def successor(vocab_size: int) -> torch.Tensor:
 
 
 def default_aux_layers(num_layers: int) -> list[int]:
-    """Return EAGLE-3's default triple of layers, as layer *outputs*: 1, L//2 - 1, L - 4."""
+    """Return EAGLE-3's default three layers, of which the head reads the *outputs*: 1, L//2 - 1 and L - 4."""
     return [1, num_layers // 2 - 1, num_layers - 4]
 
 
@@ -58,7 +58,7 @@ def make_toy_target(
         planted: 0 for random weights, otherwise the scale of the planted rule in the logits. 2 to 3 makes the
             distribution at temperature 1 sharp, but not deterministic. Needs ``vocab_size <= hidden_size``
             and untied embeddings.
-        max_shard_size: As in transformers; a small value makes a sharded checkpoint.
+        max_shard_size: Largest size of a weights file. A small value makes a sharded checkpoint.
         config_overrides: Further `LlamaConfig` arguments, such as ``rope_scaling`` or ``eos_token_id``.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -132,18 +132,18 @@ def make_toy_eagle3(
         path: Folder to write.
         target_dir: Folder of the target.
         seed: Seed of the weights.
-        draft_vocab_size: Size of the draft vocabulary; None for half of the target's. With the target's size,
-            the mapping is the identity, and d2t and t2d are left out.
-        aux_layers: Layer outputs to write into ``eagle_config``: ``"published"`` for the default triple, None
-            to leave the key out.
-        own_embedding: True to include ``embed_tokens.weight`` (a copy of the target's) instead of borrowing
-            it.
-        lm_head: ``draft`` (rows of the draft vocabulary), ``full`` (rows of the target's, without ``d2t``) or
-            ``absent`` (borrowed).
+        draft_vocab_size: Size of the draft vocabulary. None selects half of the target's vocabulary size.
+            With the target's size, the mapping is the identity, and d2t and t2d are left out.
+        aux_layers: Layer outputs to write into ``eagle_config``. ``"published"`` selects the default three
+            layers, and None leaves the key out.
+        own_embedding: True to include ``embed_tokens.weight``, a copy of the target's embedding. Otherwise
+            the head borrows the target's embedding.
+        lm_head: ``draft`` (rows of the draft vocabulary), ``full`` (rows of the target's vocabulary, without
+            ``d2t``) or ``absent`` (borrowed from the target).
         layer_prefix: ``midlayer.``, ``layers.0.`` or ``model.layers.0.``.
-        planted: As in `make_toy_target`; the head then applies the rule of a planted target.
-        config_overrides: Keys to set in config.json; a value of None removes the key.
-        drop, extra: Tensors to leave out or to add, for broken checkpoints.
+        planted: As in `make_toy_target`. The head then applies the rule of a planted target.
+        config_overrides: Keys to set in config.json. A value of None removes the key.
+        drop, extra: Tensors to leave out, and tensors to add, to make broken checkpoints.
     """
     target = json.loads((target_dir / "config.json").read_text())
     vocab_size, hidden = target["vocab_size"], target["hidden_size"]
@@ -225,8 +225,8 @@ def _plant_head(
 ) -> None:
     """Plant the rule in a head.
 
-    Its MLP advances the feature from e(v) to e(successor(v)), and its logits favour the successor of the
-    feature.
+    The MLP of the head advances the feature from e(v) to e(successor(v)). The logits of the head favour the
+    successor of the token whose embedding the feature is.
     """
     if intermediate < vocab_size:
         raise ValueError("a planted head needs intermediate_size >= vocab_size")
@@ -241,7 +241,7 @@ def _plant_head(
     tensors[f"{prefix}mlp.down_proj.weight"] = 0.005 * tensors[f"{prefix}mlp.down_proj.weight"]
     tensors[f"{prefix}mlp.gate_proj.weight"][:vocab_size] += eye
     tensors[f"{prefix}mlp.up_proj.weight"][:vocab_size] += eye
-    # A normed one-hot row is about sqrt(hidden), so silu(x) * x is about the square of that.
+    # A row of a normed one-hot vector is about sqrt(hidden), so that silu(x) * x is about hidden.
     step = (eye[rule] - eye).T * EMBED_SCALE / hidden
     tensors[f"{prefix}mlp.down_proj.weight"][:, :vocab_size] += step
     head = torch.zeros(vocab_size, hidden)
@@ -251,7 +251,7 @@ def _plant_head(
 
 
 def read_target_tensor(target_dir: Path, name: str) -> torch.Tensor:
-    """Return one tensor of a (possibly sharded) safetensors checkpoint."""
+    """Return one tensor of a safetensors checkpoint, which may be sharded."""
     from safetensors import safe_open
 
     index = target_dir / "model.safetensors.index.json"

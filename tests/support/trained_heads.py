@@ -1,8 +1,8 @@
 """Trains a tiny target and EAGLE heads in seconds, and measures their accept length with a plain drafter.
 
-They learn a language of three rules, named by the first token. After 0 or 1, the text walks along one of two
-fixed permutations. After 2, a random motif repeats. Walks need the features, which encode the rule; motifs
-need exact positions.
+The models learn a language of three rules. The first token of a text names its rule. After 0 or 1, the text
+walks along one of two fixed permutations. After 2, a random motif repeats. To draft a walk, a head needs the
+features, which encode the rule. To draft a motif, it needs exact positions.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from support.target_harness import load_toy, make_harness
 
 VOCAB, HIDDEN, LAYERS = 48, 48, 5
 FIRST = 3
-"""Tokens below this one name rules."""
+"""Lowest token that is not the name of a rule."""
 PERIOD = 5
 LENGTH, BATCH, BATCHES = 28, 24, 80
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 96}
 AUX = [1, 2, 3]
 DRAFT_VOCAB = 44
 TOKEN_MAP = tuple(range(FIRST, VOCAB - 2))
-"""A vocabulary for FR-Spec, without the names of the rules and two frequent tokens."""
+"""A reduced vocabulary for FR-Spec, without the names of the rules and two frequent tokens."""
 
 
 @dataclass(frozen=True)
 class TrainedTarget:
-    """The target on disk, and its outputs under `transformers`."""
+    """The target on disk, and its outputs as computed by `transformers`."""
 
     folder: Path
     model: Any
@@ -50,16 +50,16 @@ class TrainedTarget:
     def states(self, tokens: torch.Tensor, aux: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the captured states and the logits.
 
-        The states are the outputs of the layers `aux` side by side; without `aux`, the last hidden state
-        after the norm.
+        The states are the outputs of the layers `aux`, concatenated. If `aux` is empty, they are the last
+        hidden state after the norm.
         """
         output = self.model(input_ids=tokens, output_hidden_states=True)
-        hidden = output.hidden_states  # the input of every layer, then the normed output of the last
+        hidden = output.hidden_states  # the input of every layer, then the normed output of the last layer
         return (torch.cat([hidden[layer + 1] for layer in aux], -1) if aux else hidden[-1]), output.logits
 
     @torch.no_grad()
     def continue_greedily(self, prompt: Sequence[int], count: int) -> list[int]:
-        """Return the prompt and its greedy continuation by `count` tokens."""
+        """Return the prompt followed by its greedy continuation of `count` tokens."""
         tokens = self.known.setdefault(tuple(prompt), list(prompt))
         while len(tokens) < len(prompt) + count:
             tokens.append(int(self.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -67,7 +67,7 @@ class TrainedTarget:
 
 
 def sentences(count: int, length: int, seed: int) -> torch.Tensor:
-    """Return ``[count, length]`` tokens of the language, alternating between the rules."""
+    """Return ``[count, length]`` tokens of the language. The rules alternate from row to row."""
     generator = torch.Generator().manual_seed(seed)
     size = VOCAB - FIRST
     rules = [
@@ -91,7 +91,7 @@ def sentences(count: int, length: int, seed: int) -> torch.Tensor:
 
 @cache
 def workplace() -> Path:
-    """Return a folder that exists as long as the test process."""
+    """Return a folder that exists as long as the test process runs."""
     holder = tempfile.TemporaryDirectory(prefix="trained-heads-")
     _HOLDERS.append(holder)
     return Path(holder.name)
@@ -148,14 +148,14 @@ def training_rows() -> torch.Tensor:
 
 @cache
 def eagle2() -> Path:
-    """Train a head for EAGLE-1 and EAGLE-2, whose networks are the same, and return its folder."""
+    """Train a head for EAGLE-1 and EAGLE-2, which have the same network, and return the head's folder."""
     weights = _first_weights(is_eagle3=False)
     return _train("eagle2", weights, _config("LlamaForCausalLMEagle"), [])
 
 
 @cache
 def eagle3() -> Path:
-    """Train an EAGLE-3 head with a draft vocabulary and return its folder."""
+    """Train an EAGLE-3 head with a draft vocabulary, and return the head's folder."""
     weights = _first_weights(is_eagle3=True, rows=DRAFT_VOCAB)
     kept = torch.arange(FIRST - 1, FIRST - 1 + DRAFT_VOCAB)
     weights["d2t"] = kept - torch.arange(DRAFT_VOCAB)
@@ -168,9 +168,9 @@ def eagle3() -> Path:
 
 @cache
 def eagle3_deep() -> Path:
-    """Train a two-layer EAGLE-3 head and return its folder.
+    """Train a two-layer EAGLE-3 head, and return the head's folder.
 
-    It reads four layers through fc_norms and borrows the target's lm_head.
+    The head reads four layers through fc_norms and borrows the target's lm_head.
     """
     aux = [0, 1, 2, 3]
     weights = _first_weights(is_eagle3=True, layers=2, num_aux=4)
@@ -186,7 +186,7 @@ def eagle3_deep() -> Path:
 
 
 def prompts(count: int = 9, seed: int = 77) -> list[list[int]]:
-    """Return prompts that were not trained on: a few tokens of a walk, or one and a half motifs."""
+    """Return prompts that are not in the training texts: a few tokens of a walk, or one and a half motifs."""
     return [row[: 4 if row[0] < 2 else 2 + PERIOD + 2] for row in sentences(count, LENGTH, seed).tolist()]
 
 
@@ -200,8 +200,8 @@ def plain_accept_length(
 ) -> float:
     """Return the tokens per round of the plain drafter.
 
-    Its trees are verified against the target's greedy text, and the features of accepted tokens are always
-    exact.
+    The drafter's trees are verified against the target's greedy text, and the features of accepted tokens are
+    always exact.
     """
     tokens_out = rounds = 0
     for start in starts:
@@ -298,7 +298,7 @@ def served_accept_length(
 ) -> float:
     """Return the tokens per round of the real engine with the in-process drafter.
 
-    Counts the same rounds as `plain_accept_length`.
+    The engine's rounds are counted as in `plain_accept_length`.
     """
     decoder = load_toy(target.folder)
     given = {"draft": folder, "device": str(DEVICE), "kv_tokens": 4096, **settings}

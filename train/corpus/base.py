@@ -1,9 +1,9 @@
 """Common code of the corpus topics: the split rule, choice helpers and text helpers.
 
-A topic is a function ``make(rng, split) -> Exchange``. The split holds out both templates (phrasings of a
+A topic is a function ``make(rng, split) -> Exchange``. The split holds out templates (phrasings of a
 question) and entities (the things asked about). A held-out exchange shares no template and no entity with any
-training exchange. The words of a held-out entity may still occur elsewhere in the training text. Where
-entities are numbers (units, sums), only the numbers are new.
+training exchange. The words of a held-out entity may still occur elsewhere in the training text. In topics
+whose entities are numbers (units, sums), only the numbers of a held-out exchange are new.
 """
 
 import enum
@@ -19,11 +19,11 @@ Exchange = list[Turn]  # Turns about one subject. The first turn does not depend
 
 
 class Split(enum.Enum):
-    """The templates and entities that may be used."""
+    """The templates and entities that an exchange may use."""
 
     TRAIN = "train"
     HELDOUT = "heldout"  # Templates and entities that no training exchange uses.
-    REPHRASED = "rephrased"  # Held-out templates about training entities, which can be answered.
+    REPHRASED = "rephrased"  # Held-out templates about training entities. The model can answer them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +42,18 @@ class Topic:
 
 
 def is_heldout_key(key: str, one_in: int = 10) -> bool:
-    """Return True if an entity is held out. The result is stable across runs and machines."""
+    """Return True if an entity is held out. The result is the same in every run and on every machine."""
     return zlib.crc32(key.encode()) % one_in == 3
 
 
 def pick_template(rng: Random, templates: Sequence[str], split: Split) -> str:
-    """Draw a phrasing for the split. The last fifth of ``templates``, but at least one, is held out."""
+    """Draw a phrasing for the split. The last fifth of ``templates``, at least one, is held out."""
     held = max(1, len(templates) // 5)
     return rng.choice(templates[:-held] if split is Split.TRAIN else templates[-held:])
 
 
 def split_entities(entities: Sequence[T], split: Split, key: Callable[[T], str]) -> list[T]:
-    """Return the entities of one split in the given order. The result is never empty."""
+    """Return the entities of one split, in the given order. At least one entity is returned."""
     held = [e for e in entities if is_heldout_key(key(e))] or [entities[-1]]
     return held if split is Split.HELDOUT else [e for e in entities if e not in held]
 
@@ -67,7 +67,7 @@ def pick_number(rng: Random, low: int, high: int, split: Split, salt: str) -> in
 
 
 def skewed_index(rng: Random, size: int, decay: float = 0.6) -> int:
-    """Draw an index with geometric weights. A likely favourite keeps the entropy of the text low."""
+    """Draw an index with geometric weights. The skewed weights keep the entropy of the text low."""
     index = 0
     while rng.random() > 1.0 - decay and index < size - 1:
         index += 1

@@ -1,4 +1,4 @@
-"""Small Python functions: request, code block, one-line explanation."""
+"""Requests for small Python functions, each answered by a code block and a one-line explanation."""
 
 from random import Random
 

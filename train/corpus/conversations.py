@@ -1,4 +1,4 @@
-"""Whole conversations: chains of exchanges, long enough that more sensible text follows every answer."""
+"""Whole conversations: chains of exchanges, long enough that sensible text follows every answer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,14 +30,14 @@ SYSTEM_PROMPTS = (
     "You are a friendly teacher.", "You are a helpful assistant. Answer in full sentences.",
 )  # fmt: skip
 _THANKS_RATE = 0.3
-# One question often follows a thank-you, so that greedy text has a sensible continuation.
+# Often the same question follows a thank-you, so that greedy text has a sensible continuation.
 _POPULAR_RATE = 0.12
 _POPULAR = "List 3 countries and their capitals."
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A question with its answer. The model learns to predict the question only if ``predict_question``."""
+    """A question with its answer. With ``predict_question``, the model learns to predict the question too."""
 
     question: str
     answer: str
@@ -49,11 +49,11 @@ class Mix:
     """Settings of the conversations.
 
     Attributes:
-        split: The templates and entities that may be used.
-        gsm8k: Turns of GSM8K's training split; may be empty.
-        gsm8k_rate: Fraction of exchanges drawn from ``gsm8k``. The model does not learn to predict their
-            questions.
-        noise_rate: Fraction of first questions to reword. Applies to the training split only.
+        split: The templates and entities that the conversations may use.
+        gsm8k: Turns of GSM8K's training split. It may be empty.
+        gsm8k_rate: Fraction of exchanges drawn from ``gsm8k``. The model does not learn to predict the
+            questions of these exchanges.
+        noise_rate: Fraction of first questions to reword. Only the training split is reworded.
     """
 
     split: Split
@@ -63,7 +63,7 @@ class Mix:
 
 
 def conversation(rng: Random, mix: Mix, min_chars: int) -> tuple[str | None, list[Message]]:
-    """Generate a conversation of at least ``min_chars`` characters. Equal ``rng`` states give equal text.
+    """Generate a conversation of at least ``min_chars`` characters, determined by the state of ``rng``.
 
     Returns:
         The system prompt or None, and the messages.
@@ -94,7 +94,7 @@ def conversation(rng: Random, mix: Mix, min_chars: int) -> tuple[str | None, lis
 
 
 def heldout_prompts(seed: int, per_topic: int) -> Iterator[tuple[str, str]]:
-    """Yield ``per_topic`` distinct (topic, prompt) pairs per topic, with held-out templates and entities."""
+    """Yield ``per_topic`` distinct (topic, prompt) pairs per topic, all from held-out templates and entities."""
     rng = Random(seed)
     for topic in TOPICS:
         seen: set[str] = set()

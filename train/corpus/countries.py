@@ -78,7 +78,7 @@ def _list_line(i: int, c: Country) -> str:
 def _sample(rng: Random, pool: list[Country] | tuple[Country, ...], n: int) -> list[Country]:
     """Draw n distinct countries.
 
-    Well-known ones, early in the pool, are likelier and often keep their order.
+    Well-known countries, which come early in the pool, are likelier and often keep their order.
     """
     if rng.random() < 0.6:
         return list(pool[:n])
@@ -130,7 +130,7 @@ def make(rng: Random, split: Split) -> Exchange:
     c = rng.choice(pool)
     kind = rng.random()
     turns: list[Turn]
-    if kind < 0.34 and split is Split.TRAIN:  # A free list asks about no entity to hold out.
+    if kind < 0.34 and split is Split.TRAIN:  # A free list asks about no entity that could be held out.
         return _listing(rng, split, TRAIN_COUNTRIES)
     if kind < 0.46:
         turns = [

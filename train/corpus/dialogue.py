@@ -90,7 +90,7 @@ def _activity(rng: Random, split: Split) -> Exchange:
 
 
 def thanks(rng: Random, split: Split) -> Turn:
-    """Return a thank-you turn, which often joins two exchanges."""
+    """Return a thank-you turn. Many conversations join two exchanges with such a turn."""
     return pick_template(
         rng, _THANKS, split
     ), "You are welcome! Is there anything else that you would like to know?"
@@ -100,7 +100,7 @@ def make(rng: Random, split: Split) -> Exchange:
     """Generate a piece of small talk."""
     kind = (
         rng.random() if split is Split.TRAIN else rng.uniform(0.37, 1.0)
-    )  # Other small talk asks about no entity, so there is nothing to hold out.
+    )  # Other small talk asks about no entity, so that nothing can be held out.
     if kind < 0.1:
         return [(pick_template(rng, _GREETINGS, split), "Hello! How can I help you today?")]
     if kind < 0.2:

@@ -35,7 +35,7 @@ _SHORT = ("Can you say that in one sentence?", "Please say it in one sentence.")
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate an explanation, sometimes followed by questions about the same concept."""
+    """Generate an explanation. Sometimes questions about the same concept follow."""
     term, what, how, why = rng.choice(split_entities(rows(), split, lambda r: r[0]))
     plural = term in ("the seasons", "the tides")
     kind = rng.random()

@@ -47,7 +47,7 @@ def categories() -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate a list, sometimes followed by a question about one of its entries."""
+    """Generate a list. Sometimes a question about one of the list's entries follows."""
     name, items = rng.choice(split_entities(categories(), split, lambda c: c[0]))
     n = rng.choice((3, 3, 4, 5))
     pool = list(items)

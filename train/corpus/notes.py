@@ -1,6 +1,6 @@
-"""Text tasks that the request itself answers: writing from notes, repeating, counting and ordering.
+"""Text tasks whose request contains the answer: writing from notes, repeating, counting and ordering.
 
-They teach the model to copy words that it has never seen.
+The tasks teach the model to copy words that it has never seen.
 """
 
 from random import Random

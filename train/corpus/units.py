@@ -4,7 +4,7 @@ from random import Random
 
 from outrider.train.corpus.base import Exchange, Split, cap, pick_number, pick_template
 
-# (source, target, factor, divide): 1 source = factor targets, or with divide: factor sources = 1 target.
+# Columns: source, target, factor, divide. 1 source = factor targets; with divide, factor sources = 1 target.
 _UNITS = (
     ("kilometers", "meters", 1000, False), ("meters", "centimeters", 100, False), ("centimeters", "millimeters", 10, False),
     ("kilograms", "grams", 1000, False), ("liters", "milliliters", 1000, False), ("hours", "minutes", 60, False),
@@ -33,7 +33,7 @@ def _singular(unit: str) -> str:
 
 
 def make(rng: Random, split: Split) -> Exchange:
-    """Generate a conversion, sometimes followed by another one."""
+    """Generate a conversion. Sometimes another conversion follows."""
     if rng.random() < 0.15:
         n = 5 * pick_number(rng, 0, 20, split, "celsius")
         f = n * 9 // 5 + 32

@@ -1,4 +1,4 @@
-"""`outrider bench` commands: each runs on a CPU in small sizes, and errors about flags name the flag."""
+"""`outrider bench` commands: every command runs on a CPU in small sizes, and flag errors name the flag."""
 
 from __future__ import annotations
 

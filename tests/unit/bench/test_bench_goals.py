@@ -1,4 +1,4 @@
-"""The goals table: which run each row uses, which run it is compared with, and how runs are cited."""
+"""The goals table: the run that each row uses, the run with which it is compared, and citations of runs."""
 
 from __future__ import annotations
 

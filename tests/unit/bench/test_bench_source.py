@@ -1,4 +1,4 @@
-"""The source recorded in a result: git's ids, computed without git, and the commit."""
+"""The source code recorded in a result: the commit, and git's object ids, computed without git."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other generated tables, and their places in the documents, which must match the recorded results."""
+"""The generated tables except the goals: the copies in the documents must match the recorded results."""
 
 from __future__ import annotations
 

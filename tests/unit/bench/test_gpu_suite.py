@@ -1,4 +1,4 @@
-"""`gpu_suite.py`: every test file is in one job; failed, hung or unstarted tests are reported."""
+"""`gpu_suite.py`: every test file is in exactly one job, and failed, hung or unstarted tests are reported."""
 
 from __future__ import annotations
 

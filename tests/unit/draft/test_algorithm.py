@@ -1,4 +1,4 @@
-"""Chooses the way of drafting from flags and checkpoints, in the draft and in the launcher."""
+"""The choice of the drafting algorithm from flags and checkpoints, in the draft and in the launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm-up prepares the target's default tree and batches in one cache of CUDA graphs, if not disabled."""
+"""The draft's warm-up, unless disabled: graphs for the target's default tree and batches, in one cache."""
 
 from __future__ import annotations
 

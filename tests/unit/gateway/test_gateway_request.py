@@ -1,4 +1,4 @@
-"""Sums over the sequences of one request, and how replies report them."""
+"""Sums over the sequences of one request, and the way in which replies report these sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream of one sequence: order of events, pausing at the byte limit, aborting for a stalled reader."""
+"""The stream of one sequence: order of events, pausing at the byte limit, aborting for a slow reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README, docs/ and the other pages name files that exist, and their links lead somewhere."""
+"""README, docs/ and the other pages name only files that exist, and their links have existing targets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Each contract of `.importlinter` breaks when it is violated.
+"""Each contract of `.importlinter` reports a violation.
 
-A copy of the sources gets one violation of each kind.
+The tests violate each contract once in a copy of the sources.
 """
 
 from __future__ import annotations

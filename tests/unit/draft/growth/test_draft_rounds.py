@@ -1,6 +1,6 @@
-"""Rounds that stay on the device draft the same trees as rounds through the host, in any mixture of the two.
+"""Rounds on the device draft the same trees as rounds through the host, in any mixture of such rounds.
 
-Tested for recurrent heads and for a standalone draft model.
+The tests cover recurrent heads and a standalone draft model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Aux layers of EAGLE-3 heads: the target's family decides how ids count; a number overrides the list."""
+"""Aux layers of EAGLE-3 heads: the target's family decides what ids mean; a number overrides the list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads in every published dialect load, and compute the same as an independent implementation."""
+"""Heads in every published dialect load, and compute the same numbers as an independent implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken heads and token maps are refused with the name of the key or tensor, and with the fix."""
+"""Broken heads and token maps are refused with an error that names the key or tensor and the fix."""
 
 from __future__ import annotations
 

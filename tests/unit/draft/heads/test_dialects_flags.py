@@ -1,4 +1,4 @@
-"""`--speculative-token-map` is passed to the process that drafts, and to no other."""
+"""`--speculative-token-map` is passed to the process that drafts, and to no other process."""
 
 from __future__ import annotations
 

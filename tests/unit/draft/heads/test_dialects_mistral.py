@@ -1,4 +1,4 @@
-"""Loads heads in Mistral's own format, heads by every published architecture name, and FR-Spec heads."""
+"""Loading heads in Mistral's own format, heads under every published architecture name, and FR-Spec heads."""
 
 from __future__ import annotations
 

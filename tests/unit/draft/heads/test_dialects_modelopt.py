@@ -1,4 +1,4 @@
-"""Heads exported by NVIDIA's ModelOpt: options are honoured, or refused by name if not supported."""
+"""Heads exported by NVIDIA's ModelOpt: options are honoured, or refused by name if they are unsupported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alternative spellings in config.json of the same head: rotary embeddings, architectures, model types."""
+"""Alternative spellings of one head's config.json: rotary embeddings, architectures and model types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused kernels of a head compute the same as its plain layers. On a CPU, the kernels' references run."""
+"""A head's fused kernels compute the same as its plain layers. On a CPU, the kernels' references run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds over gRPC, enqueued before their states arrive: the device's wait ends whatever message follows."""
+"""gRPC rounds that are enqueued before their states arrive: every message ends the device's wait."""
 
 from __future__ import annotations
 

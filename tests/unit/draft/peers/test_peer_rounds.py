@@ -1,4 +1,4 @@
-"""Rounds on the draft's device for a remote target: which batches may enter, and what failed rounds cost."""
+"""Rounds on the draft's device for a remote target: batches that may enter, and the cost of failed rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which thread runs a command of the draft's engine: its own, or the receiving thread if it is urgent."""
+"""Threads of the draft's engine: its own thread runs commands, and receiving threads run urgent ones."""
 
 from __future__ import annotations
 

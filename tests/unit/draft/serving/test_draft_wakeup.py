@@ -1,4 +1,4 @@
-"""When the draft's engine thread sleeps, and when it busy-polls because a message is due."""
+"""Waits of the draft's engine thread: it sleeps, or busy-polls if a message is due soon."""
 
 from __future__ import annotations
 

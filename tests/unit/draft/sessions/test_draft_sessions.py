@@ -1,4 +1,4 @@
-"""The session table survives lost, repeated, reordered and forged messages without a wrong state."""
+"""The session table: lost, repeated, reordered or forged messages never lead to a wrong state."""
 
 from __future__ import annotations
 

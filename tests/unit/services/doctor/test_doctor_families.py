@@ -1,4 +1,4 @@
-"""The doctor on every target family, quantised files and MTP layers: same verdicts and sizes as serving."""
+"""The doctor on all target families, quantised files and MTP layers: verdicts and sizes as in serving."""
 
 from __future__ import annotations
 

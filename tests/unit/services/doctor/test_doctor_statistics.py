@@ -1,4 +1,4 @@
-"""Statistics of tensors: d2t by its values, fresh initialisations by their distribution, and single NaNs."""
+"""Statistics of tensors: recognising d2t by its values, untrained tensors by distribution, single NaNs."""
 
 from __future__ import annotations
 

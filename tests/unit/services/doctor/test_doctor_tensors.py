@@ -1,4 +1,4 @@
-"""Damaged or untrained tensors are each reported by name, and trained tensors cause no warnings."""
+"""The doctor reports each damaged or untrained tensor by name, and does not warn about trained tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider up`: the processes and command lines that it plans, and the options that it rejects up front."""
+"""`outrider up`: the processes and command lines that it plans, and the options that it rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that `outrider up` rejects before it starts anything. Each error names the flag that was typed."""
+"""Values that `outrider up` rejects before it starts a process. Each error names the given flag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of both attention backends against attention that is computed row by row."""
+"""Tests of the two attention backends against attention that is computed row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: flag > environment > file > default; every error names the setting and where to change it."""
+"""Settings: flag > environment > file > default; errors name the setting and where to change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shutdown, logs and listen addresses: signals set a flag, all drain steps run, one line per event."""
+"""Shutdown, logs and listen addresses: signals set a flag, all drain steps run, one log line per event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling ahead: this process rehearses work without running it, and others compile its kernels."""
+"""Compiling ahead: this process rehearses work without running it, and others compile the kernels."""
 
 from __future__ import annotations
 

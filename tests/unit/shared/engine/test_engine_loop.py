@@ -1,4 +1,4 @@
-"""The engine thread: it steps while there is work, sleeps otherwise, survives failing steps, and stops."""
+"""The engine thread: it steps while there is work, otherwise sleeps, survives failing steps, and stops."""
 
 from __future__ import annotations
 

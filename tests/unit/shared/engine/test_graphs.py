@@ -1,4 +1,4 @@
-"""The graph cache: eager without CUDA; keeps start-up graphs and a bounded number of others."""
+"""The graph cache: runs eagerly without CUDA, keeps start-up graphs and a bounded number of other graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the page ledger: no leaks, no page with two owners, and contiguous leases while there is room."""
+"""Tests of the page ledger: no leaks, one owner per page, and contiguous leases while there is room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: the loader and `outrider doctor` refuse each one and name the key or file at fault."""
+"""Damaged checkpoints: the loader and `outrider doctor` refuse each and name the key or file at fault."""
 
 from __future__ import annotations
 

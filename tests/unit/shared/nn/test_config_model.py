@@ -1,4 +1,4 @@
-"""Parsing config.json: supported keys and defaults, and errors that name the unsupported key."""
+"""Parsing of config.json: supported keys, defaults, and errors that name an unsupported key."""
 
 from __future__ import annotations
 

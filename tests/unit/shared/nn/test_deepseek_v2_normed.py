@@ -1,7 +1,7 @@
-"""DeepSeek-V2 with ``norm_topk_prob``: weights of the chosen experts sum to one and are not scaled.
+"""DeepSeek-V2 with ``norm_topk_prob``: the weights of the chosen experts sum to one and are not scaled.
 
-That is what DeepSeek's own code does. `transformers` ignores the key, so these tests wrap its router and
-normalize the weights that it returns.
+DeepSeek's own code does the same. `transformers` ignores the key. These tests therefore wrap the router of
+`transformers` and normalise the weights that it returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Features for a drafter: its norms and projection are applied, and a mismatched head is rejected."""
+"""Features for a draft head: the target applies the head's norms and projection, and rejects a wrong head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights stored in FP8: close to the wide weights, half their size, and refused where unsupported."""
+"""Weights stored in FP8: close to the original weights, half their size, and refused where unsupported."""
 
 from __future__ import annotations
 

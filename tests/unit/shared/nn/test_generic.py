@@ -1,4 +1,4 @@
-"""Models that run through transformers: they equal its eager attention, or are rejected as unsupported."""
+"""Models that run through transformers equal its eager attention. Unsupported models are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FP8 cache scales in checkpoints: K/V beyond e4m3's range stay accurate; a wide cache keeps every bit."""
+"""FP8 cache scales in checkpoints: K/V beyond e4m3's range stay accurate, and other caches keep every bit."""
 
 from __future__ import annotations
 

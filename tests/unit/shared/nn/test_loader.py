@@ -1,4 +1,4 @@
-"""Loading checkpoints: all file layouts, staging through pinned memory, an error for each kind of damage."""
+"""Loading checkpoints: all file layouts, staging in pinned memory, and an error for each kind of damage."""
 
 from __future__ import annotations
 

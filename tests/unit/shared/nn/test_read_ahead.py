@@ -1,4 +1,4 @@
-"""Reading ahead: threads read every tensor, stay within the maximum lead, and end with the loading."""
+"""Reading ahead: threads read every tensor, respect the maximum lead, and end when the loading ends."""
 
 from __future__ import annotations
 

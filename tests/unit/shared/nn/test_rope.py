@@ -1,4 +1,4 @@
-"""Rotary embedding equals transformers' and its definition."""
+"""Rotary embedding equals the one in transformers and the definition."""
 
 from __future__ import annotations
 

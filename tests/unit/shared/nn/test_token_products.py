@@ -1,4 +1,4 @@
-"""The table of q-k-v products per token: its values, and when a device has room for it."""
+"""The table of q-k-v products per token: its values, and the room that it needs on a device."""
 
 from __future__ import annotations
 

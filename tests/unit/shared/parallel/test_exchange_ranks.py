@@ -1,4 +1,4 @@
-"""Tests of exchange_add between concurrent processes: its reference, over inboxes in a file that both map."""
+"""Tests of exchange_add's reference between concurrent processes, which share inboxes in a mapped file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests of peer memory with ranks that share a process.
 
-Memory is used only if it passes its trial. A late rank yields no token.
+Peer memory is used only if it passes its trial. A late rank yields no token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the trials of sums and messages: correct sums pass, and every rank detects a fault on any rank."""
+"""Tests of the trials of sums and messages: correct sums pass, and every rank detects any rank's fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that ranks together compute the whole decoder's results, and that unsplittable models are refused."""
+"""Tests that ranks together compute the results of one decoder, and refuse models that cannot be split."""
 
 from __future__ import annotations
 

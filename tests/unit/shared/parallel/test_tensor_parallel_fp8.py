@@ -1,4 +1,4 @@
-"""Tests of FP8 products on several ranks: as accurate as on one process, and no product stays wide."""
+"""Tests of FP8 products on several ranks: as accurate as on one process, and every product is in FP8."""
 
 from __future__ import annotations
 

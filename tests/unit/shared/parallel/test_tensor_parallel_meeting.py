@@ -1,4 +1,4 @@
-"""Tests of how ranks meet: with a secret, within a time limit, and despite connections from strangers."""
+"""Tests of the meeting of ranks: with a secret, within a time limit, and despite strangers' connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests whether a rank's GPU can access the others' memory, for GPUs that the process can see."""
+"""Tests of the check that a rank's GPU can access other ranks' memory, for GPUs visible to the process."""
 
 from __future__ import annotations
 

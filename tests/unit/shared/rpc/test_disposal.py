@@ -1,4 +1,4 @@
-"""Deferred release of GPU memory: runs on its own thread, so dropping the last reference never blocks."""
+"""Deferred release of GPU memory on a thread of its own, so that dropping the last reference never blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Envelopes around a blob: their bytes equal protobuf's, and all other messages are rejected."""
+"""Message envelopes around a blob: their bytes equal protobuf's, and all other messages are rejected."""
 
 from __future__ import annotations
 

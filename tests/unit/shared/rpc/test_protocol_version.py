@@ -1,4 +1,4 @@
-"""Any change of the draft protocol's wire format must be noticed, and must update its version if needed."""
+"""Fails if the draft protocol's wire format changes, until the change is recorded under the right version."""
 
 from __future__ import annotations
 

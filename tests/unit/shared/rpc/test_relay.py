@@ -1,4 +1,4 @@
-"""The host's part of the relay, which passes blobs to a waiting stream; tests/gpu covers the rest."""
+"""The host's part of the relay, which passes blobs to a waiting stream. tests/gpu covers the GPU's part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog over waits for another process: releases waits that last too long, and no others."""
+"""The watchdog over waits for another process: it releases waits that last too long, and no other waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The resident state of a round: new tokens of its sequences are filled in, with or without features."""
+"""The resident state of a round: the new tokens of its sequences are filled in, with or without features."""
 
 from __future__ import annotations
 

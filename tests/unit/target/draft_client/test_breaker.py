@@ -1,4 +1,4 @@
-"""The circuit breaker, with a fake clock: back-offs after a fault, after several, and across connections."""
+"""The circuit breaker, with a fake clock: back-offs after one or several faults, and across connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start-up waits longer for a draft that listens than for one that is absent."""
+"""Start-up waits longer for a draft that listens at its address than for an absent draft."""
 
 from __future__ import annotations
 

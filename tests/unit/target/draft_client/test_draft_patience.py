@@ -1,4 +1,4 @@
-"""How long the target waits for a silent draft, with a clock that only advances while it waits."""
+"""The target's time limits for a silent draft, with a clock that advances only while the target waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds over gRPC that are enqueued before their trees arrive: the device's wait ends whatever happens."""
+"""gRPC rounds that are enqueued before their trees arrive: the device's wait always ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When rounds on the device with a remote draft start or pause: refusals, late answers, ended rounds."""
+"""Starts and pauses of device rounds with a remote draft: refusals, late answers and ended rounds."""
 
 from __future__ import annotations
 

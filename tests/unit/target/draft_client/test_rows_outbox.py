@@ -1,4 +1,4 @@
-"""Sending prompts' feature rows through a mailbox with few slots."""
+"""Sending the feature rows of prompts through a mailbox that has few slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single requests in the engine: each ends on its own, frees its pages and reports correct numbers."""
+"""Single requests in the engine: each request ends by itself, frees its pages and reports correct numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds through the host: the next round is announced before the last is delivered; unused announcements."""
+"""Rounds through the host: each is announced before the previous one is delivered; unused announcements."""
 
 from __future__ import annotations
 

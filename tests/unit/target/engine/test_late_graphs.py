@@ -1,4 +1,4 @@
-"""The number of CUDA graphs stays bounded whatever shapes clients request, and tokens stay the same."""
+"""The number of CUDA graphs stays bounded for all shapes that clients request, and tokens stay the same."""
 
 from __future__ import annotations
 

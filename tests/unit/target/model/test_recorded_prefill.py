@@ -1,4 +1,4 @@
-"""A padded prompt pass for a graph computes the same as an unpadded one and writes nothing else."""
+"""A prompt pass that is padded for a graph computes and writes the same as an unpadded pass."""
 
 from __future__ import annotations
 

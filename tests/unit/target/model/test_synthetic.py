@@ -1,4 +1,4 @@
-"""Synthetic acceptance: accepted drafts follow the given distribution; nothing else changes."""
+"""Synthetic acceptance: accepted drafts follow the given distribution, and nothing else changes."""
 
 from __future__ import annotations
 

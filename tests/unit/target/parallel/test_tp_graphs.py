@@ -1,6 +1,6 @@
-"""Tests that a sharded model's graphs are dropped before its ranks part, unless the group is broken.
+"""Tests that a sharded model drops its graphs before its ranks separate, unless the group is broken.
 
-In a broken group, the device may never finish, so dropping graphs could wait forever.
+In a broken group, dropping graphs could wait forever, because the device may never finish.
 """
 
 from __future__ import annotations

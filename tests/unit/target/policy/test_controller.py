@@ -1,4 +1,4 @@
-"""Tests on synthetic machines that the controller finds the fastest shape and drops useless drafts."""
+"""Tests of the controller on synthetic machines: it finds the fastest shape and drops useless drafts."""
 
 from __future__ import annotations
 

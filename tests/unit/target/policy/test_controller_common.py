@@ -1,4 +1,4 @@
-"""Tests the controller's choice for batches on the device: one shape for all rows, for several rounds."""
+"""Tests of the controller's choice for device rounds: one shape for all rows, for several rounds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests that CUDA graphs capture the features of the current draft.
 
-At startup, recording waits for the draft. When another draft connects, graphs are recorded again while idle.
+At startup, recording waits for the draft. If another draft connects, the idle engine records graphs again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests which graphs a target records and which rounds it keeps on the device, given its settings."""
+"""Tests of the graphs that a target records and of the rounds that it keeps on the device, by settings."""
 
 from __future__ import annotations
 

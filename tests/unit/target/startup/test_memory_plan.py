@@ -1,4 +1,4 @@
-"""Tests the division of a GPU's memory: all parts are counted, and refusals name settings that would work."""
+"""Tests of dividing a GPU's memory: all parts are counted, and refusals name settings that would work."""
 
 from __future__ import annotations
 

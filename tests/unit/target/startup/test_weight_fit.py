@@ -1,4 +1,4 @@
-"""Tests that a model that does not fit is refused before loading, with its need and possible fixes."""
+"""Tests that a model too large for the GPU is refused before loading, with its size and possible fixes."""
 
 from __future__ import annotations
 
