@@ -1,4 +1,4 @@
-"""Foundations of every service: errors, settings, shutdown, parameters and statistics of a generation.
+"""Shared by every service: errors, settings, shutdown, and parameters and statistics of a generation.
 
 Imports neither torch nor gRPC.
 """

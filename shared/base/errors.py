@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class ErrorCode(Enum):
-    """The kinds of errors; each value is an HTTP status. `shared.rpc.convert` maps them to gRPC statuses."""
+    """The kinds of errors. Each value is an HTTP status, which `shared.rpc.convert` maps to a gRPC status."""
 
     INVALID_ARGUMENT = 400
     UNAUTHENTICATED = 401
@@ -30,10 +30,10 @@ class OutriderError(Exception):
 
     Args:
         message: The problem and its fix, in one or two sentences.
-        code: The kind of error; the class's own `code` by default.
+        code: The kind of error. By default, the class's own `code`.
         reason: Machine-readable reason, e.g. ``context_length_exceeded``.
         field: The request field, flag, file or checkpoint key at fault, if there is one.
-        retry_after_s: Seconds after which a retry may succeed; for statuses 429 and 503.
+        retry_after_s: Seconds after which a retry may succeed. Used with the statuses 429 and 503.
     """
 
     code = ErrorCode.INTERNAL
@@ -57,7 +57,7 @@ class OutriderError(Exception):
 
 
 class InvalidRequestError(OutriderError):
-    """A request field is wrong; the request had no effect."""
+    """A request field is wrong. The request had no effect."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "invalid_value"
@@ -71,14 +71,14 @@ class ModelNotFoundError(OutriderError):
 
 
 class OverloadedError(OutriderError):
-    """The queue is full; retry after `retry_after_s` seconds."""
+    """The queue is full. Retry after `retry_after_s` seconds."""
 
     code = ErrorCode.RESOURCE_EXHAUSTED
     reason = "overloaded"
 
 
 class DeadlineExceededError(OutriderError):
-    """The request's deadline passed before it finished."""
+    """The request's deadline passed before the request finished."""
 
     code = ErrorCode.DEADLINE_EXCEEDED
     reason = "deadline_exceeded"
@@ -99,21 +99,21 @@ class UnavailableError(OutriderError):
 
 
 class CheckpointError(OutriderError):
-    """A model folder cannot be loaded; `field` is the file, config key or tensor name at fault."""
+    """A model folder cannot be loaded. `field` is the file, config key or tensor name at fault."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "bad_checkpoint"
 
 
 class ConfigurationError(OutriderError):
-    """A flag, environment variable or settings file is wrong; `field` names it."""
+    """A flag, environment variable or settings file is wrong. `field` names the one at fault."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "bad_configuration"
 
 
 class ProtocolError(OutriderError):
-    """A peer broke the protocol; the connection, or only the affected sequence, is dropped."""
+    """A peer broke the protocol. The connection, or only the affected sequence, is dropped."""
 
     code = ErrorCode.INVALID_ARGUMENT
     reason = "protocol_violation"

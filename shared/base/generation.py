@@ -42,8 +42,9 @@ class SamplingParams:
         temperature: 0 means greedy.
         top_k: Keep the k most likely tokens; 0 disables the filter.
         top_p: Keep the smallest set of most likely tokens with at least this total probability; 1 disables
-            it.
-        min_p: Drop tokens below this fraction of the highest probability; 0 disables it.
+            the filter.
+        min_p: Drop tokens whose probability is below this fraction of the highest probability; 0 disables the
+            filter.
         seed: 64-bit key of the sampling noise.
         choice_index: Index of this answer among the n answers to one prompt.
     """
@@ -85,7 +86,7 @@ class TraceNode:
 
     Attributes:
         token: Token id.
-        parent: Index of the parent node; -1 for the root.
+        parent: Index of the parent node, or -1 for the root.
         depth: Distance from the root.
         logprob: Log-probability under the draft.
     """
@@ -102,9 +103,10 @@ class RoundTrace:
 
     Attributes:
         round: Number of the round within its sequence.
-        base_len: Committed length before the round. The root is the token at `base_len - 1`.
+        base_len: Committed length before the round. The root is the token at index `base_len - 1`.
         nodes: The verified tree. Node 0 is the root, and parents precede their children.
-        accepted: Indices of the accepted nodes in path order, without the root.
+        accepted: Indices of the accepted nodes, in the order of the path from the root. The root is not
+            included.
         emitted: Tokens that the round added to the sequence.
         draft_ms: Time spent on drafting, in milliseconds.
         verify_ms: Time spent on verification, in milliseconds.
@@ -124,13 +126,14 @@ class SpeculationReport:
     """Speculation statistics of one sequence.
 
     Attributes:
-        accept_length: Mean tokens emitted per round, over rounds that verified at least one draft node.
+        accept_length: Mean number of tokens emitted per round. Only rounds that verified at least one draft
+            node count.
         rounds: Number of all rounds, including those without draft nodes.
         draft_tokens: Number of draft tokens that were verified.
         accepted_tokens: Number of draft tokens that were accepted.
         accepted_histogram: Element k is the number of rounds in which k draft tokens were accepted.
-        fallback_reason: Why some rounds had no draft nodes; empty if all had some.
-        speedup_estimate: Estimated speedup over plain decoding, if there is an estimate.
+        fallback_reason: Why some rounds had no draft nodes. Empty if all rounds had draft nodes.
+        speedup_estimate: Estimated speedup over plain decoding, or None if there is no estimate.
     """
 
     accept_length: float = 0.0

@@ -2,7 +2,7 @@
 
 Every service shuts down in this order:
 
-1. Report NOT_SERVING. Readiness must fall first, because ``server.stop`` refuses new calls immediately.
+1. Report NOT_SERVING. This must come first, because ``server.stop`` refuses new calls immediately.
 2. Wait for the notice period, so that callers see the change.
 3. Stop admitting requests.
 4. Let running streams finish.
@@ -28,7 +28,7 @@ _log = logging.getLogger("outrider.lifecycle")
 class StopSignal:
     """Turns SIGTERM and SIGINT into an event.
 
-    A second signal restores the default action, so a third one kills the process.
+    A second signal restores the default action, so that a third signal kills the process.
 
     For blocking services: ``with StopSignal() as stop: server.start(); stop.wait(); run_steps([...])``.
     Signal handlers can only be installed from the main thread. On other threads, e.g. in tests, call `set`
@@ -97,7 +97,7 @@ class DrainStep:
 
 
 def run_steps(steps: Sequence[DrainStep]) -> bool:
-    """Run all steps in order. Log a step that fails and run the rest. Return whether every step succeeded."""
+    """Run all steps in order, even if a step fails. Log failures. Return whether every step succeeded."""
     succeeded = True
     for step in steps:
         try:

@@ -4,8 +4,8 @@ A flag overrides the environment, the environment overrides the file, and the fi
 result is frozen. Unknown keys are refused.
 
 Each service has its own prefix for environment variables (``OUTRIDER_GATEWAY_PORT``,
-``OUTRIDER_TARGET_MODEL``, ``OUTRIDER_DRAFT_LISTEN``), so that one environment can start all three. No other
-code in the project reads settings from the environment.
+``OUTRIDER_TARGET_MODEL``, ``OUTRIDER_DRAFT_LISTEN``), so that one environment can configure all three
+services. No other code in the project reads settings from the environment.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Building blocks of both engines: the thread that runs their steps, CUDA graphs, and bucket sizes."""
+"""Shared by the target's and the draft's engine: the engine thread, CUDA graphs and bucket sizes."""

@@ -1,11 +1,11 @@
-"""Cache of CUDA graphs by key: the first run of a key records its graph, later runs replay it.
+"""Caches CUDA graphs by key. The first run of a key records a graph, and later runs replay the graph.
 
-Without CUDA the same code runs eagerly.
+Without CUDA, the same code runs eagerly.
 
 A graph replays fixed addresses. A recorded function must therefore:
 
 - read its inputs from tensors that never move,
-- derive every host number that shapes its work from its key,
+- derive every number on the host that affects its work from its key,
 - never wait for the device,
 - return tensors that the next replay may overwrite.
 """
@@ -27,12 +27,12 @@ from outrider.kernels.ahead import rehearsing
 WARM_UP_RUNS = 2
 """Number of eager runs before a capture.
 
-During these runs Triton compiles kernels, cuBLAS allocates its workspaces, and address caches fill.
+During these runs, Triton compiles kernels, cuBLAS allocates its workspaces, and caches of addresses fill.
 """
 MAX_LATE_GRAPHS = 96
 """Largest number of graphs recorded after start-up that are kept.
 
-Fewer are in use at a time, and the memory of this many is small next to a model's.
+Fewer graphs are in use at any time. The memory of this number of graphs is small compared with a model's.
 """
 RECORD_AFTER = 8
 """Number of times that a key not recorded at start-up runs eagerly before it is recorded.
@@ -46,9 +46,9 @@ _log = logging.getLogger("outrider.engine")
 
 
 class GraphObserver(Protocol):
-    """Observes graphs being recorded, replayed and dropped.
+    """Receives a call whenever a graph is recorded, replayed or dropped.
 
-    With tensor parallelism, it makes the other ranks do the same with their graphs.
+    With tensor parallelism, the observer makes the other ranks record, replay and drop their graphs too.
     """
 
     def recording(self, graph: int) -> None:
@@ -85,7 +85,7 @@ class RecordedGraph:
 class GraphCache:
     """CUDA graphs of one device.
 
-    They share one memory pool, so replay them on one stream, one after the other.
+    All graphs share one memory pool, so replay them on one stream, one after the other.
 
     A result of `run` is valid until the next `run` or `capture` of *any* key of this cache, because another
     graph may place its intermediate values at the same addresses. To keep a value longer, let the function
@@ -97,8 +97,8 @@ class GraphCache:
 
     Args:
         device: The device that the functions run on.
-        enabled: False runs every function eagerly, on CUDA too.
-        observer: Notified of every recording, replay and drop; or None.
+        enabled: If False, every function runs eagerly, even on CUDA.
+        observer: An observer to call for every recording, replay and drop, or None.
         max_late_graphs: Largest number of graphs to keep that were recorded outside `keeping`.
     """
 
@@ -113,7 +113,7 @@ class GraphCache:
         self.enabled = enabled and self._device.type == "cuda"
         self._observer = observer
         self._numbers = count()
-        # Ordered by last use, most recent last. Permanent graphs are not reordered.
+        # Ordered by last use, the most recently used graph last. Permanent graphs are not reordered.
         self._recorded: dict[Hashable, RecordedGraph] = {}
         self._kept: set[Hashable] = set()
         self._max_late_graphs = max_late_graphs
@@ -145,14 +145,14 @@ class GraphCache:
     def memory_bytes(self) -> int:
         """Bytes of device memory used by the recordings.
 
-        Includes the workspaces and compiled kernels of their warm-up runs. Measured as the decrease of the
+        Includes the workspaces and compiled kernels of their warm-up runs. The number is the decrease of the
         device's free memory, because the allocator does not see a graph's own structures. Memory that other
-        processes allocated in the meantime is therefore included.
+        processes allocate during a recording is therefore included.
         """
         return self._memory_bytes
 
     def holds(self, key: Hashable) -> bool:
-        """Return whether `run` with this key needs no recording. Always true if graphs are disabled."""
+        """Return whether `run` can handle this key without recording. Always True if graphs are disabled."""
         return not self.enabled or key in self._recorded or key in self._eager
 
     def replays(self, key: Hashable) -> bool:
@@ -172,20 +172,21 @@ class GraphCache:
             self._keeping, self._started = False, True
 
     def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
-        """Return whether to call `run` for this key now. If False, the caller runs the function eagerly.
+        """Return whether to call `run` for this key now. Otherwise, the caller runs the function eagerly.
 
-        A key that was not recorded at start-up becomes due after it has occurred `RECORD_AFTER` times: by
-        then it is likely to occur often enough to repay the recording. During start-up a key is due at once,
-        unless it is counted under a name.
+        A key that was not recorded at start-up becomes due after it has occurred `RECORD_AFTER` times,
+        because it is then likely to occur often enough to repay the recording. During start-up, a key is due
+        immediately unless it is counted under a name.
 
         Args:
             key: The key of `run`.
-            counted_as: Name under which occurrences are counted, during start-up too. Keys with the same name
-                share one count and become due together. None counts `key` alone.
+            counted_as: Name under which occurrences are counted, even during start-up. Keys with the same
+                name share one count and become due together. None counts `key` alone.
         """
         if self.holds(key) or (not self._started and counted_as is None):
             return True
-        if len(self._met) > 8 * self._max_late_graphs:  # mostly keys that occurred a few times, long ago
+        # Most of these counts belong to keys that occurred a few times, long ago.
+        if len(self._met) > 8 * self._max_late_graphs:
             self._met.clear()
         counted = key if counted_as is None else counted_as
         self._met[counted] += 1
@@ -196,16 +197,16 @@ class GraphCache:
         self._met[counted_as] = RECORD_AFTER
 
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
-        """Record `key` unless it is already recorded. Does nothing on a CPU. Waits for the device.
+        """Record a graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
 
-        First `record` runs eagerly `WARM_UP_RUNS` times. Call this while the static inputs contain idle rows
-        (lengths 0, slots -1), so that these runs store nothing that is read later.
+        Before the capture, `record` runs eagerly `WARM_UP_RUNS` times. Call this while the static inputs
+        contain idle rows (lengths 0, slots -1), so that these runs store nothing that is read later.
 
-        A function that cannot be captured, for example because it queries the device, is logged and runs
-        eagerly from then on. With an observer, the error is raised instead.
+        Some functions cannot be captured, for example because they query the device. Such a failure is
+        logged, and the function runs eagerly from then on. With an observer, the error is raised instead.
 
-        In a rehearsal (`kernels.ahead`, a dry run that finds the kernels to compile), `record` runs once,
-        even if graphs are disabled, and nothing is recorded.
+        In a rehearsal (`kernels.ahead`, a dry run that finds the kernels to compile), `record` runs once and
+        no graph is recorded. This also applies if graphs are disabled.
         """
         if rehearsing():
             if key not in self._recorded:
@@ -242,7 +243,8 @@ class GraphCache:
             if self._observer is not None:
                 self._observer.recording(number)
             stream = torch.cuda.current_stream()
-            # "thread_local": other threads may use the device during the capture; only this thread must not.
+            # "thread_local" lets other threads use the device during the capture. Only this thread must not
+            # use it.
             try:
                 with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                     result = record()
@@ -272,7 +274,7 @@ class GraphCache:
     def _side_stream(self) -> torch.cuda.Stream:
         """Return the stream for warm-up and recording.
 
-        Always the same: cuBLAS keeps a workspace per stream (32 MiB on Hopper).
+        It is always the same stream, because cuBLAS keeps a workspace per stream (32 MiB on Hopper).
         """
         if self._side is None:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -296,10 +298,10 @@ class GraphCache:
     def run(self, key: Hashable, record: Callable[[], Result]) -> Result:
         """Run `record` eagerly, or replay the graph recorded under `key`.
 
-        Record it first if it is new; see `capture`.
+        If the key is new, record its graph first; see `capture`.
 
         Returns:
-            The result of `record`. For a graph, these are the tensors made during the recording.
+            The result of `record`. A replay returns the tensors that were made during the recording.
         """
         if not self.enabled:
             return record()
@@ -316,9 +318,9 @@ class GraphCache:
         return result
 
     def drop(self, keys: Collection[Hashable]) -> None:
-        """Drop these graphs, e.g. because a tensor they use was replaced.
+        """Drop these graphs, e.g. because a tensor that they use was replaced.
 
-        The next graphs reuse their memory.
+        Graphs that are recorded later reuse the memory of the dropped graphs.
         """
         keys = [key for key in keys if key in self._recorded]
         if keys and self._device.type == "cuda":

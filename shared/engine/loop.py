@@ -1,6 +1,6 @@
-"""The engine thread: runs steps while there is work, and otherwise sleeps until an event.
+"""The engine thread, which runs steps while there is work and otherwise sleeps until an event.
 
-All forward passes run on it.
+All forward passes run on this thread.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Steppable(Protocol):
         ...
 
     def step(self) -> None:
-        """Do one step."""
+        """Do one step of work."""
         ...
 
     def next_wakeup(self) -> float | None:
-        """Return the `time.monotonic()` at which work is due even without a call of `wake`, or None."""
+        """Return the `time.monotonic()` at which work is due even if `wake` is not called, or None."""
         ...
 
     def step_failed(self, error: Exception) -> None:
-        """Handle an error of `step`: fail the requests that the step worked on, and keep the others."""
+        """Handle an error of `step`: fail the requests that the step worked on, and keep all others."""
         ...
 
 
@@ -49,7 +49,7 @@ class WakeUp(Protocol):
         ...
 
     def clear(self) -> None:
-        """Undo `set`."""
+        """Undo `set`, so that the next `wait` sleeps."""
         ...
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -64,7 +64,8 @@ class EngineThread:
         engine: The engine to run.
         name: The thread's name.
         on_start: Called first on the thread, e.g. to select its CUDA device.
-        event: The event that the thread sleeps on when the engine has no work; a new one by default.
+        event: The event that the thread sleeps on when the engine has no work. By default, a new
+            `threading.Event`.
     """
 
     def __init__(
@@ -106,12 +107,14 @@ class EngineThread:
         self._on_start()
         while True:
             event.clear()
-            if self._stopping:  # checked after the clear: otherwise the thread could sleep through a stop
+            # Check after the clear, because otherwise the thread could sleep through a stop.
+            if self._stopping:
                 return
             if engine.has_work():
                 try:
                     engine.step()
-                except Exception as error:  # a bug or a device fault: fail these requests only
+                # A bug or a device fault is the cause: fail only the requests of this step.
+                except Exception as error:
                     _log.exception("an engine step failed")
                     engine.step_failed(error)
                 continue

@@ -1,4 +1,4 @@
-"""CUDA graphs of passes over the new rows of one sequence; the number of rows is padded to a few sizes."""
+"""CUDA graphs of passes over the new rows of one sequence, with the number of rows padded to a few sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.shared.engine.graphs import GraphCache
 
 
 class HasRows(Protocol):
-    """Static inputs of a pass, including its padded rows."""
+    """Static inputs of a pass, including the padding rows."""
 
     rows: PaddedRows
 
@@ -28,7 +28,7 @@ class RecordedRows(ABC, Generic[Inputs]):
 
     Args:
         graphs: Cache in which the passes are recorded.
-        sizes: Numbers of rows of the recorded passes, ascending.
+        sizes: The numbers of rows that passes are recorded for, in ascending order.
     """
 
     def __init__(self, graphs: GraphCache, sizes: Seq[int]) -> None:
@@ -42,11 +42,11 @@ class RecordedRows(ABC, Generic[Inputs]):
 
     @abstractmethod
     def _key(self, size: int) -> Hashable:
-        """Return the key of the graph of one size."""
+        """Return the key of the graph for one size."""
 
     @abstractmethod
     def _pass(self, inputs: Inputs) -> Any:
-        """Run the pass over the inputs."""
+        """Run the pass over these inputs."""
 
     def _takes(self, start: int, count: int) -> bool:
         """Return whether a graph is recorded for `count` rows that start at token index `start`."""
@@ -58,17 +58,17 @@ class RecordedRows(ABC, Generic[Inputs]):
         )
 
     def _size_for(self, count: int) -> int:
-        """Return the size of the pass for a number of rows that `_takes` accepted."""
+        """Return the size of the recorded pass for a number of rows that `_takes` has accepted."""
         size = bucket(self._sizes, count)
         assert size is not None, "no pass is this large; call `_takes` first"
         return size
 
     def _run(self, size: int) -> Any:
-        """Replay the pass of one size over its loaded inputs."""
+        """Replay the pass of one size over the inputs that were loaded for it."""
         return self._graphs.run(self._key(size), self._pass_of(size))
 
     def _record(self, size: int) -> None:
-        """Record the pass of one size over padding rows only, which store nothing."""
+        """Record the pass of one size over padding rows, which store nothing."""
         self._at(size).rows.make_idle()
         self._graphs.capture(self._key(size), self._pass_of(size))
 

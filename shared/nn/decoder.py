@@ -1,4 +1,4 @@
-"""The decoder of all target families: the forward pass over paged K/V, logits, and the pool's shape."""
+"""The decoder of all target families: the forward pass over paged K/V, the logits, and the pool's shape."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _log = get_logger("outrider.decoder")
 
 Pool = TypeVar("Pool", bound=KVPool)
 Progress = Callable[[int, int], None]
-"""Called with (bytes loaded, total bytes)."""
+"""A function that is called with the bytes loaded so far and the total bytes."""
 OnLayer = Callable[[DecoderLayer], None]
-"""Changes a layer right after it is loaded, so that memory it frees is available to the next layer."""
+"""A function that changes a layer right after loading, so that the next layer can use the freed memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,9 @@ class DecoderOutput:
     """Result of a forward pass.
 
     Attributes:
-        hidden: ``[rows, hidden_size]`` after the final norm; the input of `Decoder.logits`.
-        aux: ``[rows, n_aux * hidden_size]``, the residual stream after each captured layer; None if no layer
+        hidden: ``[rows, hidden_size]``, the hidden states after the final norm, which are the input of
+            `Decoder.logits`.
+        aux: ``[rows, n_aux * hidden_size]``, the residual stream after each captured layer. None if no layer
             was captured.
     """
 
@@ -62,15 +63,15 @@ class DecoderOutput:
 class Decoder:
     """Embedding, decoder layers, final norm and output head.
 
-    A decoder is stateless: K/V is stored in the pool that is passed to each call.
+    A decoder is stateless, because K/V is stored in the pool that is passed to each call.
 
     Attributes:
-        config, device, dtype: Configuration, device, and the type of weights and activations.
+        config, device, dtype: The configuration, the device, and the type of weights and activations.
         embedding: ``[vocab, hidden]``.
-        lm_head: ``[vocab, hidden]`` as it was loaded, even if `logits` uses an FP8 copy. The same tensor as
-            `embedding` if they are tied.
+        lm_head: ``[vocab, hidden]`` as it was loaded, even if `logits` uses an FP8 copy. If the weights are
+            tied, it is the same tensor as `embedding`.
         layers, norm, rotary: The decoder layers, the final norm and the rotary embedding.
-        fingerprint: Identifies configuration and weights.
+        fingerprint: Identifies the configuration and the weights.
         fused: Fused kernels that replace the layers' own operations, or None.
         kv_dtype: Type of K and V in the decoder's pools; None means `dtype`.
     """
@@ -107,9 +108,9 @@ class Decoder:
     def quantize_fp8(self) -> None:
         """Convert the layers' projections to FP8, and compute logits with an FP8 copy of the output head.
 
-        There is one scale per output channel. The embedding and `lm_head` stay as they are: drafts
-        borrow them, and they may be the same tensor. Call this before the first pass, because recorded CUDA
-        graphs would still read the old weights.
+        There is one scale per output channel. The embedding and `lm_head` are not changed, because drafts
+        borrow them and because they may be the same tensor. Call this method before the first pass, because
+        recorded CUDA graphs would still read the old weights.
 
         Raises:
             ConfigurationError: A layer is not dense with plain attention, the weights are fp32 on a CPU, or
@@ -127,13 +128,13 @@ class Decoder:
         self._fuse()
 
     def use_rounded(self, head: Linear) -> None:
-        """Use `head`, an FP8 copy of the output head, for logits from now on. `lm_head` stays as it is."""
+        """Use `head`, an FP8 copy of the output head, for logits from now on. `lm_head` is not changed."""
         self._head = head
         self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of embedding, output head, its FP8 copy and all projections; norms are negligible."""
+        """Bytes of the embedding, output head, FP8 copy of the head and all projections, without norms."""
         layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
         rounded = self._head.nbytes if self._head.rounded else 0
         return self.embedding.nbytes + self.lm_head.nbytes + rounded + layers
@@ -160,10 +161,10 @@ class Decoder:
         )  # fmt: skip
 
     def token_bytes(self, feature_size: int = 0) -> int:
-        """Return the bytes per token in this process's part of the pool.
+        """Return the number of bytes per token in this process's part of the pool.
 
         Args:
-            feature_size: Width of the feature row stored with each token, which a drafter reads (see
+            feature_size: Width of the feature row that is stored with each token for a drafter (see
                 `FeatureProjector`).
         """
         kept = self.cached
@@ -179,7 +180,7 @@ class Decoder:
             name: The weight's name in the checkpoint.
 
         Raises:
-            CheckpointError: `name` is neither of the two.
+            CheckpointError: `name` is neither the embedding nor the output head.
         """
         if name == EMBEDDING:
             return self.embedding
@@ -208,9 +209,10 @@ class Decoder:
 
         Args:
             tokens: ``[rows]``, int32 or int64.
-            positions: ``[rows]``, rotary positions. A tree node's position is the root's plus its depth.
+            positions: ``[rows]``, rotary positions. A tree node's position is the root's position plus the
+                node's depth.
             attention: Backend for which `AttentionBackend.plan` was called with exactly these rows.
-            pool: Supplies the K/V of earlier tokens, and receives the rows' K/V at the batch's slots.
+            pool: Pool that supplies the K/V of earlier tokens and stores the rows' K/V at the batch's slots.
             aux_layer_ids: Layers whose outputs are captured, in ascending order.
         """
         rotation = self.rotary(positions)
@@ -231,8 +233,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[rows, vocab]`` in the weights' type.
 
-        An fp32 copy would be the largest tensor of a round. Instead, kernels that read the logits widen each
-        number as they load it.
+        No fp32 copy is made, because it would be the largest tensor of a round. Kernels that read the logits
+        widen each number while they load it.
 
         Args:
             hidden: ``[rows, hidden_size]`` after the final norm.

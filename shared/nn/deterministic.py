@@ -1,14 +1,14 @@
-"""Deterministic decoders: a row's result is the same to the bit, regardless of the other rows in a step.
+"""Deterministic decoders, whose result for a row is bit-identical regardless of the other rows in a step.
 
-The usual products, norms and softmax add in an order that depends on the number of rows, and a vector unit
-rounds the end of a buffer differently from its middle. The same token may then get different last bits in a
-tree, in a decode step and in a prompt chunk, and a near-tie between two tokens may be decided differently.
-Two decoders avoid that:
+The usual products, norms and softmax add in an order that depends on the number of rows. A vector unit also
+rounds the end of a buffer differently from its middle. The same token may therefore get different last bits
+in a tree, in a decode step and in a prompt chunk. If two tokens nearly tie, a different one may then be
+chosen. Two decoders avoid these differences:
 
 - `RowByRow` (CPU, any model) runs every row as a separate step.
 - `BatchInvariant` (GPU) uses products and norms whose order of addition depends only on the weight.
 
-Both use `DeterministicAttention`.
+Both decoders use `DeterministicAttention`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def deterministic(decoder: Decoder) -> Decoder:
     """Return a deterministic decoder over the same weights.
 
     Raises:
-        ConfigurationError: The model has layers without a batch-invariant kernel for the GPU; `field` is the
+        ConfigurationError: The model has layers without a batch-invariant kernel for the GPU. `field` is the
             setting.
     """
     return RowByRow(decoder) if decoder.device.type == "cpu" else BatchInvariant(decoder)
@@ -53,7 +53,7 @@ def deterministic(decoder: Decoder) -> Decoder:
 class RowByRow(Decoder):
     """Runs each row as a separate step, for any model.
 
-    A row's K/V is stored before later rows run, so parents must come before their children.
+    A row's K/V is stored before later rows run. Parents must therefore come before their children.
 
     Args:
         decoder: Computes one row.
@@ -86,7 +86,7 @@ class RowByRow(Decoder):
         pool: KVPool,
         aux_layer_ids: Sequence[int] = (),
     ) -> DecoderOutput:
-        """Run each row; see `Decoder.forward`. Rows without a slot are padding, with zeros as results."""
+        """Run each row; see `Decoder.forward`. Rows without a slot are padding and return zeros."""
         assert isinstance(attention, DeterministicAttention), (
             "a deterministic decoder needs DeterministicAttention"
         )
@@ -134,7 +134,7 @@ class BatchInvariant(Decoder):
     """Runs a dense decoder with kernels that add in the same order for any number of rows.
 
     Args:
-        decoder: Supplies the weights; it is not changed.
+        decoder: Decoder that supplies the weights. It is not changed.
 
     Raises:
         ConfigurationError: The model has layers other than rotary attention and gated MLPs.
@@ -181,7 +181,7 @@ class BatchInvariant(Decoder):
     ) -> torch.Tensor:
         """Choose the rows' tokens; see `Decoder.choose`.
 
-        With sampling filters, rows are processed in groups of a fixed size; the last group is padded.
+        With sampling filters, rows are processed in groups of a fixed size. The last group is padded.
         """
         logits = self.logits(hidden)
         if sampling.all_greedy or not sampling.any_filter:
@@ -211,7 +211,7 @@ def sampling_rows(sampling: SamplingTensors, rows: slice | torch.Tensor) -> Samp
 class _InvariantLayer:
     """One decoder layer with batch-invariant kernels.
 
-    Element-wise operations are torch's: on a GPU they compute every element in the same way.
+    Element-wise operations are torch's own, because on a GPU they compute every element in the same way.
 
     Args:
         layer: Supplies the weights.

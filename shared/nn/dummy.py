@@ -1,4 +1,4 @@
-"""Creates decoders with random weights on the device, without files, for measurements of speed."""
+"""Creates decoders with random weights on the device, without model files, to measure speed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SPREAD = 0.02
 class RandomTensors(TensorSource):
     """A `TensorSource` that generates tensors: ones for norms, zeros for biases, normal noise elsewhere.
 
-    A tensor depends only on its name and shape, so that all processes generate the same one.
+    A tensor depends only on its name and shape, so that all processes generate the same tensor.
 
     Args:
         device: Device of the tensors.
-        dtype: Their type, unless a caller requests another one.
+        dtype: Type of the tensors, unless a caller requests another type.
     """
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:

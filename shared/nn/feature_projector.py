@@ -1,4 +1,4 @@
-"""Projects captured hidden states of the target to the features that a drafter reads (norms, then ``fc``)."""
+"""Projects captured hidden states of the target to a drafter's features, with norms and then ``fc``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class FeatureProjector:
         spec: Features that the drafter needs, and the projector's tensors.
         device: Device of the target.
         dtype: Type of the stored rows.
-        hidden_size: Hidden size of the target, to check the spec.
-        num_layers: Number of layers of the target, to check the spec.
+        hidden_size: Hidden size of the target, with which the spec is checked.
+        num_layers: Number of layers of the target, with which the spec is checked.
 
     Raises:
-        CheckpointError: The spec is inconsistent or does not fit the target; `field` names the tensor or key.
+        CheckpointError: The spec is inconsistent or does not fit the target. `field` names the tensor or key.
     """
 
     def __init__(
@@ -67,7 +67,8 @@ class FeatureProjector:
     def parts(self, output: DecoderOutput) -> torch.Tensor:
         """Return the rows to store, or fp32 partial sums of them, ``[splits, rows, feature_size]``.
 
-        Partial sums are returned only on a GPU, for at most `MANY_ROWS` rows. The caller adds them up.
+        Partial sums are returned only on a GPU, for at most `MANY_ROWS` rows. The caller must add the partial
+        sums.
         """
         states, fc = self._entering(output), self._fc
         if fc is None or fc.bias is not None or not states.is_cuda or states.shape[0] > MANY_ROWS:

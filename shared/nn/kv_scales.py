@@ -1,13 +1,13 @@
 """Moves a checkpoint's FP8 cache scales (``k_scale``, ``v_scale``) into its weights while they are loaded.
 
 With a scale s, the cache stores K / s and V / s, so that the largest values just fit into e4m3. No kernel
-needs the scales:
+needs the scales, because they are moved into the weights:
 
 - Keys divided by s and queries multiplied by s give the same scores.
 - Values divided by s and an output projection multiplied by s give the same sum.
 
-Scales are rounded up to powers of two. Multiplying by those is exact in fp32 and bf16, so the outputs of a
-model with a wide cache do not change by a bit.
+Scales are rounded up to powers of two. Multiplication by a power of two is exact in fp32 and bf16. The
+outputs of a model whose cache is not FP8 therefore stay bit-identical.
 
 The accepted tensor names are those of vLLM's `maybe_remap_kv_scale_name`, which covers compressed-tensors,
 ModelOpt and Quark.
@@ -28,11 +28,11 @@ from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 
 SPELLINGS = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
-"""Names of scales after the prefix ``self_attn.``; ``{0}`` stands for k or v."""
+"""Names of scales after the prefix ``self_attn.``, where ``{0}`` stands for k or v."""
 
 
 def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[str, Shape]:
-    """Return name → shape of the layers' cache scales among `stored`. Latent attention has none.
+    """Return name → shape of the layers' cache scales among `stored`. Latent attention has no such scales.
 
     Raises:
         CheckpointError: A scale is not a single number.
@@ -60,7 +60,7 @@ def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, f
         found: Names from `find_scales`.
 
     Returns:
-        Scales by layer and part; a key is the attention's prefix plus k or v (``….self_attn.k``).
+        The scales. A key is the attention's prefix followed by k or v (``….self_attn.k``).
 
     Raises:
         CheckpointError: A scale is not a positive number.
@@ -81,13 +81,13 @@ def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, f
 class ScaledSource(TensorSource):
     """A `TensorSource` whose attention weights produce K and V divided by their scales.
 
-    Everything else is passed through from another source.
+    All other tensors are passed on unchanged from another source.
 
     Args:
         source: Supplies the stored tensors.
         scales: See `read_scales`.
-        head_norm: True if each head of Q and K is normed after its projection; the norm then carries K's
-            scale.
+        head_norm: True if each head of Q and K is normed after its projection. In this case, K's scale is
+            moved into the norm.
     """
 
     def __init__(self, source: TensorSource, scales: Mapping[str, float], *, head_norm: bool) -> None:

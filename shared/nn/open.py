@@ -47,8 +47,8 @@ def read_model_config(path: Path | str) -> ModelConfig:
     """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face model folder.
 
     Raises:
-        CheckpointError: The folder or a file is missing or is not JSON, or the model cannot be served;
-            `field` is the file or key.
+        CheckpointError: The folder or a file is missing, a file is not JSON, or the model cannot be served.
+            `field` is the file or key at fault.
     """
     folder = Path(path)
     raw = read_json(folder / CONFIG_FILE)
@@ -73,16 +73,16 @@ def load_decoder(
 
     Args:
         path: Folder with ``config.json`` and ``*.safetensors`` (or ``pytorch_model*.bin``).
-        device: Device to load the weights to, file by file, without a second copy in host memory.
-        dtype: Type of weights and activations; None means fp32 on a CPU and bf16 on CUDA.
+        device: Device to which the weights are loaded, file by file, without a second copy in host memory.
+        dtype: Type of weights and activations. None means fp32 on a CPU and bf16 on CUDA.
         progress: Called with the bytes loaded so far and the total.
-        on_layer: Changes each layer right after it is loaded. Not called for models that run through
-            `transformers`.
+        on_layer: Function that changes each layer right after it is loaded. Not called for models that run
+            through `transformers`.
 
     Raises:
         CheckpointError: A file or tensor is missing, unexpected, misshaped, corrupt or unsupported. Headers
             are checked before memory is allocated.
-        ConfigurationError: The device has not enough memory.
+        ConfigurationError: The device does not have enough memory.
     """
     config = read_model_config(path)
     dtype = dtype or default_dtype(device)
@@ -125,7 +125,7 @@ class CheckedSource:
     """An open checkpoint whose headers match the configuration.
 
     Attributes:
-        source: Supplies the tensors, with FP8 matrices widened and the scales of an FP8 cache applied.
+        source: Supplies the tensors. It widens FP8 matrices and applies the scales of an FP8 cache.
         fingerprint: Identifies configuration and weights.
     """
 
@@ -188,7 +188,7 @@ def _open_generic(
 
 
 def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
-    """Return the memory that the loaded weights of a folder take, as text for an error message."""
+    """Return the memory that a folder's weights take once they are loaded, as text for an error message."""
     names = expected_tensors(config)
     with CheckpointReader(path) as reader:
         stored = reader.tensors.items()
@@ -233,7 +233,7 @@ def _load_parts(source: TensorSource, config: ModelConfig, on_layer: OnLayer | N
 
 
 def expected_headers(config: ModelConfig) -> ExpectedTensors:
-    """Return the tensors that a checkpoint of one of the families must contain, without FP8 scales."""
+    """Return the tensors, without FP8 scales, that a checkpoint of one of the families must contain."""
     expected = ExpectedTensors()
     _load_parts(expected, config)
     return expected

@@ -1,10 +1,10 @@
 """FP8 products (W8A8, ``--quantization fp8``): rounds a model's weights and activations to e4m3.
 
-Weights have one scale per output channel. Activations have one scale per row, computed on the fly. A GPU runs
-kernels for these products. A CPU has no FP8: there, operands are rounded in the same way and multiplied in a
-wide type. That is slower, and only serves to show the effect of the rounding on any machine.
+Weights have one scale per output channel. Activations have one scale per row, computed on the fly. A GPU has
+kernels for these products. A CPU has no FP8 products. On a CPU, the operands are rounded in the same way and
+multiplied in a wide type. This is slower, and only serves to show the effect of the rounding on any machine.
 
-Embedding and norms keep their type. Logits come from a rounded copy of the output head.
+The embedding and the norms keep their type. Logits are computed with a rounded copy of the output head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def round_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tensor: ``[rows, size]``.
 
     Returns:
-        The e4m3 rows, and their scales ``[rows, 1] fp32``. Their product approximates the tensor.
+        The e4m3 rows, and their scales ``[rows, 1] fp32``. The product of rows and scales approximates the
+        tensor.
     """
     wide = tensor.float()
     scale = (wide.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=SMALLEST_SCALE)
@@ -43,7 +44,7 @@ class RoundedLinear(Linear):
     """``x @ weight.T + bias`` on a CPU, with both operands rounded to FP8 and sums in fp32.
 
     Args:
-        linear: Layer to round; no reference to it is kept.
+        linear: Layer to round. No reference to this layer is kept.
     """
 
     __slots__ = ("_scale", "_wide")
@@ -65,7 +66,7 @@ class RoundedLinear(Linear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Not available: its rows are meaningless without their scales."""
+        """Not available, because the weight's rows are meaningless without their scales."""
         raise AssertionError("the rows of an FP8 weight cannot be read without their scales")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,11 +83,12 @@ class RoundedLinear(Linear):
 def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer:
     """Return a function that rounds the products of a layer to FP8.
 
-    The function can run while a model is loaded, so that at most one layer at a time is in its original type,
-    or afterwards. It raises ConfigurationError for layers of a kind that has no FP8 products.
+    The function can run during or after the loading of a model. During loading, at most one layer at a time
+    is in its original type. The function raises ConfigurationError for layers of a kind that has no FP8
+    products.
 
     Raises:
-        ConfigurationError: The model, its GPU or its type has no FP8 products; `field` is the setting.
+        ConfigurationError: The model, its GPU or its type has no FP8 products. `field` is the setting.
     """
     if isinstance(config, GenericConfig):
         raise _refused(
@@ -123,7 +125,7 @@ def quantize_fp8(decoder: Decoder) -> None:
     Layers that were rounded while they were loaded stay as they are.
 
     Raises:
-        ConfigurationError: The decoder's layers, GPU or type have no FP8 products; `field` is the setting.
+        ConfigurationError: The decoder's layers, GPU or type have no FP8 products. `field` is the setting.
     """
     round_layer = fp8_rounding(decoder.config, decoder.device, decoder.dtype)
     for layer in decoder.layers:

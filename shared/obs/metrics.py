@@ -66,7 +66,7 @@ class Metrics:
 def join_expositions(own: str, other: str) -> str:
     """Append another service's exposition to ours.
 
-    Skip families that ours already contains: each may appear only once.
+    Skip metric families that ours already contains, because each family may appear only once.
     """
     families = {line.split(" ", 3)[2] for line in own.splitlines() if line.startswith("# TYPE ")}
     kept: list[str] = []

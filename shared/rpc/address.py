@@ -19,24 +19,24 @@ IPC_SUFFIX = ".ipc"
 
 @dataclass(frozen=True, slots=True)
 class IpcAddress:
-    """``ipc:///path``: the streams between target and draft use a socket of their own.
+    """An ``ipc:///path`` address, which stands for two unix sockets.
 
-    Everything else is gRPC on a unix socket beside it.
+    One socket carries the streams between target and draft. The other one, in the same folder, serves gRPC.
 
     Attributes:
-        path: The path as given.
+        path: The path in the address, as the user wrote it.
     """
 
     path: str
 
     @property
     def streams(self) -> str:
-        """Path of the socket for the streams."""
+        """Path of the socket for the streams between target and draft."""
         return self.path + IPC_SUFFIX
 
     @property
     def grpc(self) -> str:
-        """gRPC address for health, weights and information, and for targets without the ipc transport."""
+        """gRPC address for health, weights and information, and for targets that lack the ipc transport."""
         return f"unix:{self.path}"
 
     @classmethod
@@ -44,7 +44,7 @@ class IpcAddress:
         """Parse ``ipc:///path``. Return None if `address` is of another kind.
 
         Raises:
-            ConfigurationError: The path is not absolute or too long; names `field`.
+            ConfigurationError: The path is not absolute or is too long. The message names `field`.
         """
         if not address.startswith("ipc:"):
             return None
@@ -71,7 +71,7 @@ def check_address(address: str, field: str) -> str:
     """Return `address` if it is ``host:port`` or ``unix:/absolute/path``, in gRPC's notation.
 
     Raises:
-        ConfigurationError: It is neither; names `field`.
+        ConfigurationError: The address has neither form. The message names `field`.
     """
     if address.startswith("unix:"):
         path = address.removeprefix("unix:").removeprefix("//")

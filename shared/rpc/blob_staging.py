@@ -21,7 +21,8 @@ class BlobStaging:
     def fetch(self, blob: torch.Tensor) -> torch.Tensor:
         """Start copying a blob to the host.
 
-        The returned tensor is complete after `settle`, and valid until the next `fetch` of that size.
+        The returned tensor is complete after `settle`. It stays valid until the next `fetch` of a blob of
+        that size.
         """
         place = self._place("out", blob)
         place.copy_(blob, non_blocking=True)
@@ -29,7 +30,7 @@ class BlobStaging:
 
     @staticmethod
     def settle(blob: torch.Tensor) -> None:
-        """Wait for the current stream of the blob's device. Polls, as a sleeping thread wakes up late."""
+        """Wait for the current stream of the blob's device. Poll, because a sleeping thread wakes up late."""
         if blob.is_cuda:
             torch.cuda.current_stream(blob.device).synchronize()
 
@@ -39,11 +40,11 @@ class BlobStaging:
         The previous copy to a blob of this size must have finished, because both use the same pinned buffer.
 
         Args:
-            data: The bytes.
+            data: The message's bytes, which become the blob.
             number: The number of the round.
             blob: The destination.
-            least_bytes: Smallest accepted length of `data`; the rest of the blob keeps its contents. None:
-                `data` must fill the blob.
+            least_bytes: Smallest accepted length of `data`. A shorter `data` leaves the end of the blob
+                unchanged. None means that `data` must fill the blob.
 
         Raises:
             ProtocolError: `data` has a wrong size.

@@ -1,4 +1,4 @@
-"""Opens gRPC channels (sync and asyncio) with our servers' options and with retries of idempotent calls."""
+"""Opens gRPC channels (sync and asyncio) with this project's options, and retries idempotent calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import grpc
 from outrider.shared.rpc.address import check_address
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT, Options, channel_options
 
-# Unary calls without side effects. The transport never retries streams; their owners reopen them.
+# Unary calls without side effects. The transport never retries a stream; the code that opened the stream
+# reopens it.
 IDEMPOTENT_METHODS = (
     {"service": "outrider.target.v1.Target", "method": "GetInfo"},
     {"service": "outrider.target.v1.Target", "method": "GetStats"},
@@ -19,7 +20,7 @@ IDEMPOTENT_METHODS = (
 
 
 def connect(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> grpc.Channel:
-    """Open a channel to ``host:port`` or ``unix:/path``. It connects and reconnects on its own."""
+    """Open a channel to ``host:port`` or ``unix:/path``. The channel connects and reconnects on its own."""
     return grpc.insecure_channel(check_address(address, "address"), options=_options(max_message_bytes))
 
 
@@ -37,8 +38,8 @@ def _options(max_message_bytes: int) -> Options:
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
     service_config = {"methodConfig": [{"name": list(IDEMPOTENT_METHODS), "retryPolicy": retry}]}
-    # A subchannel pool of its own: otherwise channels to one address with equal options would share one
-    # connection, and bulk data would delay commits.
+    # Use a separate subchannel pool per channel. Otherwise channels to one address with equal options would
+    # share one connection, and bulk data would delay commits.
     return [
         *channel_options(max_message_bytes),
         ("grpc.service_config", json.dumps(service_config)),

@@ -42,7 +42,7 @@ CODE_OF_STATUS: dict[grpc.StatusCode, ErrorCode] = {
 
 
 def error_to_proto(error: OutriderError) -> common_pb2.ErrorDetail:
-    """Return the error as a message inside a stream that continues."""
+    """Return the error as a message for a stream that stays open."""
     detail = common_pb2.ErrorDetail(
         status=error.code.value, reason=error.reason, message=error.message, field=error.field or ""
     )
@@ -52,7 +52,7 @@ def error_to_proto(error: OutriderError) -> common_pb2.ErrorDetail:
 
 
 def error_from_proto(detail: common_pb2.ErrorDetail) -> OutriderError:
-    """Return the error that a peer reported. An unknown status counts as internal."""
+    """Return the error that a peer reported. An unknown status becomes an internal error."""
     return OutriderError(
         detail.message or "The peer gave no reason.",
         code=_code_of_http(detail.status),
@@ -65,7 +65,8 @@ def error_from_proto(detail: common_pb2.ErrorDetail) -> OutriderError:
 def error_to_status(error: OutriderError) -> status_pb2.Status:
     """Return the error as google.rpc.Status.
 
-    The details are ErrorInfo, BadRequest (if a field is at fault) and RetryInfo (if a delay is known).
+    The status details are ErrorInfo, BadRequest (only if a field is at fault) and RetryInfo (only if a delay
+    is known).
     """
     metadata = {"http_status": str(error.code.value)}
     details = [
@@ -85,7 +86,7 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
 def error_from_status(status: status_pb2.Status, code: grpc.StatusCode) -> OutriderError:
     """Return the error in a google.rpc.Status.
 
-    `code` is the call's own status, for peers that send no ErrorInfo.
+    `code` is the status of the call. It is used if the peer sent no ErrorInfo.
     """
     error = OutriderError(status.message, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL))
     for detail in status.details:

@@ -1,14 +1,14 @@
 """Client side of low-latency bidirectional gRPC streams, with fewer thread switches than grpcio's streams.
 
-In grpcio's own streams each side passes a message between threads three times, and each of these threads must
+In grpcio's own streams, each side passes a message between threads three times. Each of these threads must
 first get the GIL. Here the sending thread itself starts the send operation in gRPC's core, and the thread
 that receives the core's completion event handles the message:
 
     client to server   sending thread → core ~~~ core → server's polling thread, which calls `on_message`
     server to client   sending thread → core ~~~ core → client's thread in `receive`
 
-`shared.rpc.direct_server` contains the server side. Both use the layer below grpcio's public interface
-(`grpc._cython.cygrpc`), as grpcio's own calls do. The bytes on the wire are the same.
+`shared.rpc.direct_server` contains the server side. Client and server use the layer below grpcio's public
+interface (`grpc._cython.cygrpc`), as grpcio's own calls do. The bytes on the wire are the same as grpcio's.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from outrider.shared.rpc.polling import PollWindow
 
 NO_FLAGS = 0
 WATCH_S, LONGEST_WATCH_S = 0.005, 0.05
-"""Shortest and longest interval at which the watching thread checks whether the stream is free again.
+"""Shortest and longest interval at which the watching thread checks whether the stream was returned.
 
-Longer waits use longer intervals, because each check takes the GIL from working threads. The deadline of a
-wait is always checked on time.
+The longer a wait is, the longer are the intervals, because each check takes the GIL from working threads. The
+deadline of a wait is always checked on time.
 """
 KEEP_S = 0.05
-"""How long the borrower of a `ClientStream` keeps it after `receive_within`, in case it calls again."""
+"""How long a borrower keeps a `ClientStream` after `receive_within`, in case of another call."""
 STATUS_OF_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
 class StreamEndedError(grpc.RpcError):
-    """A stream ended with a status other than OK. Has the same methods as the `grpc.Call` that failed."""
+    """A stream ended with a status other than OK. The error has the methods of the failed `grpc.Call`."""
 
     def __init__(self, code: grpc.StatusCode, details: str, metadata: tuple[Any, ...]) -> None:
         super().__init__(f"{code.name}: {details}")
@@ -67,7 +67,7 @@ class _Tag(Enum):
     SENT = auto()  # a message is on its way
     RECEIVED = auto()  # a message arrived, or the end of the stream
     LOOK = auto()  # posted to make the reading thread check whether it should stop
-    PEEKED = auto()  # posted by `look` behind the finished events, so that it does not wait for more
+    PEEKED = auto()  # posted by `look` behind the finished events, so that `look` stops waiting there
 
 
 class ClientStream:
@@ -101,7 +101,8 @@ class ClientStream:
         self._lock = threading.Lock()
         self._unsent: deque[bytes] = deque()
         self._sending = False
-        # True while the core receives a message, and after the last one. `_listen` starts the next receive.
+        # True while the core receives a message, and after the last message. `_listen` starts the next
+        # receive.
         self._listening = True
         self._status: Any = None
         self._reading = threading.Lock()
@@ -113,11 +114,11 @@ class ClientStream:
         self._deadline = math.inf
         # `seconds` of the last `receive_within`.
         self._patience = 0.0
-        # Number of messages that the reader has handled: now, and when the borrower last checked.
+        # Number of messages that the reader has handled, now and at the borrower's last check respectively.
         self._handled = 0
         self._handled_known = 0
         self._handling = False
-        # Messages that `look` received; the next reading call returns them.
+        # Messages that `look` received. The next reading call returns them.
         self._early: deque[bytes] = deque()
         starts = (
             (
@@ -150,11 +151,14 @@ class ClientStream:
 
     @property
     def taken(self) -> bool:
-        """Whether the borrower has the stream. It keeps the stream for some time after `receive_within`."""
+        """Whether the borrower has the stream.
+
+        The borrower keeps the stream for some time after `receive_within`.
+        """
         return self._taken
 
     def send(self, message: bytes) -> None:
-        """Send a message, or queue it behind the one being sent.
+        """Send a message, or queue it while another message is being sent.
 
         Never waits. If the stream has ended, the message is dropped.
         """
@@ -166,7 +170,7 @@ class ClientStream:
         self.look()  # without a reading thread, the event that ends the current send would stay unprocessed
 
     def receive(self) -> bytes | None:
-        """Wait for the next message that the borrower does not receive. For the reader only.
+        """Wait for the next message that the borrower does not receive. Only the reader may call this method.
 
         Return None if the stream ended with status OK.
 
@@ -182,7 +186,7 @@ class ClientStream:
                 if self._taken:
                     self._operate((), _Tag.LOOK)
         while True:
-            # The borrower may take the stream at any moment. If its lock cannot be acquired, watch that wait.
+            # The borrower may take the stream at any moment. If the lock is taken, watch the borrower's wait.
             if self._taken or not self._reading.acquire(timeout=WATCH_S):
                 self._watch()
                 continue
@@ -205,8 +209,8 @@ class ClientStream:
     def receive_within(self, seconds: float) -> bytes | None:
         """Wait for the next message for at most `seconds`.
 
-        Return None if no message arrived in time, if the reader handled one in the meantime, or if the stream
-        has ended. In the last case, `receive` reports the status.
+        Return None if no message arrived in time, if the reader handled a message in the meantime, or if the
+        stream has ended. If it has ended, `receive` reports the status.
         """
         deadline = time.monotonic() + seconds
         with self._lock:
@@ -225,15 +229,15 @@ class ClientStream:
         return message
 
     def give_back(self) -> None:
-        """Return the stream to the reader. Called by the borrower if it expects no message soon."""
+        """Return the stream to the reader. The borrower calls this when no message is due soon."""
         with self._lock:
             self._taken = False
             self._sooner.notify()
 
     def poll(self) -> list[bytes]:
-        """Return the messages received so far, without waiting; none while the reader reads.
+        """Return the messages received so far, without waiting. Return none while the reader reads.
 
-        For the borrower.
+        Only the borrower may call this method.
         """
         if not self._taken:
             return []
@@ -266,7 +270,7 @@ class ClientStream:
                         self._listen()
                 peeking = event.tag is not _Tag.PEEKED
                 look_seen = look_seen or event.tag is _Tag.LOOK
-            if look_seen:  # the LOOK was meant for another thread, so post it again
+            if look_seen:  # this LOOK was meant for another thread, so post it again
                 with self._lock:
                     self._operate((), _Tag.LOOK)
         finally:
@@ -282,15 +286,15 @@ class ClientStream:
         self._call.cancel(grpc.StatusCode.CANCELLED.value[0], "Locally cancelled by application!")
 
     def drain(self) -> None:
-        """Discard the rest of a cancelled stream, so that the core can free it. Called by the reader."""
+        """Discard all events of a cancelled stream, so that the core can free it. Called by the reader."""
         with contextlib.suppress(StreamEndedError):
             while self.receive() is not None:
                 pass
 
     def _watch(self) -> None:
-        """End the borrower's wait on time, and return the stream to the reader after its last read."""
+        """End the borrower's wait on time. Return the stream to the reader after the borrower's last read."""
         with self._lock:
-            if self._taken:  # else it was given back in the meantime
+            if self._taken:  # otherwise the borrower has returned the stream in the meantime
                 now = time.monotonic()
                 self._asleep_until = self._next_look(now)
                 self._sooner.wait(self._asleep_until - now)
@@ -304,7 +308,7 @@ class ClientStream:
             self.look()
 
     def _next_look(self, now: float) -> float:
-        """Return the time at which the watching thread wakes up, no later than the deadline.
+        """Return the time at which the watching thread wakes up, which is no later than the deadline.
 
         If the deadline has passed, return the end of a short pause in which the borrower reacts to the LOOK.
         """
@@ -313,7 +317,7 @@ class ClientStream:
         return min(self._deadline, now + min(max(WATCH_S, self._patience), LONGEST_WATCH_S))
 
     def _read(self, enough: Callable[[], bool]) -> bytes | None:
-        """Return the next message. Return None if the stream ends, or on a LOOK for which `enough` holds."""
+        """Return the next message. Return None if the stream ends, or on a LOOK if `enough` returns True."""
         while True:
             with self._lock:
                 if self._early:
@@ -354,7 +358,7 @@ class ClientStream:
             self._operate((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED)
 
     def _operate(self, operations: tuple[Any, ...], tag: _Tag) -> bool:
-        """Start operations; without any, only wake the reading thread. Call with the lock held.
+        """Start operations, or only wake the reading thread if there are none. Call with the lock held.
 
         Returns:
             False if the call has ended.

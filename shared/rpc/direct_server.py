@@ -1,4 +1,4 @@
-"""Server side of low-latency bidirectional gRPC streams; `shared.rpc.direct` explains how they work."""
+"""Server side of low-latency bidirectional gRPC streams. `shared.rpc.direct` explains how they work."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ _NO_CALLBACKS: _Callbacks = (None, ())
 
 
 class ServerStream:
-    """Exchanges the messages of a bidirectional call after the first ones, which grpcio handles as usual.
+    """Exchanges the messages of a bidirectional call. grpcio itself handles the call's first messages.
 
-    The call's handler is an ordinary grpcio handler. It reads the first messages from its iterator and yields
-    the first replies, at least one. Then it calls `start`, and from then on neither reads nor yields. It
-    calls `flush` before it returns or raises.
+    The call's handler is an ordinary grpcio handler. The handler reads the first messages from its iterator
+    and yields at least one reply. It then calls `start`. After that call, the handler neither reads nor
+    yields. It calls `flush` before it returns or raises.
 
     Args:
         context: The call's context.
         on_message: Called with every further message, one at a time, on the server's only polling thread.
             While it blocks, all other calls of the server wait. The draft's callback waits for its GPU. That
-            wait needs no time limit: the GPU already has all its input and finishes after one pass.
-        on_end: Called at least once, on any thread: with None when the peer has ended the stream or
-            disconnected, or with the exception that `on_message` raised.
-        max_unsent: Most messages to queue for a peer that does not read. One more ends the stream.
+            wait needs no time limit, because the GPU already has all its input and finishes after one pass.
+        on_end: Called at least once, on any thread. The argument is None if the peer has ended the stream or
+            disconnected. Otherwise it is the exception that `on_message` raised.
+        max_unsent: Largest number of messages to queue for a peer that does not read. One message more ends
+            the stream.
         poll_window: Decides when the server's polling thread busy-polls instead of sleeping.
     """
 
@@ -66,14 +67,14 @@ class ServerStream:
         self._receive()
 
     def send(self, message: bytes, then: Then | None = None) -> None:
-        """Send a message, or queue it behind the one being sent. Never waits.
+        """Send a message, or queue it while another message is being sent. Never waits.
 
         May be called from any thread, after the handler's first reply.
 
         Args:
             message: The bytes.
-            then: Called once the message is on its way, on the server's polling thread, like `on_message`.
-                Never called if the stream has ended by then.
+            then: Called once the message is on its way, on the server's polling thread. Never called if the
+                stream ends before that.
         """
         with self._lock:
             if self._ended:
@@ -87,7 +88,7 @@ class ServerStream:
             self._gone()
 
     def flush(self) -> None:
-        """Accept no more messages, and wait up to `FLUSH_S` until the accepted ones are on their way."""
+        """Refuse further messages, and wait up to `FLUSH_S` until all accepted messages are on their way."""
         with self._lock:
             self._ended = True
         if not self._idle.wait(FLUSH_S):
@@ -95,7 +96,7 @@ class ServerStream:
                 self._unsent.clear()
 
     def _start_send(self, message: bytes, then: Then | None) -> None:
-        """Start sending a message. Call with the lock held, so that `_sent` runs only after this method."""
+        """Start sending a message. Call with the lock held, because `_sent` must run after this method."""
         self._then = then
         if not self._call.start_server_batch((cygrpc.SendMessageOperation(message, NO_FLAGS),), self._sent):
             self._idle.clear()

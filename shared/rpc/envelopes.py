@@ -1,11 +1,11 @@
 """Encodes and decodes messages of a few numbers and one blob, with as few copies of the blob as possible.
 
-A protobuf message class copies a blob two or three times on its way to the wire, and again on its way back.
-Here the bytes around the blob are encoded before the blob is computed. Sending then copies the blob once;
-receiving returns a view and copies nothing.
+A protobuf message class copies a blob two or three times when it is sent, and again when it is received. Here
+the bytes around the blob are encoded before the blob is computed. Sending then copies the blob once.
+Receiving returns a view and copies nothing.
 
-The bytes are the same as protobuf's. The format requires that the blob is the last field of an inner message,
-and that the inner message is the only field of the message that is sent.
+The result has the same bytes as protobuf's. The blob must be the last field of an inner message, and the
+inner message must be the only field of the message that is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Blob = bytes | memoryview
 LENGTH_DELIMITED = 2
 MOST_LENGTH_BYTES = 5
 LENGTHS_KEPT = 1024
-"""Entries of each cache of encoded lengths. Blobs come in few sizes."""
+"""Entries of each cache of encoded lengths. A few entries suffice, because blobs have few different sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Envelope:
     """The bytes around the blob of one message.
 
     Attributes:
-        outer_tag: Tag of the outer message's only field.
-        inner: The inner message's other fields, encoded, followed by the blob's tag.
+        outer_tag: Tag bytes of the outer message's only field.
+        inner: The encoded fields of the inner message except the blob, followed by the blob's tag.
     """
 
     outer_tag: bytes
@@ -46,7 +46,7 @@ class Envelope:
         Args:
             outer_field: Field number of the inner message in the message that is sent.
             others: The inner message, encoded without its blob.
-            blob_field: Field number of the blob in the inner message; must be its highest.
+            blob_field: Field number of the blob in the inner message. Must be the highest field number there.
         """
         return Envelope(_tag(outer_field), others + _tag(blob_field))
 
@@ -59,7 +59,7 @@ class Envelope:
         )
 
     def open(self, message: bytes) -> memoryview | None:
-        """Return a view of the blob in a message of the form that `seal` makes; None for other messages."""
+        """Return a view of the blob in a message made by `seal`. Return None for any other message."""
         lengths = _lengths(len(self.outer_tag), len(self.inner), len(message))
         if lengths is None:
             return None
@@ -69,7 +69,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class BlobEnvelopes:
-    """The envelopes of one device round: for its state and for its trees."""
+    """The two envelopes of one device round: one for the state and one for the trees."""
 
     state: Envelope
     trees: Envelope

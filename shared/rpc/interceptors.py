@@ -1,8 +1,8 @@
-"""gRPC interceptors that turn domain errors into statuses, and the client function that turns them back.
+"""gRPC interceptors that turn domain errors into statuses, and the client function that reverses this.
 
-Servicers raise `OutriderError`. They never call ``context.abort``, which raises a bare Exception that broad
-handlers swallow. Messages that do not parse become INVALID_ARGUMENT. Unknown exceptions become INTERNAL;
-their traceback appears in our log only.
+Servicers raise `OutriderError`. They never call ``context.abort``, because it raises a bare Exception that
+broad handlers swallow. Messages that do not parse become INVALID_ARGUMENT. Unknown exceptions become
+INTERNAL. Their traceback appears only in this service's log.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from outrider.shared.rpc.convert import CODE_OF_STATUS, error_from_status, error
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _log = get_logger("outrider.rpc")
 
-# grpcio has no usable types for handlers and contexts; the untyped values stay inside this module.
+# grpcio has no usable types for handlers and contexts. The untyped values stay inside this module.
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Behaviour = Callable[[Any, Any], Any]
 
 
 class _Malformed:
-    """Marks a message that did not parse."""
+    """Marks a request message that did not parse."""
 
 
 def error_from_rpc(error: grpc.RpcError | grpc.aio.AioRpcError) -> OutriderError:
-    """Return the domain error of a failed call, for the synchronous and the asyncio stack."""
+    """Return the domain error of a failed call. Accepts errors of grpc's synchronous and asyncio stacks."""
     call = cast(grpc.Call, error)
     code = call.code()
     for key, value in call.trailing_metadata() or ():
@@ -99,7 +99,7 @@ def _wrap(
         + ("stream" if handler.response_streaming else "unary")
     )
     behaviour = cast(_Behaviour, getattr(handler, name))
-    # grpc's own health Watch has another signature, occupies no worker thread, and raises none of our errors.
+    # grpc's own health Watch has another signature, occupies no worker thread and raises no `OutriderError`.
     if getattr(behaviour, "experimental_non_blocking", False):
         return handler
     make = cast(Callable[..., _Handler], getattr(grpc, f"{name}_rpc_method_handler"))
@@ -114,7 +114,7 @@ def _wrap(
 def _refusing(guard: Callable[[_Behaviour], _Behaviour], error: OutriderError) -> _Handler:
     """Return a handler that fails every call with the error of an inner interceptor.
 
-    It reads no request, so it fits unary and streaming methods.
+    The handler reads no request, so it fits unary and streaming methods.
     """
 
     def refuse(_request: Any, _context: Any) -> Any:
@@ -145,7 +145,7 @@ def _checked(request: Any) -> Any:
 
 
 def _checked_requests(request: Any) -> Any:
-    """Check a single request now, or each request of a stream as it arrives (sync and asyncio iterators)."""
+    """Check a single request now, or each request of a sync or asyncio stream when it arrives."""
     if hasattr(request, "__anext__"):
         return _checked_async(request)
     return map(_checked, request) if hasattr(request, "__next__") else _checked(request)
@@ -205,7 +205,8 @@ def _guard_aio_stream(behaviour: _Behaviour) -> _Behaviour:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             replies = behaviour(_checked_requests(request), context)
-            # The asyncio stack also allows coroutines that write through the context: grpc's health servicer.
+            # The asyncio stack also allows coroutines that write through the context. grpc's health servicer
+            # is one.
             if isinstance(replies, Awaitable):
                 await replies
                 return

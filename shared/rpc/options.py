@@ -30,13 +30,14 @@ def server_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-        # Otherwise a second server could bind the same port, and connections would go to either at random.
+        # Otherwise a second server could bind the same port, and each connection would reach a random one of
+        # the two.
         ("grpc.so_reuseport", 0),
     ]
 
 
 def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
-    """Return the client's options. A peer that restarts is found again within half a second."""
+    """Return the client's options. The client reconnects to a restarted peer within half a second."""
     return [
         *_limits(max_message_bytes),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -45,6 +46,6 @@ def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
-        # Peers are configured by address; a proxy from the environment must not come between them.
+        # Peers are configured by address, so ignore any proxy that the environment names.
         ("grpc.enable_http_proxy", 0),
     ]

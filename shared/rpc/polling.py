@@ -1,9 +1,9 @@
-"""Lets gRPC's waiting threads watch the sockets themselves and busy-poll while a message is due.
+"""Makes gRPC's waiting threads watch the sockets themselves and busy-poll while a message is due.
 
 By default grpcio leaves the sockets to the threads of its event engine, which wake the waiting Python thread.
-Waking a sleeping core takes as long as a small kernel; on a virtual machine, 150 µs. Between target and
-draft, the waiting thread therefore watches the sockets itself (`watch_sockets`). While a message is due
-within milliseconds, it does not sleep (`PollWindow`): it polls in C, without holding the GIL.
+Waking a sleeping core takes as long as a small kernel. On a virtual machine it takes 150 µs. Between target
+and draft, the waiting thread therefore watches the sockets itself (`watch_sockets`). While a message is due
+within milliseconds, the thread does not sleep (`PollWindow`). It polls in C, without holding the GIL.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from outrider.shared.rpc.ipc.frames import MANY_CORES
 EXPERIMENTS = "GRPC_EXPERIMENTS"
 WITHOUT_EVENT_ENGINE = "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
 SLEEP_MS = 200
-"""How long grpcio's waits sleep before they check for signals; grpcio's own value."""
+"""How long grpcio's waits sleep before they check for signals. This is grpcio's own value."""
 AWAKE_MS = -10
-"""Period of a wait that polls: a wait until a moment in the past polls once and does not sleep.
+"""Period that makes a wait poll: with a deadline in the past, it polls once and does not sleep.
 
 The value 0 would sleep, because it is rounded up to the next millisecond.
 """
@@ -33,7 +33,7 @@ log = get_logger("outrider.rpc")
 def watch_sockets() -> None:
     """Make waiting threads watch the sockets.
 
-    Call before anything imports grpc. Does nothing on few cores.
+    Call this before any module imports grpc. Does nothing on a host with few cores.
     """
     if (os.cpu_count() or 1) < MANY_CORES or EXPERIMENTS in os.environ:
         return
@@ -66,13 +66,16 @@ class PollWindow:
         self._until = 0.0
 
     def expect(self, seconds: float) -> None:
-        """Make waits poll if they begin within the next `seconds`, because a message is due. Any thread."""
+        """Make waits that begin within the next `seconds` poll, because a message is due.
+
+        May be called from any thread.
+        """
         self._until = time.monotonic() + seconds
 
     def rest(self) -> None:
-        """Make waits sleep again, because no message is due. Any thread."""
+        """Make waits sleep again, because no message is due. May be called from any thread."""
         self._until = 0.0
-        self.begin()  # grpcio's period is global to the process: unrelated threads would keep polling too
+        self.begin()  # grpcio's period is global to the process, so unrelated threads would keep polling too
 
     def begin(self) -> None:
         """Set grpcio's period for the next wait. Called by a thread that is about to wait for messages."""

@@ -1,16 +1,17 @@
-"""Enqueues rounds before their data arrives over gRPC: the CUDA stream waits for a word that the host writes.
+"""Enqueues rounds before their data arrives over gRPC. The CUDA stream waits for a word that the host writes.
 
-To the stream this looks like a mailbox between two processes of one host (`shared.rpc.ipc.doorbells`). Here
-the other side of the mailbox is this process's own host, which copies blobs to and from messages:
+The stream uses a mailbox, as between two processes of one host (`shared.rpc.ipc.doorbells`). Here, however,
+the other side of the mailbox is this process's own CPU, which copies blobs to and from messages:
 
     peer's message arrives  →  host copies it to pinned memory  →  host writes the word  →  stream continues
 
-When a message arrives, no launch is left to do: the copies and the graph behind the wait run immediately.
+When a message arrives, all work is already launched. The copies and the graph behind the wait run
+immediately.
 
 Between enqueuing a wait and its end, the host must not request anything of the device that completes only
-after the wait. A synchronisation, an allocation or the first launch of a kernel may do so. If the host does
-it nevertheless, the watchdog ends the wait at its limit. A kernel that has run before can be launched safely
-on another stream; see `StreamRelay.call`.
+after the wait. A synchronisation, an allocation or the first launch of a kernel may do so. If the host makes
+such a request nevertheless, the watchdog ends the wait at its limit. A kernel that has run before can be
+launched safely on another stream; see `StreamRelay.call`.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from outrider.shared.rpc.ipc.doorbells import Doorbells, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 STATE_BYTES = 512 * 1024
-"""Largest state: in bf16, ten sequences of 6 rows of width 4096.
+"""Bytes of the largest state. In bf16, it contains ten sequences of 6 rows of width 4096.
 
-A state contains all rows, accepted or not. For larger batches, rounds through the host transfer fewer bytes.
+A state contains all rows, including rejected ones. For larger batches, rounds through the host transfer fewer
+bytes.
 """
 NUMBER = struct.Struct("<i")
 LEAST_STATE_BYTES = 256
-"""Size of a state's header. A received state may end anywhere after it: missing bytes are unused rows."""
+"""Size of a state's header. A received state may end anywhere after it, as missing bytes are unused rows."""
 TREES_BYTES = 64 * 1024
-"""Largest trees: the same ten sequences, with trees of 800 nodes each."""
+"""Bytes of the largest trees: those of ten sequences with 800 nodes each."""
 LAYOUT = BlobLayout(STATE_BYTES, TREES_BYTES, inside=False)
 
 log = get_logger("outrider.rpc")
@@ -62,13 +64,13 @@ class StreamRelay:
 
     Threads:
 
-    - `give` and `take` enqueue on torch's current stream; call them on the thread that launches rounds.
-    - `settle` and `put` belong to the thread that carries messages.
+    - `give` and `take` enqueue on torch's current stream. Call them on the thread that launches rounds.
+    - Call `settle` and `put` on the thread that sends and receives messages.
     - `release` and `close` may be called from any thread.
 
     Args:
         side: The side of this process.
-        device: The device of its blobs.
+        device: The device of this process's blobs.
 
     Raises:
         CudaError: This driver's streams cannot wait for words in host memory.
@@ -96,7 +98,8 @@ class StreamRelay:
             with torch.inference_mode(False), torch.cuda.stream(self._aside):
                 self._trifle = torch.zeros(1, dtype=torch.int32, device=device)
             self.call()
-            self._aside.synchronize()  # load the kernel now: a first launch must not happen behind a wait
+            # Load the kernel now, because its first launch must not happen behind a wait.
+            self._aside.synchronize()
 
     @staticmethod
     def try_make(side: Side, device: torch.device) -> StreamRelay | None:
@@ -111,7 +114,7 @@ class StreamRelay:
 
     @property
     def broken(self) -> bool:
-        """Whether a wait ended without its blob since `mend`; the peer is late or gone."""
+        """Whether a wait has ended without its blob since `mend`, because the peer is late or gone."""
         return self._mailbox.broken
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
@@ -128,13 +131,13 @@ class StreamRelay:
         self._mailbox.receive(number, blob, expected, limit_s)
 
     def call(self) -> None:
-        """Make the GPU switch to this process as soon as it is otherwise idle.
+        """Make the GPU switch to this process as soon as the GPU is otherwise idle.
 
-        Launches a trivial kernel that waits for nothing.
+        This launches a trivial kernel that waits for nothing.
 
-        Processes that share a GPU without MPS are time-sliced. Switching takes 160 µs (H200) if it starts
-        only when a stream's wait ends. Called early, the switch happens while the word that ends the wait is
-        still on its way between the processes.
+        Processes that share a GPU without MPS are time-sliced. A switch that starts only when a stream's wait
+        ends delays the stream by 160 µs (H200). After an early call, the switch happens while the data that
+        ends the wait is still on its way between the processes.
         """
         with torch.cuda.stream(self._aside):
             self._trifle.zero_()
@@ -146,14 +149,14 @@ class StreamRelay:
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
         """Wait until the device has copied this side's blob of a round to the host, and return the blob.
 
-        The array is valid until the round after the next one is enqueued.
+        The array is valid until the second following round is enqueued.
         """
         self._given[number % SLOTS].synchronize()  # polls without holding the GIL
         start = self._out(number)
         return self._slots.array[start : start + num_bytes]
 
     def put(self, number: int, data: Blob) -> None:
-        """Pass the peer's blob of an enqueued round to the waiting stream. A state may be cut short.
+        """Pass the peer's blob of an enqueued round to the waiting stream. A state may lack its unused end.
 
         Raises:
             ProtocolError: The blob has a wrong size. The wait continues.
@@ -172,7 +175,7 @@ class StreamRelay:
     def release(self, number: int) -> None:
         """End the wait for a round without a blob.
 
-        The slot still has an earlier round's number in its header.
+        The header in the slot still contains the number of an earlier round.
         """
         self._peer.give(number)
 

@@ -1,6 +1,6 @@
 """Builds gRPC servers (sync and asyncio) with error mapping, limits, keepalive, health v1 and reflection.
 
-A server starts as NOT_SERVING. The service itself calls `set_serving(True)`, after its warm-up.
+A server's health status is NOT_SERVING at first. The service calls `set_serving(True)` after its warm-up.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from outrider.shared.rpc.interceptors import AioErrorInterceptor, ErrorIntercept
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT, server_options
 
 Servicers = Sequence[tuple[Callable[[Any, Any], None], object]]
-"""Pairs of the generated ``add_XServicer_to_server`` and the servicer."""
+"""Pairs of a generated function ``add_XServicer_to_server`` and its servicer."""
 
-# Health Watch calls have their own threads, so that watchers never use up the workers.
+# Health Watch calls have their own threads, so that watchers never occupy all workers.
 HEALTH_WORKERS = 4
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -31,9 +31,9 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library has no types
     """Health checks whose watchers may leave at any time.
 
-    The library removes a leaving watcher under its lock, on the thread that also completes sends. It holds
-    the same lock while it waits for a status to be sent. A watcher that leaves at that moment would therefore
-    block the whole server. This class removes watchers on the health workers instead.
+    grpc's health library removes a leaving watcher under its lock, on the thread that also completes sends.
+    The library holds the same lock while it waits for a status to be sent. A watcher that leaves at that
+    moment would therefore block the whole server. This class removes watchers on the health workers instead.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library
         super().__init__(experimental_non_blocking=True, experimental_thread_pool=self._pool)
 
     def Watch(self, request: Any, context: Any, send_response_callback: Any = None) -> Any:
-        """Watch a service's status, with the end of the call handled on a health worker."""
+        """Watch a service's status. The end of the call is handled on a health worker."""
         return super().Watch(request, _CallsBackElsewhere(context, self._pool), send_response_callback)
 
 
 class _CallsBackElsewhere:
-    """The part of a call's context that `Watch` uses; runs callbacks on a thread pool."""
+    """The part of a call's context that `Watch` uses. It runs callbacks on a thread pool."""
 
     def __init__(self, context: Any, pool: ThreadPoolExecutor) -> None:
         self._context = context
@@ -85,7 +85,7 @@ class SyncServer:
             self._health.set(name, SERVING if serving else NOT_SERVING)
 
     def stop(self, grace_s: float) -> None:
-        """Refuse new calls immediately, cancel running ones after `grace_s`, and wait for the end."""
+        """Refuse new calls immediately, cancel running calls after `grace_s`, and wait until they end."""
         self.set_serving(False)
         self._server.stop(grace_s).wait()
 
@@ -122,7 +122,7 @@ class AioServer:
             await self._health.set(name, SERVING if serving else NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls immediately, and cancel running ones after `grace_s`."""
+        """Refuse new calls immediately, and cancel running calls after `grace_s`."""
         await self.set_serving(False)
         await self._server.stop(grace_s)
 
@@ -142,9 +142,9 @@ def sync_server(
         address: ``host:port`` (port 0 picks a free one) or ``unix:/path``, whose file gets mode 0600.
         servicers: The servicers to add.
         service_names: Full names, e.g. ``outrider.target.v1.Target``, for health and reflection.
-        max_workers: Number of threads; every open stream occupies one.
-        max_message_bytes: Limit in both directions.
-        interceptors: Run inside the error interceptor, so they may raise `OutriderError`.
+        max_workers: Number of threads. Every open stream occupies one thread.
+        max_message_bytes: Largest message to send or receive, in bytes.
+        interceptors: Interceptors that run inside the error interceptor, so they may raise `OutriderError`.
 
     Raises:
         ConfigurationError: The address is malformed or in use.
@@ -172,7 +172,7 @@ def aio_server(
 ) -> AioServer:
     """Build and bind an asyncio server.
 
-    Call inside the running loop. Arguments and errors as for `sync_server`.
+    Call this inside the running loop. Arguments and errors are those of `sync_server`.
     """
     server = grpc.aio.server(
         interceptors=[AioErrorInterceptor(), *interceptors], options=server_options(max_message_bytes)
@@ -197,8 +197,8 @@ def _reflected(service_names: Sequence[str]) -> tuple[str, ...]:
 def _bind(server: grpc.Server | grpc.aio.Server, address: str) -> tuple[str, int]:
     address = check_address(address, "listen")
     path = address.removeprefix("unix:") if address.startswith("unix:") else None
-    # gRPC binds and listens in one step, so only the umask keeps other users out. Folders that other threads
-    # create in the meantime remain usable for this user.
+    # gRPC binds and listens in one step, so only the umask keeps other users out. Other threads may create
+    # folders in the meantime; those remain usable for this user.
     mask = None if path is None else os.umask(0o077)
     try:
         port = server.add_insecure_port(address)

@@ -1,4 +1,4 @@
-"""Converts tensors to and from messages: one inline `TensorData`, or `TensorChunk` streams for whole weights.
+"""Converts tensors to and from messages: one inline `TensorData`, or a `TensorChunk` stream for weights.
 
 Every field is checked before use: dtype, shape against byte count, order of chunks, size limits, SHA-256.
 Imports torch, so the gateway must not import this module.
@@ -32,7 +32,7 @@ DTYPE_OF_WIRE: Mapping[int, torch.dtype] = {wire: dtype for dtype, wire in WIRE_
 
 
 def wire_dtype(dtype: torch.dtype) -> common_pb2.DataType.ValueType:
-    """Return the wire format's value for a dtype; raise ProtocolError if there is none."""
+    """Return the wire format's value for a dtype. Raise ProtocolError if the dtype has no such value."""
     wire = WIRE_OF_DTYPE.get(dtype)
     if wire is None:
         raise ProtocolError(
@@ -46,7 +46,7 @@ def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
     """Return the torch dtype of a wire value.
 
     Raises:
-        ProtocolError: This build does not support the value; names `name`.
+        ProtocolError: This build does not support the value. The message names `name`.
     """
     dtype = DTYPE_OF_WIRE.get(wire)
     if dtype is None:
@@ -77,7 +77,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def encode_tensor(tensor: torch.Tensor) -> common_pb2.TensorData:
-    """Return the tensor as one inline message (any device; copied to the host)."""
+    """Return a tensor of any device as one inline message. A tensor on a GPU is copied to the host first."""
     data = common_pb2.TensorData()
     fill_tensor(data, tensor)
     return data
@@ -86,7 +86,7 @@ def encode_tensor(tensor: torch.Tensor) -> common_pb2.TensorData:
 def fill_tensor(data: common_pb2.TensorData, tensor: torch.Tensor) -> None:
     """Write the tensor into an empty message.
 
-    Setting the fields in place saves one copy of all bytes compared with `encode_tensor`.
+    Compared with `encode_tensor`, this avoids one copy of all bytes.
     """
     data.shape.extend(tensor.shape)
     data.dtype = wire_dtype(tensor.dtype)
@@ -94,27 +94,27 @@ def fill_tensor(data: common_pb2.TensorData, tensor: torch.Tensor) -> None:
 
 
 class TensorWriter(Protocol):
-    """Puts rows into messages: inline, or in memory that the reader has mapped.
+    """Writes rows into a message itself, or into memory that the reader has mapped.
 
     Used by one thread at a time.
     """
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """Return the message for ``[rows, columns]`` tensors of one dtype, concatenated by rows.
+        """Return the message for ``[rows, columns]`` tensors of one dtype, which are concatenated by rows.
 
-        The tensors may be changed afterwards.
+        The caller may change the tensors after this call.
         """
         ...
 
 
 class TensorReader(Protocol):
-    """The other end of a `TensorWriter`. Used by one thread at a time."""
+    """Reads the messages of a `TensorWriter`. Used by one thread at a time."""
 
     def read(self, data: common_pb2.TensorData, name: str, columns: int) -> torch.Tensor:
         """Return the ``[rows, columns]`` tensor of a message as a new tensor.
 
         Raises:
-            ProtocolError: The data is malformed or uses another transport; names `name`.
+            ProtocolError: The data is malformed or uses another transport. The message names `name`.
         """
         ...
 
@@ -124,7 +124,7 @@ class TensorReader(Protocol):
 
 
 class InlineTensors:
-    """`TensorWriter` and `TensorReader` of messages that contain the bytes themselves.
+    """The `TensorWriter` and `TensorReader` for messages that contain the tensor's bytes.
 
     Args:
         device: Device of the tensors that `read` returns. Copies to a GPU are enqueued without waiting.
@@ -158,19 +158,19 @@ def decode_tensor(
         data: The message.
         name: Name of the tensor, for errors.
         columns: If given, the tensor must be ``[rows, columns]``.
-        device: Device of the result. On a GPU the tensor is ready in stream order; the copy uses pinned
+        device: Device of the result. On a GPU, the tensor is ready in stream order. The copy uses pinned
             memory, which torch caches.
 
     Raises:
-        ProtocolError: The message is not inline, its dtype is unknown, byte count and shape disagree, or the
-            shape is not ``[rows, columns]``.
+        ProtocolError: The message is not inline, its dtype is unknown, its byte count does not match its
+            shape, or the shape is not ``[rows, columns]``.
     """
     if data.WhichOneof("data") != "inline":
         raise ProtocolError(
             f"{name}: only inline tensors are accepted on this transport, not {data.WhichOneof('data')}.",
             field=name,
         )
-    payload = data.inline  # every access of this field makes a copy
+    payload = data.inline  # read the field once, because every access makes a copy
     shape, dtype = read_shape(data, len(payload), name, columns)
     if device.type != "cuda" or not payload:
         return _from_bytes(bytearray(payload), shape, dtype).to(device)
@@ -201,7 +201,10 @@ def read_shape(
 def split_tensor(
     name: str, tensor: torch.Tensor, max_chunk_bytes: int = MAX_CHUNK_BYTES
 ) -> Iterator[common_pb2.TensorChunk]:
-    """Yield a tensor in chunks: name, shape and dtype on the first, the SHA-256 of all bytes on the last."""
+    """Yield a tensor in chunks.
+
+    The first chunk has name, shape and dtype. The last chunk has the SHA-256 of all bytes.
+    """
     payload = tensor_bytes(tensor)
     digest = hashlib.sha256(payload).digest()
     for offset in range(0, max(len(payload), 1), max_chunk_bytes):
@@ -218,15 +221,15 @@ def split_tensor(
 def join_tensors(
     chunks: Iterable[common_pb2.TensorChunk], *, max_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the (name, tensor) pairs of a chunk stream, each as soon as it is complete.
+    """Yield the (name, tensor) pairs of a chunk stream, each as soon as its tensor is complete.
 
     Args:
         chunks: Chunks of one or more tensors, one after the other, as made by `split_tensor`.
-        max_bytes: Largest accepted tensor; nothing larger is allocated.
+        max_bytes: Size of the largest accepted tensor. No larger tensor is allocated.
 
     Raises:
         ProtocolError: A chunk is out of order, a tensor is too large or has a wrong size, a digest does not
-            match, or the stream ends inside a tensor; names the tensor.
+            match, or the stream ends inside a tensor. The message names the tensor.
     """
     name = ""
     shape: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""Version of the draft protocol, and its check. Target and draft exchange it first, in Hello and HelloAck."""
+"""Version of the draft protocol, which target and draft exchange and check first, in Hello and HelloAck."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.doorbells import Side
 
 PROTOCOL_VERSION = 2
-"""Increment it for any change that the previous release would reject or misread.
+"""Version number. Increment it for any change that the previous release would reject or misread.
 
 Examples: a new message on a stream, another layout of a round's blobs, another meaning of a field. A new
 optional field needs no increment.
@@ -17,8 +17,8 @@ def check_version(theirs: int, side: Side) -> None:
     """Check the version of a peer.
 
     Args:
-        theirs: The peer's version; 0 if it sent none.
-        side: The peer's side.
+        theirs: The peer's version, or 0 if the peer sent none.
+        side: The peer's side: target or draft.
 
     Raises:
         ProtocolError: The versions differ. The message names the side to update.

@@ -1,1 +1,1 @@
-"""Vocabulary of speculative decoding: algorithms, draft trees, fences, drafter interface, device rounds."""
+"""Shared types of speculative decoding: algorithms, draft trees, fences, the drafter interface, rounds."""

@@ -16,9 +16,9 @@ TOKEN_MAP_SUFFIXES = (".pt", ".pth", ".bin", ".safetensors", ".json")
 
 
 class Algorithm(Enum):
-    """Draft algorithms, named as in SGLang; case does not matter.
+    """Draft algorithms, with the names that SGLang uses. Case does not matter.
 
-    AUTO selects the one that fits the checkpoint.
+    AUTO selects the algorithm that fits the checkpoint.
     """
 
     AUTO = "auto"
@@ -41,7 +41,7 @@ class Algorithm(Enum):
     def needs_draft(self) -> bool:
         """Whether a draft folder is required.
 
-        The other algorithms need none, or use the target's checkpoint.
+        Some algorithms need no draft folder, because they use no draft model or the target's own checkpoint.
         """
         return self in (Algorithm.AUTO, Algorithm.STANDALONE)
 
@@ -50,7 +50,8 @@ def check_given(asked: Algorithm, draft: Path | None, target_weights: Path | Non
     """Check the settings as far as possible without reading the folders.
 
     Raises:
-        ConfigurationError: The settings contradict each other, or one is missing; the message names it.
+        ConfigurationError: The settings contradict each other, or a setting is missing. The message names the
+            setting.
     """
     if asked is Algorithm.NONE:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The interface between the engine and a drafter, whether remote, on the same host, in process, or absent."""
+"""The interface between the engine and a drafter. The drafter may run on another host or in this process."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ class DrafterState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """Features (hidden states of the target) that a drafter uses, and how they become stored feature rows.
+    """The features that a drafter uses, and how the target turns its hidden states into these features.
 
     Attributes:
-        aux_layer_ids: Layers whose *outputs* are concatenated, ascending. Empty if only the final hidden
-            state is used.
-        final_hidden: Whether the feature is the last hidden state after the final norm (EAGLE-1/2, MTP).
-        feature_size: Width of the stored row, after the projector if there is one. 0 if the drafter uses no
-            features.
-        projector: Tensors that the target applies: ``fc.weight`` ``[feature_size, n_aux * hidden]``,
-            optionally ``fc.bias``, ``fc_norm.N.weight`` and ``input_norm.weight``. Empty if features are sent
-            raw.
+        aux_layer_ids: Layers whose *outputs* are concatenated, in ascending order. Empty if only the final
+            hidden state is used.
+        final_hidden: True if the feature is the last hidden state after the final norm (EAGLE-1/2, MTP).
+        feature_size: Width of the stored feature row. A projector is applied before the row is stored. 0 if
+            the drafter uses no features.
+        projector: Tensors with which the target projects its hidden states: ``fc.weight`` ``[feature_size,
+            n_aux * hidden]``, and optionally ``fc.bias``, ``fc_norm.N.weight`` and ``input_norm.weight``.
+            Empty if the hidden states are sent unchanged.
         norm_eps: Epsilon of the projector's norms.
-        fingerprint: Identifies the projector. Stored features are valid only for this value.
+        fingerprint: Identifies the projector. Stored features are valid only for the projector with this
+            fingerprint.
     """
 
     aux_layer_ids: tuple[int, ...] = ()
@@ -50,13 +51,15 @@ class FeatureSpec:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOpen:
-    """A sequence that the drafter follows from now on.
+    """A request to the drafter to follow a sequence from now on.
 
-    Its features are sent with `Drafter.features`, its first chosen token with `Drafter.commit`.
+    The sequence's features are sent with `Drafter.features`. Its first chosen token is sent with
+    `Drafter.commit`.
 
     Attributes:
-        fence: Its committed_len is the number of `token_ids`.
-        token_ids: All tokens committed so far: the prompt and, when reopening, the tokens emitted since.
+        fence: The sequence's fence. Its committed_len is the number of `token_ids`.
+        token_ids: All tokens committed so far: the prompt and, if the sequence is reopened, the tokens
+            emitted after the prompt.
         seed, temperature, choice_index: Parameters of the target's sampling noise, for coupled drafting.
     """
 
@@ -72,11 +75,11 @@ class Commit:
     """Tokens that one round chose for one sequence.
 
     Attributes:
-        fence: The state *after* the round.
+        fence: The sequence's fence *after* the round.
         base_len: committed_len before the round.
         token_ids: The tokens at ``[base_len, fence.committed_len)``: accepted drafts, then the bonus token.
-        features: Rows of positions ``[base_len - 1, fence.committed_len - 1)``, ``[n, feature_size]``, on the
-            target's device. None if the drafter uses no features.
+        features: ``[n, feature_size]``, the feature rows of positions ``[base_len - 1, fence.committed_len -
+            1)``, on the target's device. None if the drafter uses no features.
     """
 
     fence: Fence
@@ -89,7 +92,7 @@ class Commit:
 class Commits:
     """All commits of one engine step.
 
-    The first token after prefill is a commit with ``base_len`` = prompt length.
+    The first token after prefill is a commit whose ``base_len`` is the length of the prompt.
     """
 
     round: int
@@ -100,8 +103,8 @@ class Commits:
 class ProposalRow:
     """A sequence that requests a tree: its current fence, its root token, and the size of the tree.
 
-    The engine waits for `must_wait` rows (mode on) until the drafter counts as faulty, and for the others
-    until the request's deadline.
+    If `must_wait` is True (speculation mode ON), the engine waits for the tree until the drafter counts as
+    faulty. Otherwise, the engine waits until the request's deadline.
     """
 
     fence: Fence
@@ -112,9 +115,9 @@ class ProposalRow:
 
 @dataclass(frozen=True, slots=True)
 class ProposalRequest:
-    """One round's request.
+    """The request for the trees of one round.
 
-    The engine waits `deadline_s` for rows without `must_wait`; None means to wait for all rows.
+    The engine waits at most `deadline_s` for rows without `must_wait`. None means to wait for all rows.
     """
 
     round: int
@@ -125,7 +128,7 @@ class ProposalRequest:
 class Drafter(Protocol):
     """Proposes trees. The engine step uses speculation through this interface only.
 
-    Methods never raise for a fault of the draft. They return trees of one node (the root), and
+    If the draft fails, methods never raise. `propose` then returns trees of one node (the root), and
     `fallback_reason` returns the cause. All methods are called from the engine thread only.
     """
 
@@ -133,31 +136,34 @@ class Drafter(Protocol):
     def device_resident(self) -> bool:
         """Whether rounds can stay on the device now; see `shared.spec.resident`.
 
-        Cheap: read on every step.
+        Reading it is cheap, because the engine does so on every step.
         """
         ...
 
     def feature_spec(self) -> FeatureSpec | None:
-        """Return the features to capture, or None if unknown (not connected yet).
+        """Return the features to capture, or None if they are unknown because no draft has connected yet.
 
-        Changes if a different draft connects.
+        The result changes if a different draft connects.
         """
         ...
 
     def state(self) -> DrafterState:
-        """Return the current state. Cheap: called on every step."""
+        """Return the current state. Must be cheap, because every step calls it."""
         ...
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
-        """Start following sequences, or restart them at a higher epoch."""
+        """Start following sequences, or reopen followed sequences with a higher epoch."""
         ...
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        """Send features of a prompt or a resync: ``[n, feature_size]`` at positions ``[base, base + n)``."""
+        """Send feature rows ``[n, feature_size]`` of positions ``[base, base + n)``.
+
+        These rows belong to a prompt or to a reopened sequence.
+        """
         ...
 
     def commit(self, result: Commits) -> None:
-        """Send the result of a round. Idempotent and cumulative."""
+        """Send the result of a round. A repeated commit has no effect, and commits are cumulative."""
         ...
 
     def announce(self, request: ProposalRequest) -> None:
@@ -175,10 +181,10 @@ class Drafter(Protocol):
         ...
 
     def wants_reopen(self) -> Sequence[int]:
-        """Return and clear the ids of sessions that the draft lost (restart, eviction, fence mismatch).
+        """Return and clear the ids of sessions that the draft has lost (restart, eviction, fence mismatch).
 
-        Open each of them again with epoch + 1, then send its features from position 0, or from `have_len` if
-        reported.
+        Open each of these sessions again with epoch + 1. Then send the session's features from position
+        `have_len` if the draft reported one, otherwise from position 0.
         """
         ...
 
@@ -187,27 +193,27 @@ class Drafter(Protocol):
         ...
 
     def close(self, session_ids: Sequence[int]) -> None:
-        """Stop following sequences; the draft frees their state."""
+        """Stop following sequences. The draft then frees their state."""
         ...
 
     def shutdown(self) -> None:
-        """Close the connection and join the threads."""
+        """Close the connection to the draft and join the drafter's threads."""
         ...
 
 
 @runtime_checkable
 class EagerDrafter(Protocol):
-    """A drafter on the engine's thread that processes prompts only when `absorb` is called.
+    """A drafter that runs on the engine's thread and processes prompts only when `absorb` is called.
 
     Other drafters process prompts on their own.
     """
 
     def absorb(self, session_ids: Sequence[int]) -> None:
-        """Enqueue all possible work on the received rows of these sequences, except on the last row of each.
+        """Enqueue the work on all received rows of these sequences, except on each sequence's last row.
 
         Does not wait.
 
-        Has no effect on the drafted trees. The next call for these sequences is a commit (the first token of
-        a prompt), or more rows follow.
+        Has no effect on the drafted trees. Afterwards the engine sends either a commit for these sequences
+        (the first token after a prompt) or more rows.
         """
         ...

@@ -1,4 +1,4 @@
-"""The fence: identifies a sequence's state, so that draft messages for an outdated state are dropped."""
+"""The fence identifies the state of a sequence, so that draft messages for an outdated state are dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MASK_64 = (1 << 64) - 1
 def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
     """Extend the FNV-1a 64-bit hash of a token sequence. Start from `FNV_OFFSET`.
 
-    Each id is hashed as four little-endian bytes, so both ends can extend the hash with the new tokens alone.
+    Each id is hashed as four little-endian bytes. Target and draft can extend the hash with the new tokens
+    alone.
     """
     for token_id in token_ids:
         for byte in struct.pack("<I", token_id):
@@ -24,14 +25,15 @@ def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Identifies a sequence at one moment.
+    """Identifies the state of a sequence at one moment.
 
-    A message whose fence differs from the receiver's is dropped, and only that sequence reopens.
+    A message whose fence differs from the receiver's is dropped. Only the message's sequence is then
+    reopened.
 
     Attributes:
-        session_id: The sequence, unique within one target process.
+        session_id: Id of the sequence, unique within one target process.
         epoch: Incremented when the sequence reopens, is retracted, or gets another draft.
-        committed_len: Number of chosen tokens, including the root.
+        committed_len: Number of committed tokens, including the root.
         prefix_hash: `extend_prefix_hash` over all committed tokens.
     """
 

@@ -1,20 +1,21 @@
-"""Interface between an engine that keeps its rounds on the device and a drafter that does the same.
+"""Interface between an engine and a drafter that keep their rounds on the device.
 
-In the steady state no part of a round passes through the host. The engine enqueues round n + 1 (the draft's
+In the steady state, no part of a round passes through the host. The engine enqueues round n + 1 (the draft's
 extend and tree growth, the verify pass, the walk) before it has read round n back. The result of one round is
 the input of the next: a `RoundState`, whose tensors never move, so that CUDA graphs may refer to them. The
-host learns the result of every round one round late.
+host reads the result of every round one round late.
 
 Terms: the root of a tree is the last committed token of its sequence, and committed_len counts the committed
 tokens, the root included. A feature row is the target's hidden state at one position, in the form that the
 drafter uses (`shared.spec.drafter.FeatureSpec`).
 
-A batch of fixed rows and shape lasts from `DeviceDrafter.enter` to `ResidentBatch.leave`. In between, every
-round runs these steps in order:
+A batch has fixed rows and a fixed tree shape from `DeviceDrafter.enter` to `ResidentBatch.leave`. Every round
+of the batch runs these steps in order:
 
 1. `reserve`, on the host.
 2. `draft`, enqueued or replayed as part of a graph.
-3. `committed`, after the round was read back; usually after the next round's `reserve` and `draft`.
+3. `committed`, after the round was read back. By then, the next round's `reserve` and `draft` have usually
+   run.
 
 If target and draft are different processes, each round transfers two blobs:
 
@@ -53,11 +54,11 @@ def _features_start(bs: int, columns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedExtent:
-    """Computes how much of `RoundState.packed` is in use: up to the end of the last valid feature row.
+    """Computes how many bytes of `RoundState.packed` are in use, up to the end of the last valid feature row.
 
     Attributes:
         counts: The binary layout of the counts.
-        columns: R, the columns of the state.
+        columns: R, the number of columns of the state.
         features_start: Byte offset of the first feature row.
         row_bytes: Bytes of one feature row.
     """
@@ -81,28 +82,29 @@ class RoundState:
     """The state of a batch between two rounds, on the device.
 
     `bs` is a bucket size. Rows past the last sequence, and rows whose sequence has ended, are idle. An idle
-    row has count 0 and root token 0. Readers must neither store nor move anything for it, and ignore any
-    result computed for it.
+    row has count 0 and root token 0. Readers must neither store nor move data for an idle row, and must
+    ignore results computed for it.
 
-    R, the number of columns, is at least depth + 1 of every shape that is drafted with this state.
+    R, the number of columns, is at least depth + 1 for every tree shape that is drafted with this state.
 
     Attributes:
-        committed_lens: ``[bs] int32``; chosen tokens of the sequence, including those of the last round. The
-            root is the last of them. Any value ≥ 1 if the row is idle.
-        tokens: ``[bs, R] int32``; the tokens chosen by the last round: accepted drafts, then the bonus token,
-            padded with 0. The root is in column ``counts - 1``.
-        counts: ``[bs] int32``; number of valid columns of `tokens` and rows of `features`: 1…R, or 0 if the
-            row is idle.
-        features: ``[bs, R, feature_size]``, in the pool's dtype. Row i < counts is the target's feature of
-            position ``committed_len - 1 - counts + i``. It pairs with ``tokens[i]``, the token at index
-            ``committed_len - counts + i``. Rows from `counts` on are undefined and may contain NaN.
-            feature_size is 0 if the drafter uses no features.
+        committed_lens: ``[bs] int32``; number of committed tokens of the sequence, including the tokens of
+            the last round. The root is the last committed token. An idle row has any value ≥ 1.
+        tokens: ``[bs, R] int32``; the tokens that the last round chose, padded with 0. These are the accepted
+            drafts and then the bonus token. The root is in column ``counts - 1``.
+        counts: ``[bs] int32``; number of valid columns of `tokens` and of valid rows of `features`: 1…R, or 0
+            if the row is idle.
+        features: ``[bs, R, feature_size]``, in the pool's dtype. For i < counts, row i is the target's
+            feature of position ``committed_len - 1 - counts + i``. This row pairs with ``tokens[i]``, the
+            token at index ``committed_len - counts + i``. Rows from `counts` on are undefined and may contain
+            NaN. feature_size is 0 if the drafter uses no features.
         temperature: ``[bs] fp32``; 0 = greedy.
         seeds: ``[bs] int64``, the bit pattern of the request's seed.
-        choices: ``[bs] int32``; index among the n choices of the request.
-        packed: ``[n] uint8``, one contiguous block of memory, sent to a draft in another process. It contains
-            `HEADER_BYTES` for the round's number, then committed_lens, counts and tokens, then features at a
-            multiple of 256 bytes; those four tensors are views of it. None if they are separate tensors.
+        choices: ``[bs] int32``; index of the sequence among the n choices of its request.
+        packed: ``[n] uint8``, one contiguous block of memory that is sent to a draft in another process. It
+            starts with `HEADER_BYTES` for the round's number. Then follow committed_lens, counts and tokens,
+            and then features at a multiple of 256 bytes. These four tensors are views of the block. None if
+            they are separate tensors.
     """
 
     committed_lens: torch.Tensor
@@ -118,7 +120,7 @@ class RoundState:
     def idle(
         bs: int, columns: int, feature_size: int, dtype: torch.dtype, device: torch.device | str
     ) -> RoundState:
-        """Make a state of idle rows. Its tensors may be written outside inference mode too."""
+        """Make a state of idle rows. The tensors may be written both inside and outside inference mode."""
         with torch.inference_mode(False):
             packed = torch.zeros(
                 packed_bytes(bs, columns, feature_size, dtype), dtype=torch.uint8, device=device
@@ -154,12 +156,12 @@ class RoundState:
 
     @property
     def columns(self) -> int:
-        """R: the most tokens that a round may choose per row."""
+        """R, the largest number of tokens that a round may choose per row."""
         return self.tokens.shape[1]
 
     @property
     def extent(self) -> PackedExtent:
-        """A `PackedExtent` for this state; it computes how many bytes of `packed` are in use."""
+        """The `PackedExtent` of this state, which computes how many bytes of `packed` are in use."""
         row_bytes = self.features.shape[2] * self.features.element_size()
         return PackedExtent(
             struct.Struct(f"<{self.bs}i"), self.columns, _features_start(self.bs, self.columns), row_bytes
@@ -169,9 +171,10 @@ class RoundState:
         """Write fresh rows into the first rows of the state, in stream order.
 
         Args:
-            tokens: For each row, its newest tokens, at most `columns`.
-            features: For each row, tensors ``[n, feature_size]`` that contain one feature row per token in
-                total, or no tensor. Empty if no row has features.
+            tokens: For each row, its newest tokens. A row may have at most `columns` tokens.
+            features: For each row, a list of tensors ``[n, feature_size]``. Together they contain one feature
+                row per token. A row without features has an empty list. The whole argument is empty if no row
+                has features.
         """
         host = torch.tensor(
             [[len(row), *row] + [0] * (self.columns - len(row)) for row in tokens], dtype=torch.int32
@@ -185,7 +188,7 @@ class RoundState:
             and len(whole) == len(tokens)
             and len({(piece.shape[0], piece.device) for piece in whole}) == 1
         ):
-            # If all rows are equally long, a single copy transfers them.
+            # If all rows have equally many tokens, a single copy transfers them.
             count = whole[0].shape[0]
             self.features[: len(tokens), :count].copy_(torch.stack(whole), non_blocking=True)
             return
@@ -197,7 +200,7 @@ class RoundState:
                 start = stop
 
     def roots(self) -> torch.Tensor:
-        """Return the last committed token of every row, ``[bs] int32``; 0 for idle rows. Does not wait."""
+        """Return the last committed token of every row, ``[bs] int32``, or 0 for idle rows. Does not wait."""
         last = (self.counts.to(torch.int64) - 1).clamp_(min=0)
         return self.tokens.gather(1, last[:, None])[:, 0]
 
@@ -206,11 +209,11 @@ class ResidentBatch(Protocol):
     """Rounds of a fixed set of rows and one tree shape, between `enter` and `leave`. Engine thread only.
 
     Attributes:
-        key: Identifies everything that recorded work depends on apart from the sizes of the state and the
-            shape. This includes addresses and widths of the drafter's static tensors (e.g. its page table's
-            bucket) and the sampling mode fixed in the graph (e.g. whether any row has a temperature above 0).
-            Two batches with the same key and the same state may share a graph. The key may change in
-            `reserve`; the engine then records another graph.
+        key: Identifies everything that a recorded graph depends on, except the size of the state and the tree
+            shape. This includes addresses and widths of the drafter's static tensors (e.g. the bucket of its
+            page table) and the sampling mode fixed in the graph (e.g. whether any row has a temperature above
+            0). Two batches with the same key and the same state may share a graph. The key may change in
+            `reserve`. The engine then records another graph.
     """
 
     key: Hashable
@@ -218,112 +221,115 @@ class ResidentBatch(Protocol):
     def reserve(self, committed_upper: Sequence[int]) -> bool:
         """Reserve host-side resources (e.g. pages) for one more round.
 
-        If the page table grows, it is copied to its static place in stream order, so that the round that is
-        still running sees the old one.
+        If the page table grows, it is copied to its static tensor in stream order. The round that is still
+        running therefore reads the old page table.
 
         Args:
-            committed_upper: One upper bound per session of its `committed_lens` at the start of the round to
-                be enqueued next. That round extends by ≤ R rows and grows a tree behind them. Values never
-                shrink from call to call, except for retired rows (then 0).
+            committed_upper: For each session, an upper bound of its `committed_lens` at the start of the
+                round to be enqueued next. That round extends the sequence by ≤ R rows and grows a tree behind
+                these rows. Bounds never shrink from one call to the next, except that a retired row has 0.
 
         Returns:
-            False if there is no room. The engine then drains, leaves, and runs its rounds through the host.
+            False if there is no room. The engine then waits for the rounds in flight, leaves, and runs its
+            rounds through the host.
         """
         ...
 
     def draft(self, state: RoundState) -> DraftBatch:
-        """Enqueue one round of drafting: extend by the `counts` rows of `state`, grow, build the trees.
+        """Enqueue one round of drafting: extend by the `counts` rows of `state`, then grow the trees.
 
-        Must be capturable, so it only enqueues: no host synchronisation, no branch on tensor contents. It
-        reads the static tensors of this object and `state`, and writes the drafter's own pool. It never
-        writes `state`. On a CPU the same code runs immediately.
+        A CUDA graph must be able to capture this method, so it only enqueues. It never synchronises with the
+        host or branches on the contents of tensors. It reads `state` and the static tensors of this object,
+        and writes the drafter's own pool. It never writes `state`. On a CPU, the same code runs immediately.
 
-        During a capture all rows of the state are idle. Nothing may then be stored that is read later.
+        During a capture, all rows of the state are idle. No data may then be stored that is read later.
 
         Returns:
-            ``[state.bs, N]`` trees with N = the shape's `max_nodes`, node 0 the root. Idle rows have
+            ``[state.bs, N]`` trees, where N is the shape's `max_nodes` and node 0 is the root. Idle rows have
             ``num_nodes`` 1. `logprobs` may be None.
         """
         ...
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
-        """Receive the result of a round that was read back: ≤ R tokens per session, in the order of `enter`.
+        """Receive the result of a round: at most R tokens per session, in the session order of `enter`.
 
-        The entry of a retired row is empty. Tokens after a stop are not included, because their row is
-        retired. Another round may be running during this call.
+        The entry of a retired row is empty. A row is retired when it stops, so no tokens after the stop are
+        included. Another round may be running during this call.
         """
         ...
 
     def retire(self, rows: Sequence[int]) -> None:
-        """Make rows idle: their sequences ended, and `Drafter.close` of their sessions follows.
+        """Make rows idle because their sequences have ended. `Drafter.close` of their sessions follows.
 
-        All rows keep their places. The retired rows' count is 0 from the next enqueued round on.
+        All rows keep their row numbers. From the next enqueued round on, the count of the retired rows is 0.
 
-        A round that is already enqueued may still write to their pages. The pages may nevertheless be freed
-        immediately: stream order puts those writes before anything that the pages' next owner enqueues.
+        A round that is already enqueued may still write to the pages of these rows. The pages may
+        nevertheless be freed immediately, because stream order puts those writes before all work of the
+        pages' next owner.
         """
         ...
 
     def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """Continue with only these rows from the next enqueued round on.
+        """Keep only the given rows from the next enqueued round on.
 
-        Row i of `state` is the old row ``rows[i]``. `rows` includes every row that is still active.
-        The engine fills the new state itself, in stream order behind the rounds in flight. All later calls
-        refer to its rows.
+        Row i of `state` is the old row ``rows[i]``. `rows` includes every row that is still active. The
+        engine fills the new state itself, in stream order behind the rounds in flight. All later calls refer
+        to the rows of the new state.
 
         Returns:
-            False if this batch cannot move. Nothing has changed then; the engine leaves and enters again.
+            False if this batch cannot move. The batch is then unchanged, and the engine leaves and enters
+            again.
         """
         ...
 
     def leave(self) -> None:
-        """End the rounds, after every enqueued one was read back and passed to `committed`.
+        """End the rounds, after every enqueued round was read back and passed to `committed`.
 
-        The sessions of rows that were not retired are then in the same state as if every commit had come
-        through the host: the tokens of the last `committed` are pending with their features. Those features
-        are copied from the state in stream order, because the state may be reused right after this call. If
-        no round ran since `enter`, the sessions are back in their state before it.
+        Sessions of rows that were not retired end up as if every commit had come through the host: the tokens
+        of the last `committed` are pending with their features. These features are copied from the state in
+        stream order, because the state may be reused right after this call. If no round has run since
+        `enter`, the sessions are in the same state as before `enter`.
         """
         ...
 
 
 @runtime_checkable
 class ExchangedBatch(ResidentBatch, Protocol):
-    """Rounds of a drafter in another process. State and trees are transferred outside of recorded graphs.
+    """Rounds of a drafter in another process. Recorded graphs exclude the transfers of state and trees.
 
-    Per round, call `reserve`, `exchange`, `draft`, `hand_over`, and then `carry` before the next round.
-    `draft` only checks the received trees on the device, so it can be part of a graph. `hand_over` and
-    `carry` must follow `exchange` whatever happens in between.
+    In each round, call `reserve`, `exchange`, `draft` and `hand_over`, in this order. Call `carry` after
+    them, before the next round. `draft` only checks the received trees on the device, so it can be part of a
+    graph. After `exchange`, call `hand_over` and `carry` even if an error occurs in between.
     """
 
     def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
         """Send the state of the next round and receive its trees, in stream order. Never captured.
 
-        May block the host until the trees are there, or only enqueue. Either way the wait is bounded. If the
-        trees do not arrive in time, `draft` returns trees of one node.
+        This either blocks the host until the trees have arrived, or only enqueues the wait for them. In both
+        cases the wait is bounded. If the trees do not arrive in time, `draft` returns trees of one node.
 
         Args:
             state: The state that `draft` will receive.
-            limit_s: Longest time that the device may wait for the trees. None: until the draft counts as
-                faulty.
-            ahead: True if the device may wait for work that the host does in `hand_over` and `carry`. The
-                caller thereby promises that all work enqueued in between has run before, so that enqueuing it
-                never makes the host wait for the device, as a first run may.
+            limit_s: Longest time that the device may wait for the trees. None means to wait until the draft
+                counts as faulty.
+            ahead: True if the device may wait for work that the host does in `hand_over` and `carry`. All
+                work that the caller enqueues in between must then have run before. The first run of other
+                work could make the host wait for the device while the device waits for the host.
         """
         ...
 
     def hand_over(self) -> None:
-        """Do the host's remaining part of sending the state. Waits until the previous round has ended."""
+        """Do the host's remaining part of sending the state. Wait until the previous round has ended."""
         ...
 
     def carry(self, wanted: bool) -> None:
-        """Do the host's remaining part of receiving the trees. Does not wait for them unless `wanted`."""
+        """Do the host's remaining part of receiving the trees. Waits for the trees only if `wanted`."""
         ...
 
 
 @runtime_checkable
 class DeviceDrafter(Protocol):
-    """Rounds on the device, offered by a `Drafter` while its `device_resident` is True.
+    """Starts rounds on the device. A `Drafter` offers this interface while its `device_resident` is True.
 
     Engine thread only.
     """
@@ -331,7 +337,7 @@ class DeviceDrafter(Protocol):
     def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
         """Start rounds on the device for these sessions.
 
-        Session i is row i of `state`; further rows are idle.
+        Session i becomes row i of `state`. All further rows are idle.
 
         Before the call:
 
@@ -343,14 +349,15 @@ class DeviceDrafter(Protocol):
         the sessions' rows from the pending commits (at least the root's), in stream order.
 
         Returns:
-            The rounds, or None if they cannot start now: a session is unknown or lacks features, more rows
-            are pending than R, or there is no room. `state` then still has idle rows only. The engine runs
-            this round through the host, and may try again at the next.
+            The rounds, or None if they cannot start now. Possible reasons are that a session is unknown or
+            lacks features, that more than R rows are pending, or that there is no room. `state` then still
+            has idle rows only. The engine runs this round through the host, and may call `enter` again in the
+            next round.
         """
         ...
 
     def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
-        """Return a batch of idle rows without sessions, for recording the graphs at start-up."""
+        """Return a batch of idle rows without sessions, with which the graphs are recorded at start-up."""
         ...
 
 
@@ -359,7 +366,7 @@ class TreesBlob:
     """Trees with their header, in memory that never moves.
 
     Attributes:
-        blob: ``[n] uint8``, all of it; the other attributes are views of it.
+        blob: ``[n] uint8``, the whole blob. The other attributes are views of it.
         number: ``[1] int32``, the number of the round.
         num_nodes: ``[bs] int32``.
         tokens, parents: ``[bs, N] int32``.

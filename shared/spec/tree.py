@@ -1,8 +1,8 @@
 """Draft trees as tensors: the shape of a tree, and a batch of trees with parents, depths and ancestor masks.
 
 Node 0 is the root: the last committed token, whose K/V is not written yet. Parents precede children. The
-ancestor mask has one row of 32-bit words per node. Bit j of word w is set if node 32·w + j is an ancestor of
-the node or the node itself.
+ancestor mask has one row of 32-bit words per node. Bit j of word w in the row of node n is set if node number
+32·w + j is node n or an ancestor of node n.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class DraftShape:
 
     Attributes:
         depth: Levels of the tree below the root (SGLang: num_steps).
-        topk: Beam width, and children considered per node (SGLang: eagle_topk). 1 makes a chain.
+        topk: Beam width, which is also the number of children considered per node (SGLang: eagle_topk). With
+            1, the tree is a chain.
         max_nodes: Nodes to verify, including the root (SGLang: num_draft_tokens). 1 means no draft nodes.
     """
 
@@ -39,7 +40,7 @@ class DraftShape:
         return self.max_nodes > 1 and self.depth > 0
 
     def bounded(self) -> DraftShape:
-        """Return the shape with `max_nodes` reduced to the number that its depth and topk can fill."""
+        """Return the shape with `max_nodes` limited to the number of nodes that depth and topk allow."""
         candidates = self.topk + (self.depth - 1) * self.topk * self.topk if self.depth > 0 else 0
         return DraftShape(self.depth, self.topk, min(self.max_nodes, 1 + candidates))
 
@@ -51,16 +52,16 @@ NO_DRAFT = DraftShape(depth=0, topk=1, max_nodes=1)
 class DraftBatch:
     """A batch of trees, one per sequence, in batch order.
 
-    Columns past `num_nodes` are padding (token 0, parent -1).
+    Columns from `num_nodes` on are padding, with token 0 and parent -1.
 
     Attributes:
         tokens: ``[bs, N] int32``; column 0 is the root.
-        parents: ``[bs, N] int32``; node index within the row, -1 for the root.
+        parents: ``[bs, N] int32``; index of the parent node within the row, or -1 for the root.
         depths: ``[bs, N] int32``; 0 for the root.
         num_nodes: ``[bs] int32``; at least 1.
-        ancestors: ``[bs, N, words] int32``; see the module docstring.
-        logprobs: ``[bs, N] fp32``, the draft's own log-probabilities, for tracing only; or None.
-        draft_ms: Time spent by the draft, as it reports it, for tracing only.
+        ancestors: ``[bs, N, words] int32``, the ancestor masks; see the module docstring.
+        logprobs: ``[bs, N] fp32``, the draft's own log-probabilities, or None. Used only for tracing.
+        draft_ms: Time that the draft reports to have spent, in milliseconds, for tracing only.
     """
 
     tokens: torch.Tensor

@@ -1,4 +1,4 @@
-"""Draft trees on the host: grown node by node, padded into a batch of tensors, placed into a larger batch."""
+"""Grows draft trees on the host, pads them into a batch of tensors, and places batches into larger ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORD_BYTES = MASK_WORD_BITS // 8
 
 @dataclass(slots=True)
 class HostTree:
-    """One tree; node 0 is the root. Grow it with `add`, parents before children.
+    """One tree, whose node 0 is the root. Grow the tree with `add`, and add parents before their children.
 
     Attributes:
         tokens, parents, depths, logprobs: One entry per node.
@@ -45,7 +45,7 @@ class HostTree:
 
 
 def pad_trees(trees: Sequence[HostTree], device: torch.device, draft_ms: float = 0.0) -> DraftBatch:
-    """Return the trees as one batch, each padded to the width of the largest.
+    """Return the trees as one batch. Every tree is padded to the size of the largest tree.
 
     All fields are copied to the device together.
     """
@@ -86,7 +86,7 @@ def pad_trees(trees: Sequence[HostTree], device: torch.device, draft_ms: float =
 
 
 def root_trees(root_tokens: Sequence[int], device: torch.device) -> DraftBatch:
-    """Return trees of one node each, with which a round is a step of plain decoding."""
+    """Return trees of one node each. A round with such trees is a step of plain decoding."""
     bs = len(root_tokens)
     tokens = torch.tensor(root_tokens, dtype=torch.int32, device=device).view(bs, 1)
     return DraftBatch(

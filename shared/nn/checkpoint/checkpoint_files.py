@@ -12,7 +12,7 @@ LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
-"""Name of the index and of the single file, in search order."""
+"""Pairs of the index's name and the single file's name, in search order."""
 
 
 class CheckpointFiles:
@@ -23,7 +23,7 @@ class CheckpointFiles:
 
     Attributes:
         files: The files, in order of their names.
-        file_of: Tensor name → the file that contains it.
+        file_of: Tensor name → the file that contains the tensor.
 
     Raises:
         CheckpointError: A file is missing, truncated or corrupt, or the shards and their index disagree.

@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint strictly: checks every name, shape and type before it allocates memory.
+"""Reads the tensors of a checkpoint, and checks every name, shape and type before it allocates memory.
 
 Also rejects NaN and infinite weights, logs the load speed, and computes the fingerprint of the weights.
 """
@@ -26,7 +26,7 @@ __all__ = ["CheckpointReader", "Shape", "dtype_name", "is_weight"]
 
 FINGERPRINT_SAMPLE_BYTES = 4096
 STAGED_BYTES = 1 << 20
-"""Tensors of at least this size reach a GPU through pinned memory; smaller ones are copied directly."""
+"""Tensors of at least this size are copied to a GPU through pinned memory, smaller ones directly."""
 LOGGED_BYTES = 256 << 20
 """Loads of at least this size are logged with their speed."""
 MAX_NAMED = 12  # An error lists at most this many tensor names per kind of problem.
@@ -38,21 +38,21 @@ _log = get_logger("outrider.loader")
 class CheckpointReader(TensorSource):
     """The tensors of a model folder: one file, or shards listed in an index.
 
-    Opening it reads only the headers. `check` compares them all with the expected tensors and reports every
-    problem in one error. `take` copies a tensor to the device. Use the reader as a context manager: the end
-    of the `with` block unmaps the files.
+    Opening a reader reads only the headers. `check` compares all headers with the expected tensors and
+    reports every problem in one error. `take` copies a tensor to the device. Use the reader as a context
+    manager. The end of the `with` block unmaps the files.
 
     Args:
         path: A tensor file, or a folder. The folder contains ``model.safetensors``,
             ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, or
             exactly one ``*.safetensors`` file.
         device: Device to copy tensors to. On ``meta``, headers are checked but no data is read.
-        dtype: Type to convert floating-point tensors to; None keeps the stored type.
-        progress: Called with (bytes taken, total bytes) after each tensor.
+        dtype: Type to which floating-point tensors are converted. None keeps the stored type.
+        progress: Called after each tensor with the bytes taken so far and the total bytes.
 
     Attributes:
         files: The tensor files.
-        tensors: Name → info of every tensor in all files.
+        tensors: Name → shape, type and location of every tensor in all files.
         fingerprint: sha256 over names, shapes, dtypes and a sample of every tensor's bytes.
 
     Raises:
@@ -77,10 +77,10 @@ class CheckpointReader(TensorSource):
         self._ahead: ReadAhead | None = None
         self._staging: WeightStaging | None = None
         self._started: float | None = None
-        # A CUDA device runs asynchronously: reading each result would stall every copy.
+        # A CUDA device runs asynchronously, so reading each result would stall every copy.
         self._checks_each = self.device.type != "cuda"
-        # Tensors not yet checked for NaN: names, type after conversion, and a ``[] bool`` that is True if all
-        # numbers are finite.
+        # Tensors that are not yet checked for NaN. An entry contains the names, the type after conversion,
+        # and a ``[] bool`` that is True if all numbers are finite.
         self._unchecked: list[tuple[Sequence[str], torch.dtype, torch.Tensor]] = []
         self.tensors: dict[str, TensorInfo] = {
             name: file.tensors[name] for name, file in self._files.file_of.items()
@@ -125,13 +125,13 @@ class CheckpointReader(TensorSource):
 
         Args:
             expected: Name → shape of every tensor that must be present.
-            ignored: Names, or patterns with ``*``, of tensors that may be present but are not used.
-            floating: Whether expected tensors must have a floating-point type.
-            dtypes: Name → exact type, for tensors that are exempt from `floating`.
+            ignored: Names, or patterns with ``*``, of unused tensors that may be present.
+            floating: True if expected tensors must have a floating-point type.
+            dtypes: Name → exact type, for tensors to which `floating` does not apply.
 
         Raises:
-            CheckpointError: Lists every missing, unexpected, misshaped and wrongly typed tensor; `field` is
-                the first of them.
+            CheckpointError: A tensor is missing, unexpected, misshaped or wrongly typed. The message lists
+                all such tensors, and `field` is the first.
         """
         problems: list[tuple[str, list[str]]] = [
             ("missing", [name for name in expected if name not in self.tensors]),
@@ -186,7 +186,7 @@ class CheckpointReader(TensorSource):
     ) -> torch.Tensor:
         """Copy one tensor to the device; see `TensorSource.take`.
 
-        On a GPU, NaN and infinite numbers are reported later, by `check_finite`.
+        On a GPU, `check_finite` reports NaN and infinite numbers later.
         """
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
@@ -197,7 +197,7 @@ class CheckpointReader(TensorSource):
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Copy several tensors into one; see `TensorSource.take_rows`."""
+        """Copy several tensors into one tensor; see `TensorSource.take_rows`."""
         infos = [self._require(name, shape, dtype) for name, shape in parts]
         target = dtype or to or self.dtype or infos[0].dtype
         rows = sum(shape[0] for _, shape in parts)
@@ -221,8 +221,8 @@ class CheckpointReader(TensorSource):
     def check_finite(self) -> None:
         """Wait for the copies and reject NaN and infinite numbers.
 
-        On a CPU, every `take` calls this. On a GPU, it runs once, at the end of the `with` block, because
-        each check waits for the device.
+        On a CPU, every `take` calls this method. On a GPU, the method is called once, at the end of the
+        `with` block, because each call waits for the device.
 
         Raises:
             CheckpointError: A tensor contains NaN or infinite numbers, in the file or after its conversion.
@@ -233,7 +233,7 @@ class CheckpointReader(TensorSource):
             raise self._not_finite(names, dtype)
 
     def number(self, name: str) -> float:
-        """Return the value of a tensor that contains a single number, such as a scale, and passed `check`."""
+        """Return the value of a tensor that contains a single number, such as a scale. Call `check` first."""
         self._taken.add(name)
         return float(self._files.file_of[name].read(name).float())
 
@@ -241,10 +241,10 @@ class CheckpointReader(TensorSource):
         """Check that every tensor was taken.
 
         Args:
-            ignored: Names, or patterns with ``*``, of tensors that may be left in the file.
+            ignored: Names, or patterns with ``*``, of tensors that need not be taken.
 
         Raises:
-            CheckpointError: Lists every tensor that was neither taken nor ignored.
+            CheckpointError: A tensor was neither taken nor ignored. The message lists all such tensors.
         """
         left = [
             name
@@ -277,7 +277,7 @@ class CheckpointReader(TensorSource):
             self.close()
 
     def _copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a stored tensor into place. Large tensors reach a GPU through pinned memory."""
+        """Copy a stored tensor to its destination. Large tensors go to a GPU through pinned memory."""
         if self._started is None:
             self._started = time.monotonic()
             if self.device.type == "cuda":
@@ -316,7 +316,7 @@ class CheckpointReader(TensorSource):
         return info
 
     def _not_finite(self, names: Sequence[str], dtype: torch.dtype) -> CheckpointError:
-        """Return the error for NaN or infinite numbers: the file is damaged, or the dtype too narrow."""
+        """Return the error for NaN or infinite numbers. The file is damaged or the dtype is too narrow."""
         broken = [
             name
             for name in names
@@ -357,7 +357,7 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def is_weight(dtype: torch.dtype) -> bool:
-    """True if weights of this stored type can be converted: neither FP8, which needs scales, nor integers."""
+    """True if weights of this stored type can be converted. FP8 (which needs scales) and integers cannot."""
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -369,7 +369,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _finite(tensor: torch.Tensor) -> torch.Tensor:
     """Return `_is_finite` as a ``[] bool`` tensor on the tensor's device, without waiting for it.
 
-    One pass, and no copy except for FP8.
+    This makes one pass over the tensor, and no copy unless the tensor is FP8.
     """
     # FP8 has no comparisons.
     low, high = torch.aminmax(tensor.half() if tensor.dtype.itemsize == 1 else tensor)

@@ -13,8 +13,9 @@ from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig, ExpertWeights
 from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 
-MXFP4_GROUP = 32  # values that share a scale
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # index: three low bits; fourth bit: sign
+MXFP4_GROUP = 32  # number of values that share a scale
+# Indexed by the three low bits of a four-bit value. The fourth bit is the sign.
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_SCALE_BIAS = 127
 MXFP4_SCALE_NAN = 255
 MXFP4_SCALES = "_scales"  # suffix of the names of scale tensors
@@ -27,7 +28,7 @@ class SeparateExperts:
     Attributes:
         router: Name of the router, after the layer's prefix.
         expert: Prefix of one expert, with ``{}`` for its index.
-        gate, up, down: Names of its matrices.
+        gate, up, down: Names of the expert's matrices.
         grain: See `ExpertFiles`.
     """
 
@@ -61,7 +62,7 @@ class SeparateExperts:
 class FusedExperts:
     """Layout of gpt-oss in bf16: all experts in one tensor.
 
-    The input dimension comes first, and the columns of gate and up alternate.
+    The input dimension comes first. Columns of gate and up alternate.
     """
 
     router: str = "mlp.router"
@@ -113,7 +114,7 @@ class Mxfp4Experts:
 
 
 def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
-    """Reject MXFP4 scales that are NaN (E8M0 has one NaN and no infinity).
+    """Reject MXFP4 scales that are NaN. Their E8M0 format has one NaN and no infinity.
 
     Scales are loaded as bytes, so the reader's check for NaN weights does not cover them.
 
@@ -131,11 +132,12 @@ def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the de-quantized weights ``[experts, rows, groups * 32]``.
 
-    Works on one expert at a time to bound the temporary memory.
+    The function processes one expert at a time to limit the temporary memory.
 
     Args:
-        blocks: ``[experts, rows, groups, 16] uint8``; the low half of each byte comes first.
-        scales: ``[experts, rows, groups] uint8``; powers of two, biased by 127.
+        blocks: ``[experts, rows, groups, 16] uint8``. The low half of each byte contains the first of its two
+            values.
+        scales: ``[experts, rows, groups] uint8``, exponents of two with a bias of 127.
         dtype: Type of the result. bf16 represents every value exactly.
 
     Source: OCP Microscaling Formats (MX) specification 1.0, E2M1 values and E8M0 scales.

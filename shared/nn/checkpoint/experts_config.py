@@ -24,13 +24,15 @@ class Routing:
 
     Attributes:
         top_k: Experts per row.
-        scoring: How logits become scores, over all experts.
-        normalise: True if the weights of the chosen experts are normalized to sum to one, before `scale`.
-        scale: Factor on the weights.
-        groups, kept_groups, group_top: Group-limited routing: the experts form `groups` groups, each ranked
-            by the sum of its best `group_top` scores. Experts are chosen from the best `kept_groups` groups.
+        scoring: How logits become scores. The function is applied over all experts.
+        normalise: True if the weights of the chosen experts are normalized to sum to one before they are
+            multiplied by `scale`.
+        scale: Factor by which the weights are multiplied.
+        groups, kept_groups, group_top: Parameters of group-limited routing. The experts form `groups` groups.
+            A group is ranked by the sum of its best `group_top` scores. Experts are chosen from the best
+            `kept_groups` groups.
         bias: True if the router's projection has a bias.
-        choice_bias: True if a bias per expert takes part in the choice, but not in the weights.
+        choice_bias: True if each expert has a bias that affects the choice but not the weights.
     """
 
     top_k: int
@@ -71,7 +73,7 @@ class ExpertFiles(Protocol):
     def grain(self) -> int:
         """Granularity of the intermediate size in the files.
 
-        A rank's part of an expert must be a multiple of it.
+        The size of a rank's part of an expert must be a multiple of this number.
         """
         ...
 
@@ -90,7 +92,8 @@ class ExpertsConfig:
         num_experts, intermediate_size: Sizes of the routed experts.
         routing: How experts are chosen and weighted.
         files: Layout of the experts in the checkpoint.
-        shared_size: Intermediate size of the shared expert that every row passes through; 0 if there is none.
+        shared_size: Intermediate size of the shared expert, through which every row passes. 0 if there is no
+            shared expert.
         swiglu_limit, swiglu_alpha: Parameters of gpt-oss's activation
             ``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``. A limit of None means ``silu(gate) * up``.
     """

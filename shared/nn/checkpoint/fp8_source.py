@@ -1,7 +1,7 @@
 """Widens FP8 weights with one scale per block (DeepSeek-V3, Qwen3-FP8) while they are loaded.
 
-The e4m3 matrix ``name.weight`` has its scales in ``name.weight_scale_inv``, one per block of
-``weight_block_size`` rows and columns. The original weight is their product.
+The scales of the e4m3 matrix ``name.weight`` are in ``name.weight_scale_inv``. There is one scale per block
+of ``weight_block_size`` rows and columns. The original weight is the product of matrix and scales.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ STORED = torch.float8_e4m3fn
 SCALE_SUFFIX = "_scale_inv"
 
 Block = tuple[int, int]
-"""Rows and columns of a block of weights that share a scale."""
+"""Numbers of rows and columns of a block of weights that share a scale."""
 
 
 def parse_weight_block(reader: ConfigReader) -> Block | None:
     """Return the block size of an FP8 checkpoint, or None for other checkpoints.
 
     Raises:
-        CheckpointError: The checkpoint is FP8 but has no scales per block.
+        CheckpointError: The checkpoint is FP8 but has no scale per block.
     """
     section = reader.raw.get("quantization_config")
     if not isinstance(section, Mapping) or section.get("quant_method") != "fp8":
@@ -52,13 +52,13 @@ def expect_scales(expected: ExpectedTensors, stored: Mapping[str, TensorInfo], b
 
 
 class Fp8Source(TensorSource):
-    """A `TensorSource` that widens the FP8 matrices of another source and passes everything else through.
+    """A `TensorSource` that widens the FP8 matrices of another source and passes on all other tensors.
 
     Args:
         source: Supplies the stored tensors.
-        stored: Name → info of all stored tensors.
-        block: Rows and columns that share a scale.
-        dtype: Type to widen FP8 matrices to.
+        stored: Name → shape and type of all stored tensors.
+        block: Numbers of rows and columns that share a scale.
+        dtype: Type to which FP8 matrices are widened.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Fp8Source(TensorSource):
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return several tensors as one, those stored in FP8 widened."""
+        """Return several tensors as one. Tensors stored in FP8 are widened."""
         if not any(self._narrow(name) for name, _ in parts):
             return self._source.take_rows(parts, dtype=dtype, to=to)
         out: torch.Tensor | None = None

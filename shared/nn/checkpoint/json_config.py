@@ -1,4 +1,4 @@
-"""Reads JSON files and their typed values; errors name the key, the file and the fix."""
+"""Reads JSON files and their typed values. Errors name the key, the file and the fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from outrider.shared.base.errors import CheckpointError, OutriderError
 
 LARGEST = (1 << 31) - 1
-"""Upper bound of every size. No model is larger, and torch could not describe tensors of such sizes."""
+"""Upper bound of every size. No model has larger sizes, and torch could not describe such tensors."""
 
 
 class ConfigReader:
@@ -23,11 +23,11 @@ class ConfigReader:
         self.source = source
 
     def error(self, key: str, problem: str) -> CheckpointError:
-        """Return an error for `key`. `problem` continues a sentence that starts with the key."""
+        """Return an error for `key`. The message is the key followed by `problem`."""
         return CheckpointError(f"{self.source}: {key}: {problem}.", field=key)
 
     def positive(self, key: str, default: int | None = None) -> int:
-        """Return an integer ≥ 1; null counts as absent. Without a default the key is required."""
+        """Return an integer ≥ 1; null counts as absent. If there is no default, the key is required."""
         value = self.raw.get(key)
         if value is None:
             if default is None:
@@ -51,7 +51,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number > 0; null counts as absent. Without a default the key is required."""
+        """Return a finite number > 0; null counts as absent. If there is no default, the key is required."""
         value = self.raw.get(key)
         if value is None:
             if default is None:
@@ -98,17 +98,18 @@ class ConfigReader:
 def faults_of(source: Path | str) -> Iterator[None]:
     """Turn any exception raised in this context into an error about the file `source`.
 
-    An odd value in a file therefore never ends in a traceback. Errors that already name the fault pass
-    through.
+    Therefore an invalid value in a file never ends in a traceback. Errors that already name the fault are not
+    changed.
 
     Raises:
-        CheckpointError: Names the file; its cause is the original exception.
+        CheckpointError: An exception was raised. The message names the file, and the cause is the original
+            exception.
     """
     try:
         yield
     except OutriderError:
         raise
-    except Exception as error:  # An odd value may raise any exception, also inside transformers.
+    except Exception as error:  # An invalid value may raise any exception, also inside transformers.
         raise CheckpointError(
             f"{source} cannot be read as a model configuration ({type(error).__name__}: {error}); "
             "correct it, or download it again.",

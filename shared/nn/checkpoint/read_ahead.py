@@ -1,8 +1,8 @@
 """Reads weight files into the page cache with several threads, ahead of the thread that loads the weights.
 
-A mapped file is read when its memory is first touched, one page at a time. These threads touch the tensors in
-the order in which they will be used. That keeps the disk busy, and the copies to the device find their pages
-in the page cache.
+A mapped file is read one page at a time, when the page is first touched. These threads touch the tensors in
+the order in which they will be used. The disk therefore stays busy, and the copies to the device find their
+pages in the page cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 THREADS = 8
 PIECE_BYTES = 32 << 20
 AHEAD_BYTES = 4 << 30
-"""Maximum lead of the threads. Pages that are read too early may be evicted before they are used."""
+"""Maximum lead of the threads, in bytes. Pages that are read too early may be evicted before their use."""
 PAGE_BYTES = 4096
 
 
@@ -31,7 +31,8 @@ class ReadAhead:
         self._changed = threading.Condition()
         self._used = 0
         self._closed = False
-        self._pieces: deque[tuple[int, torch.Tensor]] = deque()  # (bytes before the piece, the piece's bytes)
+        # Pairs of the number of bytes before a piece, and the piece itself.
+        self._pieces: deque[tuple[int, torch.Tensor]] = deque()
         position = 0
         for tensor in tensors:
             for piece in torch.split(tensor.reshape(-1).view(torch.uint8), PIECE_BYTES):
@@ -46,7 +47,7 @@ class ReadAhead:
             thread.start()
 
     def used(self, nbytes: int) -> None:
-        """Report that another `nbytes` bytes have been used."""
+        """Report that `nbytes` further bytes have been used."""
         with self._changed:
             self._used += nbytes
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Parses tensor files: safetensors, checking the whole header, and torch's ``.bin``, without running code."""
+"""Parses safetensors files with a full check of the header, and torch's ``.bin`` without running code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape and dtype of a stored tensor, and for safetensors its byte range within the file."""
+    """Shape and dtype of a stored tensor. For safetensors, also the tensor's byte range within the file."""
 
     shape: Shape
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class TensorInfo:
 
 
 class TensorFile(Protocol):
-    """A file with a checked header, from which tensors are read one by one."""
+    """A tensor file with a checked header. Tensors are read one at a time."""
 
     @property
     def path(self) -> Path:
@@ -75,11 +75,11 @@ class TensorFile(Protocol):
 def open_tensor_file(path: Path) -> TensorFile:
     """Open a tensor file.
 
-    A ``.safetensors`` file is parsed; any other is unpickled with ``weights_only``.
+    A ``.safetensors`` file is parsed. Any other file is unpickled with ``weights_only``.
 
     Raises:
-        CheckpointError: The file is missing, truncated, corrupt or would run code; `field` is its path or the
-            tensor.
+        CheckpointError: The file is missing, truncated or corrupt, or would run code. `field` is the file's
+            path or the tensor's name.
     """
     if not path.is_file():
         raise CheckpointError(
@@ -121,12 +121,12 @@ class SafetensorsFile(TensorFile):
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
         raw = torch.frombuffer(self._memory, dtype=torch.uint8, count=info.nbytes, offset=info.begin)
-        if raw.data_ptr() % info.dtype.itemsize:  # a header that is not padded to 8 bytes
+        if raw.data_ptr() % info.dtype.itemsize:  # the header was not padded to 8 bytes
             raw = raw.clone()
         return raw.view(info.dtype).view(info.shape)
 
     def close(self) -> None:
-        """Drop the mapping. The memory is unmapped when the last tensor that shares it is gone."""
+        """Drop the mapping. The memory is unmapped when the last tensor that shares the mapping is gone."""
         del self._memory
 
     def _corrupt(self, problem: str, field: str | None = None) -> CheckpointError:
@@ -191,7 +191,7 @@ class SafetensorsFile(TensorFile):
 class PickledFile(TensorFile):
     """A torch checkpoint: a mapping of names to tensors.
 
-    It is unpickled with ``weights_only=True``, so that it cannot run code.
+    The file is unpickled with ``weights_only=True``, so that it cannot run code.
     """
 
     def __init__(self, path: Path) -> None:
@@ -250,6 +250,6 @@ class PickledFile(TensorFile):
 
 
 def _starts_as_zip(path: Path) -> bool:
-    """True if torch can map the file: the format since torch 1.6 is a zip archive."""
+    """True if torch can map the file. This requires the format since torch 1.6, which is a zip archive."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"

@@ -1,4 +1,4 @@
-"""Defines `TensorSource`, from which layers load tensors, and `ExpectedTensors`, which only records them."""
+"""Defines `TensorSource`, which supplies tensors to layers, and `ExpectedTensors`, which records requests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TensorSource(Protocol):
 
         Args:
             name: The tensor's name.
-            shape: The shape it must have.
-            dtype: The exact stored type of an index or mask tensor (d2t: int64). None for a floating-point
-                weight, which is converted to the source's dtype.
-            to: Type to convert a floating-point weight to, instead of the source's dtype.
+            shape: The shape that the tensor must have.
+            dtype: The exact stored type of an index or mask tensor (for example int64 for d2t). None for a
+                floating-point weight, which is converted to the source's dtype.
+            to: Type to which a floating-point weight is converted. None means the source's dtype.
 
         Raises:
             CheckpointError: The tensor is missing, has another shape or type, or contains NaN or infinite
@@ -40,7 +40,7 @@ class TensorSource(Protocol):
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return several tensors as one, concatenated along their first dimension (fused q-k-v, gate-up).
+        """Return several tensors as one, concatenated along the first dimension (for fused q-k-v or gate-up).
 
         Args:
             parts: Name and shape of each tensor.
@@ -78,7 +78,7 @@ class ExpectedTensors(TensorSource):
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Record several tensors that become one."""
+        """Record several tensors that are concatenated into one tensor."""
         self.shapes |= dict(parts)
         if dtype is not None:
             self.dtypes |= {name: dtype for name, _ in parts}

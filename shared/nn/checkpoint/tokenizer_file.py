@@ -15,7 +15,9 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Return token → id of a folder's tokenizer, including added tokens; None without a ``tokenizer.json``.
+    """Return token → id of a folder's tokenizer, including added tokens.
+
+    Return None if the folder has no ``tokenizer.json``.
 
     Raises:
         CheckpointError: The file is not JSON, or its vocabulary is malformed.
@@ -40,7 +42,7 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return token → id as the file lists them. Unigram vocabularies are lists of (token, score)."""
+    """Return token → id. In a Unigram vocabulary, which is a list of (token, score), the id is the index."""
     vocabulary = (raw.get("model") or {}).get("vocab") or {}
     tokens = (
         dict(vocabulary)
@@ -51,7 +53,10 @@ def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Return a digest of the vocabulary, independent of the file's formatting; empty without a tokenizer."""
+    """Return a digest of the vocabulary, or an empty string if the folder has no tokenizer.
+
+    The digest does not depend on the file's formatting.
+    """
     vocabulary = read_vocabulary(folder)
     if vocabulary is None:
         return ""

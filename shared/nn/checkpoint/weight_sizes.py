@@ -1,4 +1,4 @@
-"""Computes how many bytes weights take once loaded, from the headers of their files, and formats sizes."""
+"""Computes from file headers how many bytes weights take once they are loaded, and formats sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ GIB = 1 << 30
 def loaded_bytes(name: str, info: TensorInfo, dtype: torch.dtype) -> int:
     """Return the bytes that a stored tensor takes once it is loaded.
 
-    MXFP4 is widened: a block stores two values per byte, and the scales are multiplied into the weights.
+    MXFP4 weights are widened. A block stores two values per byte, and the scales are multiplied into the
+    weights.
 
     Args:
         name: The tensor's name.
-        info: Its header.
+        info: Shape and type from the header.
         dtype: Type of the model's weights.
     """
     if info.dtype is torch.uint8:

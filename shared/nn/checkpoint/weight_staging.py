@@ -1,4 +1,4 @@
-"""Copies weights to a GPU through pinned memory: fills one buffer from a file while the GPU reads another."""
+"""Copies weights to a GPU through pinned memory. It fills one buffer while the GPU reads another one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ BUFFER_BYTES = 32 << 20
 class WeightStaging:
     """Pinned buffers through which host tensors are copied to a GPU.
 
-    A copy returns before the GPU has the data; copies are ordered with the current stream.
+    `copy` returns before the GPU has the data. Copies run in the order of the current stream.
 
     Args:
-        device: Device to copy to. For a CPU the buffers are not pinned and copies are synchronous.
+        device: Device to copy to. For a CPU, the buffers are not pinned and copies are synchronous.
         buffer_bytes: Size of each buffer.
 
     Raises:
@@ -33,7 +33,7 @@ class WeightStaging:
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a host tensor to the contiguous tensor ``out`` of the same shape.
 
-        If the types differ, the device converts.
+        If the types differ, the device converts the data.
         """
         to, flat = out.view(-1), source.reshape(-1)
         count = self._buffers[0].numel() // max(1, source.dtype.itemsize)
@@ -63,7 +63,7 @@ class WeightStaging:
 
 
 def make_staging(device: torch.device) -> WeightStaging | None:
-    """Return buffers for copies to a GPU, or None without pinned memory; copies are then made directly."""
+    """Return buffers for copies to a GPU, or None if there is no pinned memory and copies must be direct."""
     try:
         return WeightStaging(device)
     except RuntimeError:

@@ -1,1 +1,1 @@
-"""Parses and checks a model's config.json; an error names the key and the fix."""
+"""Parses and checks a model's config.json. Errors name the key and the fix."""

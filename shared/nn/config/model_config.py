@@ -1,4 +1,4 @@
-"""Parses a model's `config.json` into `ModelConfig`; errors for unsupported models name the key."""
+"""Parses a model's `config.json` into `ModelConfig`. Errors for unsupported models name the key."""
 
 from __future__ import annotations
 
@@ -46,26 +46,28 @@ class ModelConfig:
     """Configuration of a decoder of one of the families.
 
     Attributes:
-        model_type, architecture: Names from the file.
+        model_type, architecture: The model type and the architecture that the file names.
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads: Sizes. num_heads times the width of
             a head need not equal hidden_size.
-        num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention that is one
-            head, as wide as the latent and its rotated part.
+        num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention, the entry is
+            one head whose width is that of the latent plus that of the rotated part.
         rms_norm_eps: Epsilon of every norm.
-        rope, rotary_dim: Rotary embedding, and the number of dimensions of a head that it rotates.
-        attention_scale: Factor on the attention scores.
-        max_position_embeddings: Context length that the model was trained for; the decoder does not enforce
-            it.
-        tie_word_embeddings: True if the output head is the input embedding.
+        rope, rotary_dim: The rotary embedding, and the number of dimensions that it rotates in each head.
+        attention_scale: Factor by which the attention scores are multiplied.
+        max_position_embeddings: Context length for which the model was trained. The decoder does not enforce
+            this limit.
+        tie_word_embeddings: True if the output head and the input embedding are the same tensor.
         activation: Activation of the MLP.
-        eos_token_ids: From generation_config.json, otherwise config.json; may be empty.
-        bos_token_id: From config.json, or None.
+        eos_token_ids: EOS token ids from generation_config.json, or from config.json if the former has none.
+            May be empty.
+        bos_token_id: BOS token id from config.json, or None.
         dtype: Name of the stored type ("bfloat16"), or None if the file does not name one.
-        fingerprint: Hash of the file's content; equal for equal configurations.
+        fingerprint: Hash of the file's content. Equal configurations have equal hashes.
         qkv_bias, o_bias, mlp_bias, head_norm, sinks, experts, latent: See `Traits`.
-        windows, sparse: See `Traits`; here always with one entry per layer.
-        weight_block: Rows and columns that share a scale in an FP8 checkpoint, otherwise None.
-        ignored: Pattern of tensor names that the decoder does not load → the reason.
+        windows, sparse: See `Traits`. In this class, they always have one entry per layer.
+        weight_block: Numbers of rows and columns that share a scale in an FP8 checkpoint. None for other
+            checkpoints.
+        ignored: Pattern of tensor names that the decoder does not load → the reason for not loading them.
     """
 
     model_type: str
@@ -102,7 +104,7 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """Rows of a learned position table, which no text may exceed; None if positions are rotary."""
+        """Number of rows of a learned position table, which limits every text. None for rotary positions."""
         return None
 
     @classmethod
@@ -113,16 +115,16 @@ class ModelConfig:
         source: Path | str = CONFIG_FILE,
         generation: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
-        """Parse a configuration that has already been read. Draft heads contain one inside their own.
+        """Parse a configuration that has already been read, such as one inside a draft head's configuration.
 
         Args:
             raw: The JSON object.
-            source: Name of the file in errors.
+            source: Name of the file, for errors.
             generation: Content of generation_config.json, if there is one.
 
         Raises:
-            CheckpointError: The configuration is incomplete or describes a model that cannot be served;
-                `field` is the key.
+            CheckpointError: The configuration is incomplete or describes a model that cannot be served.
+                `field` is the key at fault.
         """
         reader = ConfigReader(raw, source)
         family = find_family(reader)
@@ -177,10 +179,10 @@ class _Heads:
 
 
 def read_head_sizes(reader: ConfigReader, hidden_size: int, num_heads: int) -> tuple[int, int]:
-    """Return the number of K/V heads and the width of a head.
+    """Return the number of K/V heads and the width of each head.
 
     Raises:
-        CheckpointError: The sizes are inconsistent; names the key.
+        CheckpointError: The sizes are inconsistent. The message names the key.
     """
     num_kv_heads = reader.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -234,10 +236,10 @@ def _activation(reader: ConfigReader) -> Activation:
 
 
 def eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the EOS token ids of generation_config.json, otherwise of config.json.
+    """Return the EOS token ids of generation_config.json, or of config.json if the former has none.
 
     Raises:
-        CheckpointError: ``eos_token_id`` is neither a token id nor a list of them.
+        CheckpointError: ``eos_token_id`` is neither a token id nor a list of token ids.
     """
     value = generation.get("eos_token_id", reader.raw.get("eos_token_id"))
     ids = value if isinstance(value, list) else [] if value is None else [value]

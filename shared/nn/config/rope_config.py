@@ -28,15 +28,19 @@ class RopeConfig:
     Attributes:
         theta: Base of the frequencies.
         kind: Scaling rule.
-        factor: Divisor of the frequencies: of all of them (linear), or of the low ones (llama3, yarn).
-        low_freq_factor, high_freq_factor: llama3 only. Wavelengths above original / low are fully scaled,
-            those below original / high are not scaled, and the scaling is interpolated in between.
+        factor: Divisor of the frequencies. It applies to all frequencies (linear), or only to the low ones
+            (llama3, yarn).
+        low_freq_factor, high_freq_factor: llama3 only. Wavelengths above `original_max_position` divided by
+            `low_freq_factor` are fully scaled. Wavelengths below `original_max_position` divided by
+            `high_freq_factor` are not scaled. Between these two bounds, the scaling is interpolated.
         original_max_position: Context length before scaling (llama3, yarn).
         beta_fast, beta_slow, truncate: yarn only. Dimensions that rotate more than beta_fast times within the
-            original context keep their frequency; those that rotate less than beta_slow times are fully
-            scaled. `truncate` rounds the two bounds outwards to whole dimensions.
-        attention_factor: Factor on cos and sin (yarn).
-        softmax_factor: Factor on the attention scale (DeepSeek's mscale_all_dim, squared).
+            original context keep their frequency. Dimensions that rotate less than beta_slow times are fully
+            scaled. If `truncate` is True, the lower of the two resulting dimension indices is rounded down
+            and the higher one up.
+        attention_factor: Factor by which cos and sin are multiplied (yarn).
+        softmax_factor: Factor by which the attention scale is multiplied. For DeepSeek, it is the square of
+            the correction from mscale_all_dim.
     """
 
     theta: float = DEFAULT_ROPE_THETA

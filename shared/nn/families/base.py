@@ -20,11 +20,12 @@ class Family:
 
     Attributes:
         model_type, architectures: Names by which a config.json identifies the family.
-        traits: Reads the family's own keys of a config.json. The second argument is the number of layers.
-        ignored: Returns patterns of tensor names that the decoder does not use → the reason. Arguments as for
-            `traits`.
+        traits: Function that reads the family's own keys of a config.json. Its second argument is the number
+            of layers.
+        ignored: Function that returns patterns of unused tensor names → the reason for not using them. It has
+            the same arguments as `traits`.
         bundled_code: Modules that published repositories of the family name in ``auto_map``. This decoder
-            replaces them, and they are never run. Any other ``auto_map`` is rejected.
+            replaces these modules, and they are never run. Any other ``auto_map`` is rejected.
         quantisations: Values of ``quant_method`` with which the family's tensors can be read.
     """
 
@@ -39,11 +40,11 @@ class Family:
 def windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     """Return the window of each layer from ``sliding_window`` and ``layer_types``.
 
-    Without ``layer_types``, every layer has the window.
+    If there are no ``layer_types``, every layer has the window.
 
     Raises:
-        CheckpointError: ``layer_types`` has the wrong length, or names a kind of attention without K/V per
-            token.
+        CheckpointError: ``layer_types`` has the wrong length, or names a kind of attention that stores no K/V
+            per token.
     """
     window = reader.positive("sliding_window", 0) if reader.raw.get("sliding_window") is not None else 0
     kinds = reader.strings("layer_types")

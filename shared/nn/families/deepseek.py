@@ -1,4 +1,4 @@
-"""Reads DeepSeek-V2, V3, R1 and Kimi-K2: latent attention, shared and routed experts, limited groups."""
+"""Reads DeepSeek-V2, V3, R1 and Kimi-K2: latent attention, shared and routed experts, expert groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _v2(reader: ConfigReader, num_layers: int) -> Traits:
             "topk_method", f"{method!r} is not supported; supported: greedy, group_limited_greedy"
         )
     limited, top_k = method == "group_limited_greedy", reader.positive("num_experts_per_tok")
-    # DeepSeek's code (V2's modeling_deepseek.py) either normalizes or scales; transformers ignores the key.
+    # DeepSeek's code (V2's modeling_deepseek.py) either normalizes or scales. transformers ignores this key.
     normalise = reader.flag("norm_topk_prob", False) and top_k > 1
     routing = Routing(
         top_k=top_k,

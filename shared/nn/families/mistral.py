@@ -1,6 +1,6 @@
 """Reads Mistral and its mixture of experts, Mixtral.
 
-Mistral 7B v0.1 has a sliding window on every layer; later releases have none.
+Mistral 7B v0.1 has a sliding window on every layer. Later releases have no sliding window.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Reads Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and MiMo.
 
-Qwen2 has biases on Q, K and V; Qwen3 has a norm per head instead. MiMo is Qwen2 with MTP layers.
+Qwen2 has biases on Q, K and V. Qwen3 has no such biases but a norm per head of Q and K. MiMo is Qwen2 with
+MTP layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from outrider.shared.nn.families.traits import Traits
 
 
 def _windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return the window per layer: none without use_sliding_window, otherwise from max_window_layers on."""
+    """Return the window per layer. With use_sliding_window, layers from max_window_layers have a window."""
     if not reader.flag("use_sliding_window", False) or reader.raw.get("sliding_window") is None:
         return ()
     if reader.raw.get("layer_types") is not None:

@@ -1,4 +1,4 @@
-"""Selects the family that reads a config.json; rejects unsupported models, custom code and quantization."""
+"""Selects the family that reads a config.json. Rejects unsupported models, custom code and quantization."""
 
 from __future__ import annotations
 
@@ -70,13 +70,12 @@ ENCODERS = frozenset(
 
 
 def find_family(reader: ConfigReader) -> Family:
-    """Return the family that a config.json names by `model_type`, otherwise by its architecture.
+    """Return the family that a config.json names by its `model_type` or, failing that, by its architecture.
 
-    A config that names neither is read as Llama.
+    A config without model type and architecture is read as Llama.
 
     Raises:
-        CheckpointError: No family reads this model, or it needs code or quantized weights that are not
-            supported.
+        CheckpointError: No family reads this model, or the model needs unsupported code or quantized weights.
     """
     family = _named(reader)
     modules = _auto_map_modules(reader)
@@ -120,7 +119,7 @@ def may_use_transformers(reader: ConfigReader) -> bool:
 
 
 def unsupported_reason(reader: ConfigReader) -> str:
-    """Return why no family reads this model, and the fix, to append to "… is not supported"."""
+    """Return a text to append to "… is not supported": why no family reads this model, and the fix."""
     model_type = _model_type(reader)
     supported = f"serve a model of one of these types: {', '.join(MODEL_TYPES)}"
     kinds = set(reader.strings("layer_types") or ())
@@ -175,7 +174,7 @@ def _check_quantisation(reader: ConfigReader, family: Family) -> None:
 
 
 def _covers_cache_only(section: object) -> bool:
-    """True if the section describes only the scales of the KV cache, so the weights are not quantized."""
+    """True if the section describes only the scales of the KV cache, and the weights are not quantized."""
     if not isinstance(section, Mapping) or not isinstance(section.get("kv_cache_scheme"), Mapping):
         return False
     of_weights = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}

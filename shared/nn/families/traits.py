@@ -13,10 +13,11 @@ class LatentConfig:
 
     Attributes:
         rank: Width of the latent.
-        query_rank: Width of the queries' own latent; None if queries are projected directly.
-        nope_dim, rope_dim, value_dim: Widths per head: the unrotated and the rotated part of queries and
-            keys, and the values.
-        interleaved: True if the file stores rotated dimensions in pairs (x0, x1) instead of halves.
+        query_rank: Width of the queries' own latent. None if queries are projected directly.
+        nope_dim, rope_dim, value_dim: Widths per head of the unrotated part of queries and keys, of their
+            rotated part, and of the values.
+        interleaved: True if the file stores the rotated dimensions as adjacent pairs (x0, x1) instead of two
+            halves.
     """
 
     rank: int
@@ -29,17 +30,19 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Features of a family, from its own keys of a config.json.
+    """Features of a family, read from the family's own keys in a config.json.
 
     Attributes:
         qkv_bias, o_bias, mlp_bias: True if the projections have a bias.
         head_norm: True if RMSNorm is applied to each head of Q and K before rotation.
-        windows: Tokens that a row sees, itself included, per layer; 0 for all. Empty: 0 in every layer.
+        windows: For each layer, the number of tokens that a row sees, including itself. 0 means all tokens.
+            An empty tuple means 0 in every layer.
         sinks: True if each softmax includes a learned logit per head that carries no value.
         experts: The sparse layers, or None.
-        sparse: True, per layer, if its MLP consists of experts. Empty: no layer.
+        sparse: For each layer, True if its MLP consists of experts. An empty tuple means that no layer has
+            experts.
         latent: Multi-head latent attention, or None.
-        rope_theta: Default for a config without rope_theta.
+        rope_theta: The theta of a config that has no rope_theta.
     """
 
     qkv_bias: bool = False

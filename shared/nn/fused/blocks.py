@@ -1,7 +1,7 @@
 """The attention block and the MLP block of a decoder layer, built from fused kernels.
 
-Each block takes the residual stream as a `Stream` and returns the next one. The norms need no kernels of
-their own: the kernels that write and read the stream compute them.
+Each block takes the residual stream as a `Stream` and returns the next `Stream`. The norms need no separate
+kernels, because the kernels that write and read the stream compute them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.shared.nn.layers.rope import Rotation
 
 
 class ResidualReduce(Protocol):
-    """Adds a product to the residual stream if its terms are spread over tensor-parallel ranks."""
+    """Adds a product to the residual stream when its terms are spread over tensor-parallel ranks."""
 
     def add(
         self,
@@ -73,7 +73,7 @@ def attention_block(
         pool: Pool that stores the K/V.
         following: The next norm.
         reduce: Sums the output projection over the ranks; None without tensor parallelism.
-        lookup: Table rows to add to the q-k-v product, or None.
+        lookup: Rows of a table that are added to the q-k-v product, or None.
     """
     qkv, norm = block.qkv, block.head_norm
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
@@ -129,8 +129,8 @@ def mlp_block(
 def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
     """True if `skinny_gemm` computes this product.
 
-    It computes all products of few rows. With more rows, it computes those for which a measurement or rule
-    prefers one of its tiles to the library's product.
+    `skinny_gemm` computes all products of few rows. With more rows, it computes a product if a measurement or
+    a rule prefers one of its tiles to the library's product.
     """
     if x.shape[0] <= FEW_ROWS:
         return True
@@ -141,7 +141,7 @@ def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
 
 
 def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """Return ``x @ weight.T``, or partial sums of it that the next kernel adds up."""
+    """Return ``x @ weight.T``, or partial sums that the next kernel adds up."""
     if _own(Epilogue.PLAIN, x, linear):
         return project(x, linear.weight, scales=linear.scales)
     return linear.product(x)

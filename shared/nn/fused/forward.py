@@ -1,4 +1,4 @@
-"""The forward pass of a dense Llama-like decoder with fused kernels, and the check that a model fits it."""
+"""The forward pass of a dense Llama-like decoder with fused kernels, and the check whether a model fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.
 class FusedForward:
     """Runs decoder layers over the rows of a planned step.
 
-    Steps of few rows use this project's kernels for products; steps of many rows use the library's.
+    Steps of few rows use this project's kernels for products. Steps of many rows use the library's kernels.
 
     Args:
         layers: Layers that pass `can_fuse`.
@@ -85,7 +85,7 @@ class FusedForward:
         return normalise(stream), aux
 
     def uses(self) -> list[ProductUse]:
-        """Return the uses of all products, for a trial of tiles."""
+        """Return the uses of all products, with which a trial times the tiles."""
         return uses_of(self._blocks, self._head, self._embedding.dtype, reduced=self.reduce is not None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

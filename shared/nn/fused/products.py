@@ -1,7 +1,7 @@
 """Lists the matrix products of a fused model, so that `trial` can time each of them with any tile.
 
 Products are grouped by shape and by the operation that follows. A timed run includes the kernel that reads
-the product: if a tile stores its product as several partial sums, that kernel spends time on adding them.
+the product. If a tile stores its product as several partial sums, that kernel spends time on adding them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from outrider.shared.nn.layers.linear import Linear
 _PAGE = 16
 _EPS = 1e-5
 _FEW_SUMS, _MANY_SUMS = 64, 4
-"""Columns per partial sum of squares of a `Stream`: `_MANY_SUMS` with one or two rows, else `_FEW_SUMS`."""
+"""Columns per partial sum of squares in a `Stream`: `_MANY_SUMS` for one or two rows, else `_FEW_SUMS`."""
 
 Run = Callable[[torch.Tensor, torch.Tensor | None, Tile], object]
-"""Computes a product with a weight ``[out, in]`` and its scales, using a given tile."""
+"""A function that uses a given tile to compute a product with a weight ``[out, in]`` and its scales."""
 Prepare = Callable[[int], Run]
-"""Creates the inputs for a number of rows and returns the function to time."""
+"""A function that creates the inputs for a number of rows and returns the function to time."""
 
 
 @runtime_checkable
@@ -47,7 +47,7 @@ class HasProducts(Protocol):
     """A model that may run with fused kernels."""
 
     def uses(self) -> list[ProductUse]:
-        """Return the uses of its products, for a trial of tiles; empty without fused kernels."""
+        """Return the uses of the model's products, or an empty result if it has no fused kernels."""
         ...
 
 
@@ -58,7 +58,7 @@ class ProductUse:
     Attributes:
         epilogue: Operation that follows the product.
         linears: All matrices with this shape and use.
-        prepare: Creates the inputs; see `Prepare`.
+        prepare: Function that creates the inputs; see `Prepare`.
     """
 
     epilogue: Epilogue
@@ -66,7 +66,7 @@ class ProductUse:
     prepare: Prepare
 
     def of(self, rows: int) -> Product:
-        """Return the product with `rows` rows, the key under which its tile is stored."""
+        """Return the product with `rows` rows. This is the key under which the product's tile is stored."""
         weight = self.linears[0].weight
         return Product(self.epilogue, weight.shape[0], weight.shape[1], rows, weight.dtype)
 
@@ -80,7 +80,8 @@ def uses_of(
         layers: Attention and MLP of each layer.
         head: The output head.
         dtype: Type of the rows.
-        reduced: True if the o and down products are summed over ranks before they are added.
+        reduced: True if the o and down products are summed over ranks before they are added to the residual
+            stream.
     """
     # As in `blocks`. In fp16, `project_add` is a plain product followed by `add_sums`.
     adds = Epilogue.PLAIN if reduced or normed_on_write(1, dtype) else Epilogue.ADD

@@ -1,9 +1,9 @@
 """Autotunes matrix products of few rows at startup: times GEMM tiles on GPUs without stored measurements.
 
-A tile (`Tile`) is the method and the block sizes by which a kernel computes a product. For every shape and
-several row counts, the trial times the default tile, which a fixed rule picks, a few tiles near it, and the
-library's product. Each timing runs over enough matrices to exceed every cache. A tile replaces the default if
-it is faster by more than noise. The choice is stored on disk for later starts.
+A tile (`Tile`) is the method and the block sizes by which a kernel computes a product. A fixed rule picks a
+default tile. For every shape and several row counts, the trial times the default tile, a few similar tiles,
+and the library's product. Each timing uses enough matrices to exceed every cache. A tile replaces the default
+tile if it is faster by more than the noise. The choice is stored on disk for later starts.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.obs.logging import get_logger
 
 BUDGET_S = 20.0
-"""Time limit of a trial. An idle host with 16 cores needs half of it, mostly to compile about 100 kernels."""
+"""Time limit of a trial. An idle host with 16 cores needs half of it, mainly to compile 100 kernels."""
 DRAFT_BUDGET_S = 5.0
-"""Time limit for a draft in its own process: its target waits for it, or is serving on the same GPU."""
+"""Time limit for a draft in its own process. Its target waits for the draft or serves on the same GPU."""
 _COMPILING = 0.75
 """Share of the time limit that compilation may use."""
 ROW_COUNTS = (1, 16, 64, 32, 8, 2)
-"""Row counts to try, most common first. Each result also covers the counts down to the next smaller one."""
+"""Row counts to try, most common first. A result also holds for the counts down to the next smaller entry."""
 LEAST_BYTES = 2 << 20
-"""Minimum size of a matrix in a trial. A smaller product takes as long as its launch with any tile."""
+"""Minimum size of a matrix in a trial. With any tile, a smaller product takes as long as its launch."""
 BETTER = 0.97
 """A tile replaces the rule's tile only if its time is at most this fraction of the rule's."""
 _REPEATS = 7
@@ -60,13 +60,15 @@ def try_products(
     """Load the tiles of earlier trials, and try the products that have none. Does nothing without a GPU.
 
     If a trial fails, the failure is logged and the products keep their default tiles. If another process is
-    running a trial, this one only uses the stored results: two trials on one GPU would disturb each other.
+    running a trial, this process only uses the stored results, because two trials on one GPU would disturb
+    each other.
 
     Args:
         uses: The products of a model.
         device: Device of the model.
-        budget_s: Start no measurement after this many seconds. A product that was not reached uses the tile
-            of the next larger row count that was tried, otherwise its default tile. The next start continues.
+        budget_s: Start no measurement after this number of seconds. A product that was not reached uses the
+            tile of the next larger row count that was tried, or its default tile if there is none. The next
+            start of the service continues the trial.
         clock: Returns seconds.
 
     Returns:
@@ -177,10 +179,10 @@ class _Trial:
                     run(linear.weight, linear.scales, tile)
 
     def _times(self, use: ProductUse, rows: int) -> dict[Tile, float]:
-        """Return the microseconds per launch of each tile that runs here; tiles are measured in turns.
+        """Return the microseconds per launch of each tile that runs on this GPU. Tiles are measured in turns.
 
-        The choice is stored permanently, so a partial measurement is worthless. The result is empty if a tile
-        is not compiled yet, or if the deadline passes before all tiles are recorded.
+        The result is empty if a tile is not compiled yet, or if the deadline passes before all tiles are
+        recorded. The choice is stored permanently, so it must not be based on a partial measurement.
         """
         run = use.prepare(rows)
         tiles = self._compiled(use, rows, run)
@@ -202,7 +204,7 @@ class _Trial:
         return {tile: statistics.median(samples) for tile, samples in times.items()}
 
     def _compiled(self, use: ProductUse, rows: int, run: Run) -> list[Tile]:
-        """Return the tiles whose kernels are compiled; none while any tile may still be compiling."""
+        """Return the tiles whose kernels are compiled. Return none while any tile may still be compiling."""
         linear = use.linears[0]
         states = {
             tile: state_of(self._device, partial(run, linear.weight, linear.scales, tile))
@@ -213,7 +215,7 @@ class _Trial:
         return [tile for tile, state in states.items() if state is Compiled.YES]
 
     def _ring(self, linears: Sequence[Linear]) -> list[Weight]:
-        """Return the weights to read in turn, with copies added until they exceed the caches together."""
+        """Return the weights to read in turn. Copies are added until their total size exceeds the caches."""
         wanted = min(_MOST_COPIES, max(min(2, len(linears)), -(-self._bytes // linears[0].weight.nbytes)))
         ring = [(linear.weight, linear.scales) for linear in linears[:wanted]]
         return ring + [(weight.clone(), scales) for weight, scales in islice(cycle(ring), wanted - len(ring))]
@@ -222,13 +224,14 @@ class _Trial:
         return max(_LAUNCHES, len(ring))
 
     def _record(self, run: Run, tile: Tile, ring: Sequence[Weight]) -> torch.cuda.CUDAGraph | None:
-        """Record launches over a ring in a CUDA graph; None if the tile does not run on this GPU."""
+        """Record launches over a ring in a CUDA graph. Return None if the tile does not run on this GPU."""
         try:
-            # The first launch compiles and fills caches per weight; neither may happen in the graph.
+            # The first launch compiles the kernel and fills caches per weight, which must not happen in the
+            # graph.
             for weight, scales in ring:
                 run(weight, scales, tile)
             torch.cuda.synchronize()
-        except Exception as error:  # such as too little shared memory
+        except Exception as error:  # for example because of too little shared memory
             _log.debug("a tile does not run here", error=f"{type(error).__name__}: {error}")
             return None
         graph = torch.cuda.CUDAGraph()
@@ -263,12 +266,12 @@ class _Span:
         self._end.record()
 
     def microseconds(self) -> float:
-        """Return the duration; valid once the device has finished the work."""
+        """Return the duration. Call this after the device has finished the work."""
         return 1000.0 * float(self._begin.elapsed_time(self._end))
 
 
 def pick(product: Product, times: Mapping[Tile, float]) -> Tried:
-    """Choose the fastest tile, but keep the rule's tile unless it is slower by more than noise.
+    """Choose the fastest tile, but keep the rule's tile unless it is slower by more than the noise.
 
     Args:
         product: The product that was timed.

@@ -1,4 +1,4 @@
-"""Attention functions for `transformers`: one stores K/V in the pool and attends, one records the call."""
+"""Attention functions for `transformers`. One stores K/V in the pool and attends. One records the call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SITE = "outrider_site"
 
 
 class Step:
-    """Backend and pool of the current forward pass; set by the decoder, read by every layer."""
+    """Backend and pool of the current forward pass. The decoder sets them, and every layer reads them."""
 
     __slots__ = ("attention", "pool")
 
@@ -35,7 +35,7 @@ class Site:
 
     Attributes:
         layer: Index of the layer in the pool.
-        window: Tokens that a row sees, itself included; 0 for all.
+        window: Number of tokens that a row sees, including itself. 0 means all tokens.
         step: The current forward pass, shared by all layers of a decoder.
     """
 
@@ -45,7 +45,7 @@ class Site:
 
 
 def bind(module: nn.Module, site: Site) -> None:
-    """Attach a `Site` to the module that calls the attention, as an attribute outside its state dict."""
+    """Attach a `Site` to the module that calls the attention. The `Site` is not part of the state dict."""
     object.__setattr__(module, _SITE, site)
 
 
@@ -63,17 +63,17 @@ def paged_attention(
     """Store K/V in the pool and attend over the planned batch.
 
     Args:
-        module: Module that was bound to its layer.
+        module: Module to which `bind` attached its layer's `Site`.
         query: ``[1, heads, rows, head_dim]``, rotated.
-        key, value: ``[1, kv_heads, rows, head_dim]``. Narrower values (expanded latents) are padded with
-            zeros.
+        key, value: ``[1, kv_heads, rows, head_dim]``. Values narrower than keys (expanded latents) are padded
+            with zeros.
         attention_mask: Not used, because the batch determines what each row sees.
-        scaling: Factor on the scores; ``head_dim ** -0.5`` if None.
+        scaling: Factor by which the scores are multiplied. None means ``head_dim ** -0.5``.
         s_aux: ``[heads]``, attention sinks, or None.
-        softcap: Bound of the scores, applied with tanh; None for no bound.
+        softcap: Bound of the scores, which is applied with tanh. None means no bound.
 
     Returns:
-        The outputs ``[1, rows, heads, width of a value]``, and None instead of attention weights.
+        The outputs ``[1, rows, heads, width of a value]``, and None in place of the attention weights.
     """
     site: Site = getattr(module, _SITE)
     attention, pool = site.step.attention, site.step.pool
@@ -93,10 +93,11 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """A mask that a model requested from `transformers`, as a rule instead of a tensor.
+    """A mask that a model requested from `transformers`, kept as a rule instead of a tensor.
 
     Attributes:
-        visible: ``visible(batch, head, row, column)`` over index tensors.
+        visible: Function ``visible(batch, head, row, column)`` of index tensors. It returns whether the row
+            sees the column.
     """
 
     visible: Any
@@ -108,8 +109,8 @@ class Call:
 
     Attributes:
         module: Module that made the call.
-        q_shape, k_shape, v_shape: Shapes of its arguments.
-        mask: The `MaskRule` of its mask, or the object that was passed instead.
+        q_shape, k_shape, v_shape: Shapes of the call's query, key and value.
+        mask: The `MaskRule` that was passed as the mask, or any other object that was passed instead.
         options: All other arguments.
     """
 
@@ -122,7 +123,7 @@ class Call:
 
 
 class Recorder:
-    """Collects the attention calls of the running probe. Probes run one at a time, at startup."""
+    """Collects the attention calls of the running probe. Probes run one at a time, at start-up."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -141,13 +142,13 @@ class Recorder:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *_: object, mask_function: Any, **__: object) -> MaskRule:
-        """Pass the rule to the layers instead of a mask."""
+        """Return the rule, so that the layers receive it instead of a mask."""
         return MaskRule(mask_function)
 
 
 RECORDER = Recorder()
 
-# `transformers` makes masks only for names with a mask function, so only the probe gets one.
+# `transformers` makes masks only for attention names with a mask function. Only the probe's name has one.
 AttentionInterface.register(PAGED, paged_attention)
 AttentionInterface.register(PROBE, RECORDER.attention)
 AttentionMaskInterface.register(PROBE, RECORDER.mask)

@@ -1,4 +1,4 @@
-"""Decides whether a config.json is served through `transformers`, and imports it only for candidates."""
+"""Decides whether a model is served through `transformers`, which is imported only for candidates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from outrider.shared.nn.generic.layout import GenericConfig
 
 
 def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig | None:
-    """Return the configuration of a model that runs through `transformers`.
+    """Return the configuration of a model that runs through `transformers`, or None for other models.
 
     Returns:
-        None if one of the families reads the model, or if `transformers` does not implement it.
+        The configuration. None if one of the families reads the model, or if `transformers` does not
+        implement the model.
 
     Raises:
-        CheckpointError: `transformers` implements the model but it cannot be served, or `transformers` is
-            not installed.
+        CheckpointError: `transformers` implements the model but the model cannot be served, or `transformers`
+            is not installed.
     """
     if not may_use_transformers(reader):
         return None

@@ -16,17 +16,18 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def compile_generic(decoder: Decoder, max_rows: int) -> None:
-    """Compile the layers' norms and MLPs. Attention calls this project's kernels and is not compiled.
+    """Compile the layers' norms and MLPs. Attention is not compiled, because it calls this project's kernels.
 
-    Each module is compiled when it first runs, for any number of rows. Equal modules of different layers
-    share the compiled code.
+    Each module is compiled for any number of rows when it first runs. Equal modules of different layers share
+    the compiled code.
 
     Args:
-        decoder: A model that runs through transformers' modules; changed in place.
-        max_rows: Passes with more rows run uncompiled.
+        decoder: A model that runs through transformers' modules. It is changed in place.
+        max_rows: Largest number of rows of a compiled pass. Passes with more rows run uncompiled.
 
     Raises:
-        ConfigurationError: The model has its own decoder with fused kernels, or a CPU has no C++ compiler.
+        ConfigurationError: The model has its own decoder with fused kernels, or the device is a CPU and there
+            is no C++ compiler.
     """
     if not isinstance(decoder.config, GenericConfig):
         raise _refused(
@@ -41,7 +42,7 @@ def compile_generic(decoder: Decoder, max_rows: int) -> None:
     model: nn.Module = decoder.model  # type: ignore[attr-defined]
     layout = decoder.config.layout
     for layer_path, attention_path in zip(layout.layer_paths, layout.attention_paths, strict=True):
-        # Everything in a layer except the child that contains its attention.
+        # Compile every child of a layer except the child that contains the attention.
         for name, child in model.get_submodule(layer_path).named_children():
             if attention_path != f"{layer_path}.{name}" and not attention_path.startswith(
                 f"{layer_path}.{name}."

@@ -1,4 +1,4 @@
-"""Reads config.json of a model that runs through `transformers`, and rejects kinds that cannot be served."""
+"""Reads the config.json of a model that runs through `transformers`, and rejects unsupported models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.shared.nn.generic.probe import probe
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 BATCH_DEPENDENT_ROPE = frozenset(("dynamic", "longrope", "su"))
 LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
-DEFAULT_CONTEXT = 2048  # for a model whose configuration has none
+DEFAULT_CONTEXT = 2048  # used if a model's configuration has none
 IGNORED = {"*": "transformers checks the tensors of its models while loading"}
 
 
@@ -33,8 +33,8 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
     """Return the class of `transformers` for a config.json, and its configuration.
 
     Raises:
-        CheckpointError: The model is of an unsupported kind, or needs code or quantized weights; `field` is
-            the key.
+        CheckpointError: The model is of an unsupported kind, or needs code or quantized weights. `field` is
+            the key at fault.
     """
     raw, model_type = reader.raw, reader.text("model_type", "")
     if raw.get("auto_map"):
@@ -50,7 +50,7 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except Exception as error:  # any exception from its checks is a fault of this file
+    except Exception as error:  # any exception from transformers' checks is a fault of this file
         raise reader.error(
             "model_type", f"transformers rejects this {model_type!r} configuration: {error}"
         ) from error
@@ -61,10 +61,10 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
 
 
 def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> GenericConfig:
-    """Parse the configuration of a model that `transformers` implements, and probe the model for its layout.
+    """Parse the configuration of a model that `transformers` implements, and probe the model's layout.
 
     Raises:
-        CheckpointError: As for `find_class`, or the probe rejects the model.
+        CheckpointError: `find_class` fails, or the probe rejects the model.
     """
     model_class, config = find_class(reader)
     layout = probe(model_class, config, reader.error)
@@ -107,7 +107,7 @@ def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -
 
 
 def _rope(config: PreTrainedConfig) -> RopeConfig:
-    """Return only theta, the one parameter that a draft can be compared with."""
+    """Return only theta, because it is the only parameter that is compared with a draft's."""
     parameters = getattr(config, "rope_parameters", None)
     theta = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
     return RopeConfig(theta=float(theta)) if theta else RopeConfig()
@@ -151,7 +151,7 @@ def _check_kind(reader: ConfigReader, model_class: Any, config: PreTrainedConfig
 
 
 def _rope_types(parameters: object) -> Iterator[str]:
-    """Yield every rope_type, whether parameters are given per model or per kind of layer."""
+    """Yield every rope_type. A file may give the parameters per model or per kind of layer."""
     if isinstance(parameters, Mapping):
         for key, value in parameters.items():
             if key in ("rope_type", "type") and isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Defines `GenericLayout`, the result of a probe, and its configuration; does not import `transformers`."""
+"""Defines `GenericLayout`, the result of a probe, and `GenericConfig`, without importing `transformers`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ class GenericLayout:
 
     Attributes:
         class_name: Name of its class in `transformers`.
-        attention_paths: Path of the module that calls the attention, per layer.
-        layer_paths: Path of the decoder layer, per layer. Its output is the residual stream after the layer.
-        windows: Tokens that a row sees, itself included, per layer; 0 for all.
+        attention_paths: For each layer, the path of the module that calls the attention.
+        layer_paths: For each layer, the path of the decoder layer's module. The module's output is the
+            residual stream after the layer.
+        windows: For each layer, the number of tokens that a row sees, including itself. 0 means all tokens.
         num_heads, num_kv_heads, head_dim: Shape of every layer's attention.
         hidden_size: Width of the rows after the final norm.
-        max_positions: Rows of the learned position table; None if positions are rotary and have no limit.
-        shapes: Name → shape of the tensors in a checkpoint, without tied ones. Empty if files store the
-            weights differently than `transformers` keeps them (each expert as a tensor of its own).
+        max_positions: Number of rows of the learned position table. None if positions are rotary, which have
+            no limit.
+        shapes: Name → shape of the tensors in a checkpoint, without tied tensors. Empty if the files store
+            the weights in another layout than `transformers` (for example with one tensor per expert).
     """
 
     class_name: str
@@ -40,10 +42,10 @@ class GenericLayout:
 class GenericConfig(ModelConfig):
     """Configuration of a model that runs through transformers' modules.
 
-    `ModelConfig`'s fields that describe how a decoder computes do not apply here.
+    Fields of `ModelConfig` that describe how a decoder computes do not apply to this class.
 
     Attributes:
-        layout: Result of the probe.
+        layout: Layout that the probe found.
     """
 
     layout: GenericLayout

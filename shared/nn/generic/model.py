@@ -23,14 +23,14 @@ from outrider.shared.nn.generic.weights import load_weights
 
 
 class GenericDecoder(Decoder):
-    """A model of `transformers` over the KV pool. Its modules compute everything except attention.
+    """A `transformers` model over the KV pool. The model's modules compute everything except attention.
 
-    The rows of a step form one batch for the model. It keeps no cache and makes no mask: the planned batch
-    determines what each row sees and where its K/V is stored.
+    The model receives the rows of a step as one batch. It keeps no cache and makes no mask, because the
+    planned batch determines which tokens each row sees and where the row's K/V is stored.
 
     Args:
         config: Configuration with the layout found by the probe.
-        model: The model with its weights, on its device, using this project's attention.
+        model: The model with its weights, on its device. It uses this project's attention.
         fingerprint: Identifies configuration and weights.
     """
 
@@ -83,7 +83,7 @@ class GenericDecoder(Decoder):
             name: The weight's name in Llama checkpoints.
 
         Raises:
-            CheckpointError: The output head has a bias, or the weight cannot be borrowed.
+            CheckpointError: The output head has a bias, or no weight of this name can be borrowed.
         """
         if name == LM_HEAD and self._head_bias:
             raise CheckpointError(
@@ -109,8 +109,8 @@ class GenericDecoder(Decoder):
     ) -> DecoderOutput:
         """Run the model over the rows of a planned step; see `Decoder.forward`.
 
-        Positions beyond a learned table are clamped to its last row. Only draft rows can be there, and their
-        tokens can never be emitted.
+        Positions beyond a learned table are clamped to its last row. Only draft rows can have such positions,
+        and their tokens can never be emitted.
         """
         if self.config.layout.max_positions is not None:
             positions = positions.clamp(max=self.config.layout.max_positions - 1)
@@ -126,7 +126,10 @@ class GenericDecoder(Decoder):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocab]`` as the model computes them, with its type, scale and cap."""
+        """Return logits ``[rows, vocab]`` as the model computes them, including the model's scale and cap.
+
+        The logits have the model's own type.
+        """
         return self._output_head(hidden)
 
     @contextmanager

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 @dataclass
 class _BodyOutput(BaseModelOutputWithPast):
-    """Output of a model's body, with the fields that heads pass on."""
+    """Output of a model's body, with the fields that an output head passes on."""
 
     cross_attentions: tuple[torch.Tensor, ...] | None = None
     router_logits: tuple[torch.Tensor, ...] | None = None
@@ -33,10 +33,10 @@ class _Given(nn.Module):
 
 
 class OutputHead:
-    """A model's output head with its bias, scale and cap, run by the model's own code on its own weights.
+    """A model's output head with its bias, scale and cap. The model's own code runs on its own weights.
 
     Args:
-        model: Not changed; the weights are shared.
+        model: The model, which is not changed. The output head shares its weights.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -45,7 +45,7 @@ class OutputHead:
         self._model.__dict__["_modules"] = {**model._modules, model.base_model_prefix: self._given}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocab]`` for hidden rows ``[rows, hidden_size]`` after the final norm."""
+        """Return logits ``[rows, vocab]`` for hidden rows ``[rows, hidden_size]`` after the final norm."""
         self._given.hidden = hidden[None]
         try:
             logits: torch.Tensor = self._model(input_ids=None, use_cache=False).logits[0]

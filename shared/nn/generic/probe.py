@@ -19,7 +19,7 @@ from outrider.shared.nn.generic.layout import GenericLayout
 from outrider.shared.nn.generic.output_head import OutputHead
 
 ROWS = 5
-MAX_CHECKED_DISTANCE = 1 << 18  # tokens; a longer window exceeds any context that is served
+MAX_CHECKED_DISTANCE = 1 << 18  # in tokens; a longer window exceeds every context that is served
 CHECKED_PAIRS = 4096
 HONOURED = frozenset(
     (
@@ -45,7 +45,7 @@ MEANINGLESS = frozenset(
 )
 
 Refuse = Callable[[str, str], CheckpointError]
-"""Makes an error from a key of config.json and the problem with it."""
+"""A function that makes an error from a key of config.json and the problem with this key."""
 
 
 def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> GenericLayout:
@@ -54,11 +54,11 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
     Args:
         model_class: A causal language model of `transformers`.
         config: Its configuration.
-        refuse: Makes errors.
+        refuse: Function that makes the errors; see `Refuse`.
 
     Raises:
-        CheckpointError: The model bypasses the attention interface, or uses an option of it that is not
-            supported.
+        CheckpointError: The model bypasses the attention interface, or uses an unsupported option of this
+            interface.
     """
     model, hidden = _run(model_class, config, refuse)
     calls, expected = list(RECORDER.calls), int(config.num_hidden_layers)
@@ -100,7 +100,7 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
 
 
 def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[PreTrainedModel, torch.Tensor]:
-    """Return the model on the meta device, and its final hidden states."""
+    """Run the model. Return the model on the meta device, and its final hidden states."""
     RECORDER.calls.clear()
     name = model_class.__name__
     try:
@@ -153,7 +153,7 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
 
 
 def _checked_window(layer: int, call: Call, config: PreTrainedConfig, refuse: Refuse) -> int:
-    """Return the window of a layer, or reject the options with which the layer calls the attention."""
+    """Return the window of a layer, or reject the layer because of its attention options."""
     options: Mapping[str, Any] = {
         key: value for key, value in call.options.items() if value is not None and value is not False
     }
@@ -187,7 +187,7 @@ def _reach(config: PreTrainedConfig) -> int:
 
 
 def _window(layer: int, rule: MaskRule, config: PreTrainedConfig, refuse: Refuse) -> int:
-    """Derive the window from a mask's rule, and check on random pairs that the mask has no other effect."""
+    """Derive the window from a mask's rule. Check on random pairs that the mask has no other effect."""
     reach = _reach(config)
     columns = torch.arange(reach + 1)
     seen = _visible(rule, torch.full_like(columns, reach), columns).nonzero().flatten()
@@ -215,7 +215,7 @@ def _visible(rule: MaskRule, rows: torch.Tensor, columns: torch.Tensor) -> torch
 
 
 def _layer_paths(model: nn.Module, attention_paths: Sequence[str], refuse: Refuse) -> tuple[str, ...]:
-    """Return the path of the decoder layer around each attention: the entries of one module list."""
+    """Return the path of the decoder layer around each attention. The layers must form one module list."""
     lists = [
         path
         for path, module in model.named_modules()
@@ -232,7 +232,10 @@ def _layer_paths(model: nn.Module, attention_paths: Sequence[str], refuse: Refus
 
 
 def _max_positions(model: PreTrainedModel) -> int | None:
-    """Return the size of the smallest embedding table other than the tokens': the learned positions."""
+    """Return the size of the learned position table, or None.
+
+    The learned position table is the smallest embedding table except the table of the tokens.
+    """
     parts: Any = model
     tokens = parts.get_input_embeddings()
     tables = [
@@ -244,7 +247,7 @@ def _max_positions(model: PreTrainedModel) -> int | None:
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a checkpoint's tensors, if its files use the names of the model's parameters."""
+    """Return the shapes of a checkpoint's tensors if the files use the names of the model's parameters."""
     if any(
         hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter)
         for module in model.modules()

@@ -1,6 +1,6 @@
-"""Loads the weights of a `transformers` model strictly: every tensor must be used, every parameter filled.
+"""Loads the weights of a `transformers` model. Every tensor must be used and every parameter filled.
 
-No code from the folder is run. Tensors with wrong types, and NaN or infinite numbers, are rejected.
+No code from the folder is run. Tensors with wrong types are rejected, and so are NaN and infinite numbers.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def load_weights(
 ) -> tuple[PreTrainedModel, str]:
     """Load a model whose configuration was probed.
 
-    The weights pass through host memory, where `transformers` fills the model.
+    `transformers` fills the model in host memory. The weights are then copied to the device.
 
     Returns:
-        The model, and the fingerprint of its weights.
+        The model and the fingerprint of its weights.
 
     Raises:
-        CheckpointError: A file is damaged, or a tensor is missing, unexpected, misshaped or not finite;
+        CheckpointError: A file is damaged, or a tensor is missing, unexpected, misshaped or not finite.
             `field` is the first such tensor.
     """
     folder = Path(path)
@@ -89,7 +89,7 @@ def _fill(model_class: Any, folder: Path, settings: Any, dtype: torch.dtype) -> 
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # reported by _check, together with all other problems
+                ignore_mismatched_sizes=True,  # `_check` reports this together with all other problems
                 output_loading_info=True,
             )
         except Exception as error:  # a model class may raise anything for files that it does not expect
@@ -120,7 +120,7 @@ class _Messages(logging.Handler):
 
 @contextmanager
 def _collected_messages() -> Iterator[list[str]]:
-    """Collect the loading report of `transformers` instead of logging it; its problems become errors."""
+    """Collect the loading report of `transformers` instead of logging it. Its problems become errors."""
     log: Any = transformers_logging
     bars, collector = log.is_progress_bar_enabled(), _Messages()
     log.disable_progress_bar()
@@ -136,14 +136,14 @@ def _collected_messages() -> Iterator[list[str]]:
 
 
 def wrong_types(stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """Return name → type of stored tensors that are no weights; `transformers` would convert them silently.
+    """Return name → type of stored tensors that are not weights. `transformers` would silently convert them.
 
-    Integer buffers of the model are not included, nor are tensors that the model ignores (masks of old
+    The result excludes integer buffers of the model and tensors that the model ignores (masks of old
     exports).
 
     Args:
-        stored: Name → info of the stored tensors.
-        model: The model they belong to, possibly on the meta device.
+        stored: Name → shape and type of the stored tensors.
+        model: The model to which the tensors belong. It may be on the meta device.
     """
     ignored = [
         re.compile(pattern) for pattern in (*(model._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS)

@@ -1,1 +1,1 @@
-"""Layers for inference: linear, norm, attention, MLP, experts, rotary embedding, and their loading."""
+"""Layers for inference (linear, norm, attention, MLP, experts, rotary embedding), and their loading."""

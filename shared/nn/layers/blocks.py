@@ -1,8 +1,8 @@
 """Norms, grouped-query attention, gated MLP and the decoder layer, as weights plus a call.
 
-Weights are shared by reference and never change. The layers are plain objects, not `torch.nn.Module`s: a step
-at batch 1 calls each of them a dozen times, and hooks, parameters and training modes would cost more time
-than the small matrix products.
+Weights are shared by reference and never change. The layers are plain objects and not `torch.nn.Module`s. A
+step at batch 1 calls each kind of layer a dozen times. The hooks, parameters and training modes of a module
+would cost more time than these small matrix products.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = [
 class RMSNorm:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
 
-    In fp32 on a CPU it is computed as ``x / hypot(‖x‖, sqrt(size · eps)) * (weight · sqrt(size))``. That
-    takes half the time of torch's version, which consists of nine small operations there.
+    In fp32 on a CPU, the norm is computed as ``x / hypot(‖x‖, sqrt(size · eps)) * (weight · sqrt(size))``.
+    This takes half the time of torch's version, which consists of nine small operations on a CPU.
 
     Args:
         weight: ``[size]``.
@@ -65,7 +65,7 @@ class HeadNorm:
 
     Args:
         q_weight, k_weight: ``[head_dim]``.
-        num_heads, num_kv_heads: Number of heads that each weight scales.
+        num_heads, num_kv_heads: Number of heads that `q_weight` and `k_weight` scale, respectively.
         eps: As in `RMSNorm`.
     """
 
@@ -132,7 +132,7 @@ class GatedMLP:
     Args:
         gate_up: ``[2 * intermediate, hidden]``, gate first.
         down: ``[hidden, intermediate]``.
-        activation: Applied to the gate.
+        activation: Function that is applied to the gate.
     """
 
     __slots__ = ("activation", "down", "gate_up")
@@ -169,8 +169,9 @@ class Attention:
         num_heads, num_kv_heads, head_dim: Number and width of the heads.
         layer: Index of the pool's layer that stores the K/V.
         head_norm: Norm over Q and K before rotation, or None.
-        window: Tokens that a row sees, itself included; 0 for all.
-        sinks: ``[heads]``, a logit per head that each softmax includes and that carries no value, or None.
+        window: Number of tokens that a row sees, including itself. 0 means all tokens.
+        sinks: ``[heads]``, one logit per head, or None. Each softmax includes this logit, which has no value
+            vector.
     """
 
     __slots__ = (
@@ -232,7 +233,7 @@ class Attention:
 
 
 class DecoderLayer:
-    """Pre-norm decoder layer: adds first attention, then the MLP, to the residual stream."""
+    """Pre-norm decoder layer, which adds attention and then the MLP to the residual stream."""
 
     __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
 

@@ -15,7 +15,8 @@ class Router:
     Args:
         weight: ``[experts, hidden] fp32``.
         bias: ``[experts] fp32``, bias of the projection, or None.
-        choice_bias: ``[experts] fp32``, added to the scores for the choice only, or None.
+        choice_bias: ``[experts] fp32``, or None. It is added to the scores for the choice of experts, but not
+            for their weights.
         routing: Rule by which experts are chosen and weighted.
     """
 
@@ -63,8 +64,8 @@ class Router:
 class SparseMLP:
     """Routed experts, plus an optional shared expert that every row passes through.
 
-    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, without waiting for
-    the host. Elsewhere the experts run one after another.
+    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, without waiting for the
+    host. Otherwise, the experts run one after another.
 
     Args:
         router: Chooses the experts of each row.
@@ -98,7 +99,7 @@ class SparseMLP:
     def _run_each(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the chosen experts, ``[rows, hidden] fp32``, one expert at a time.
 
-        Waits for the device: the host must know which experts were chosen.
+        This waits for the device, because the host must know which experts were chosen.
         """
         gate_up, down, gate_up_bias, down_bias = self.weights
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -114,7 +115,7 @@ class SparseMLP:
         return out
 
     def _run_grouped(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the same sum for bf16 on CUDA, without waiting for the device."""
+        """Return the same sum as `_run_each`, for bf16 on CUDA, without waiting for the device."""
         gate_up, down, gate_up_bias, down_bias = self.weights
         experts, order = chosen.flatten().sort(stable=True)  # [rows * top_k]
         rows = order // chosen.shape[1]
@@ -132,7 +133,7 @@ class SparseMLP:
         return pairs.view(*chosen.shape, -1).sum(1)  # a fixed order of addition, unlike index_add_
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return ``[pairs, intermediate]`` for ``[pairs, 2 * intermediate]``."""
+        """Apply the activation to ``[pairs, 2 * intermediate]``. Return ``[pairs, intermediate]``."""
         gate, up = gate_up.chunk(2, dim=-1)
         if self._limit is None:
             return functional.silu(gate) * up

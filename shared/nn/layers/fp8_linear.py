@@ -1,10 +1,10 @@
 """Linear layers with weights stored in FP8, which halves the bytes that decoding has to read.
 
-Each weight has a scale per output channel. The product depends on the number of rows:
+Each weight has a scale per output channel. The method of multiplication depends on the number of rows:
 
-- One or two rows: the rows stay as they are, and the weights are widened in registers.
+- One or two rows: the rows are not quantized, and the weights are widened in registers.
 - Up to `FEW_ROWS`: the rows are quantized too, and a kernel of this project multiplies in FP8.
-- More rows: likewise, but with the library's FP8 product.
+- More rows: the rows are quantized too, and the library multiplies in FP8.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Fp8Linear(Linear):
 
 
 def quantize_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Convert the projections of a layer to FP8 in place, unless they already are, and return the layer.
+    """Convert the projections of a layer to FP8 in place, unless they are FP8 already. Return the layer.
 
     Raises:
         TypeError: The layer is not plain attention with a dense MLP, or a weight cannot be quantized.

@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-V2): caches one latent row per token instead of K and V.
 
 K and V of all heads are projections of the latent row. The projections are absorbed: queries are projected
-into the latent space before attention, and the attended latents are projected out of it afterwards. Attention
-then sees a single K/V head, as wide as the latent and the rotated part together, whose values are its keys.
-Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+into the latent space before attention, and the attended latents are projected out of the latent space
+afterwards. Attention then uses a single K/V head. The head is as wide as the latent and the rotated part
+together, and its values are its keys. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ class LatentAttention:
     """Attention over a pool of latent rows.
 
     Args:
-        queries: One projection, or two that are applied in turn with `query_norm` between them.
-        query_norm: That norm; None with one projection.
-        latent: ``[rank + rope_dim, hidden]``, projects to the cached row before norm and rotation.
+        queries: One projection, or two projections that are applied in turn with `query_norm` between them.
+        query_norm: The norm between two projections. None with one projection.
+        latent: ``[rank + rope_dim, hidden]``, projects to the cached row. Norm and rotation are applied after
+            the projection.
         latent_norm: Norm over the first `rank` dimensions.
         key_in: ``[heads, nope_dim, rank]``, projects a query into the latent space.
         value_out: ``[heads, rank, value_dim]``, projects an attended latent out of it.
         o: ``[hidden, heads * value_dim]``.
-        config: Widths.
-        scale: Factor on the scores.
+        config: The widths; see `LatentConfig`.
+        scale: Factor by which the scores are multiplied.
         layer: Index of the pool's layer.
     """
 
@@ -131,10 +132,10 @@ def load_latent_attention(
     Args:
         source: Supplies the tensors.
         config: Configuration of the model.
-        latent: Its latent widths.
+        latent: The model's latent widths.
         prefix: Prefix of the tensor names.
         layer: Index of the layer in the pool.
-        input_size: Input width of the projections; hidden_size if None.
+        input_size: Input width of the projections. None means hidden_size.
     """
     heads, width = config.num_heads, input_size or config.hidden_size
     head_rows = heads * (latent.nope_dim + latent.rope_dim)

@@ -1,23 +1,25 @@
-"""The linear layer: a matrix product, with the weight packed by oneDNN on CPUs."""
+"""The linear layer, which is a matrix product. On CPUs, oneDNN packs the weight."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
 
-# Row count for which oneDNN lays out a weight. 4 to 512 measured the same; the layout for 1 row is slow.
+# Row count for which oneDNN lays out a weight. Counts from 4 to 512 are equally fast. The layout for 1 row is
+# slow.
 _PACK_ROWS = 16
 
 
 class Linear:
     """``x @ weight.T + bias``.
 
-    In fp32 on a CPU, the weight is packed: stored in oneDNN's blocked layout instead of rows. Compared with
-    the plain product, that is 2.1 times as fast for one row and 2.5 times as fast for 16 rows (12 layers of
-    hidden size 256, two threads). Verifying 16 rows then takes only 1.9 times as long as one row.
+    In fp32 on a CPU, the weight is packed, i.e. stored in oneDNN's blocked layout instead of rows. With 12
+    layers of hidden size 256 and two threads, the packed product is 2.1 times as fast as the plain one for
+    one row, and 2.5 times as fast for 16 rows. Verifying 16 rows then takes only 1.9 times as long as one
+    row.
 
     Args:
-        weight: ``[out, in]``. No reference is kept if the weight is packed.
+        weight: ``[out, in]``. If the weight is packed, the layer keeps no reference to this tensor.
         bias: ``[out]`` or None.
     """
 
@@ -27,7 +29,8 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.nbytes = weight.nbytes
         self.bias = bias
-        # The overload itself: looking it up by name on every call costs as much as a small operation.
+        # Keep the overload itself, because looking it up by name on every call costs as much as a small
+        # operation.
         self._packed_linear = torch.ops.mkldnn._linear_pointwise.default if can_pack(weight) else None
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed_linear else weight
@@ -35,7 +38,7 @@ class Linear:
 
     @property
     def weight(self) -> torch.Tensor:
-        """``[out, in]``, for kernels that read it directly; not available if the weight is packed."""
+        """The weight ``[out, in]``, for kernels that read it directly. Not available for a packed weight."""
         assert self._packed_linear is None, "a weight in oneDNN's layout has no rows"
         return self._weight
 
@@ -55,7 +58,7 @@ class Linear:
         return None
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ weight.T``, ``[rows, out]``, without the bias; not available for a packed weight."""
+        """Return ``x @ weight.T``, ``[rows, out]``, without the bias. Not available for a packed weight."""
         return functional.linear(x, self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +77,7 @@ class Linear:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """True if oneDNN can pack this weight: fp32, on a CPU, with a torch that was built with oneDNN."""
+    """True if oneDNN can pack this weight. It must be fp32 and on a CPU, and torch must include oneDNN."""
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.float32

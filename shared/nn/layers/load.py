@@ -26,7 +26,8 @@ def load_layer(
         config: Configuration of the model.
         prefix: Prefix of the layer's tensor names.
         layer: Index of the layer in the pool.
-        like: Index of the model's layer whose window and kind of MLP this layer has; `layer` if None.
+        like: Index of a layer of the model that has the same window and kind of MLP as this layer. None means
+            `layer`.
     """
     kind = layer if like is None else like
     latent = config.latent
@@ -64,8 +65,8 @@ def load_attention(
         config: Configuration of the model.
         prefix: Prefix of the tensor names.
         layer: Index of the layer in the pool.
-        input_size: Input width of q, k and v; hidden_size if None.
-        window: Tokens that a row sees, itself included; 0 for all.
+        input_size: Input width of q, k and v. None means hidden_size.
+        window: Number of tokens that a row sees, including itself. 0 means all tokens.
     """
     width = input_size or config.hidden_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -102,7 +103,7 @@ def load_mlp(
         source: Supplies the tensors.
         config: Configuration of the model.
         prefix: Prefix of the tensor names.
-        intermediate_size: Width of the MLP; the configuration's if None.
+        intermediate_size: Width of the MLP. None means the width in the configuration.
     """
     hidden, intermediate = config.hidden_size, intermediate_size or config.intermediate_size
     names = (f"{prefix}gate_proj", f"{prefix}up_proj")
@@ -118,12 +119,12 @@ def load_mlp(
 
 
 def load_experts(source: TensorSource, config: ModelConfig, experts: ExpertsConfig, prefix: str) -> SparseMLP:
-    """Load router, routed experts and shared expert of a layer. The router stays in fp32.
+    """Load the router, the routed experts and the shared expert of a layer. The router stays in fp32.
 
     Args:
         source: Supplies the tensors.
         config: Configuration of the model.
-        experts: Its experts.
+        experts: The part of the configuration that describes the experts.
         prefix: Prefix of the layer's tensor names.
     """
     router, routing = f"{prefix}{experts.files.router}", experts.routing

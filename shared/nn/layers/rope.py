@@ -12,7 +12,7 @@ from outrider.shared.nn.config.rope_config import RopeConfig, RopeKind
 
 
 class Rotation(NamedTuple):
-    """``cos`` and ``sin`` of a step's rows, ``[rows, 1, head_dim]``; the first half of `sin` is negated."""
+    """``cos`` and ``sin`` of a step's rows, ``[rows, 1, head_dim]``. The first half of `sin` is negated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -21,13 +21,13 @@ class Rotation(NamedTuple):
 class RotaryEmbedding:
     """Turns positions into rotations.
 
-    There is no table: angles are computed for the rows of each step, so any position works.
+    The angles are computed for the rows of each step instead of read from a table, so any position works.
 
     Args:
-        config: Base and scaling of the frequencies.
+        config: Base and scaling rule of the frequencies.
         head_dim: Width of a head.
         device: Device of the positions.
-        dtype: Type of cos and sin; angles are computed in fp32.
+        dtype: Type of cos and sin. Angles are computed in fp32.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> None:
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """Return the scaled frequencies, ``[head_dim / 2] fp32``, in radians per position.
 
-    Sources: for llama3, the Llama 3.1 release, with the three bands described in `RopeConfig`; for yarn,
-    arXiv 2309.00071, section 3.2.
+    Sources: the rule of llama3, with the three bands that `RopeConfig` describes, is from the Llama 3.1
+    release. The rule of yarn is from arXiv 2309.00071, section 3.2.
     """
     frequencies = 1.0 / (config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if config.kind is RopeKind.DEFAULT:
@@ -76,12 +76,13 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     smooth = (config.original_max_position / wavelengths - config.low_freq_factor) / (
         config.high_freq_factor - config.low_freq_factor
     )
-    kept = smooth.clamp(0, 1)  # 1: high frequency, not scaled; 0: low frequency, fully scaled
+    # 1 for a high frequency, which is not scaled; 0 for a low frequency, which is fully scaled.
+    kept = smooth.clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / config.factor
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return ``[head_dim / 2]``: 0 where the frequency is kept, 1 where it is fully scaled."""
+    """Return ``[head_dim / 2]``: 0 for frequencies that are kept, 1 for frequencies that are fully scaled."""
 
     def dimension(turns: float) -> float:
         """Return the (fractional) dimension that rotates `turns` times within the original context."""

@@ -1,7 +1,8 @@
 """Precomputes the first layer's q-k-v product for every token of the vocabulary, if the device has room.
 
-That product depends only on the token. With few rows, a pass is bound by reading weights: a lookup in a table
-``[vocabulary, out]`` reads one row per token, while the product reads the whole matrix.
+That product depends only on the token. With few rows, reading the weights takes most of the time of a pass. A
+lookup in a table ``[vocabulary, out]`` reads only one row per token, while the product reads the whole
+matrix.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch.nn import functional
 from outrider.shared.nn.layers.blocks import RMSNorm
 
 MEMORY_SHARE = 0.02
-"""Maximum share of a device's memory for a table. 128,256 tokens and 6,144 outputs take 1.5 GiB in bf16."""
+"""Maximum share of a device's memory for a table. In bf16, 128,256 tokens by 6,144 outputs take 1.5 GiB."""
 FREE_SHARE = 0.5
 """Maximum share of the device's free memory for a table."""
 CHUNK_ROWS = 8192
@@ -24,12 +25,12 @@ def fits(nbytes: int, free: int, total: int) -> bool:
 
 
 def token_products(embedding: torch.Tensor, norm: RMSNorm, weight: torch.Tensor) -> torch.Tensor | None:
-    """Return ``norm(embedding) @ weight.T``, ``[vocabulary, out]``, or None if it would take too much memory.
+    """Return ``norm(embedding) @ weight.T``, ``[vocabulary, out]``, or None if the table would be too large.
 
     Args:
         embedding: ``[vocabulary, hidden]``.
         norm: Norm of the embedding.
-        weight: ``[out, hidden]``; its rows may be strided.
+        weight: ``[out, hidden]``. The rows may be strided.
     """
     vocabulary, out = embedding.shape[0], weight.shape[0]
     if embedding.device.type == "cuda" and not fits(

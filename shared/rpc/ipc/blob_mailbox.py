@@ -1,11 +1,12 @@
 """Exchanges the blobs of rounds between two processes: interface, memory layout, and a version without GPUs.
 
 In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
-trees. Each of them is one blob: a contiguous block of bytes (`shared.spec.resident`).
+trees. The state is one blob, and so are all trees together. A blob is a contiguous block of bytes
+(`shared.spec.resident`).
 
-Each direction has two slots, used in turn, and a word that announces the last blob (`doorbells`). Two slots
-are enough: a side whose wait was released sends at most one more round, so it never overwrites a blob that
-the peer has not read yet.
+Each direction has two slots, which are used in turn, and a word that announces the last blob (`doorbells`).
+Two slots are enough, because a side sends at most one more round after its wait was released. It therefore
+never overwrites a blob that the peer has not read yet.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from outrider.shared.rpc.ipc.slots import MAX_SLOT_BYTES, SharedMemory, SlotLayo
 
 SLOTS = 2
 STATE_BYTES = 8 * 1024 * 1024
-"""Largest state. In bf16, 64 sequences of 6 rows of width 4096 take 3 MiB; with 16 rows they take 8 MiB.
+"""Bytes of the largest state. In bf16, 64 sequences of 6 rows of width 4096 take 3 MiB.
+
+With 16 rows, they take 8 MiB.
 
 Rounds of larger batches go through the host.
 """
@@ -36,7 +39,7 @@ class BlobLayout:
 
     Attributes:
         state_bytes, trees_bytes: Size of one slot.
-        inside: Whether the slots are in the shared memory, behind the words. If not, they are on a device.
+        inside: True if the slots are in the shared memory, behind the words. False if they are on a device.
     """
 
     state_bytes: int = STATE_BYTES
@@ -50,7 +53,7 @@ class BlobLayout:
 
     @property
     def memory(self) -> SlotLayout:
-        """Layout of the shared memory, whose first page contains the words."""
+        """Layout of the shared memory. Its first page contains the words."""
         return SlotLayout(1, self.slots_bytes if self.inside else 1)
 
     def state_slot(self, number: int) -> int:
@@ -62,7 +65,7 @@ class BlobLayout:
         return SLOTS * self.state_bytes + number % SLOTS * self.trees_bytes
 
     def check(self) -> BlobLayout:
-        """Return this layout, which a peer announced. Raise ProtocolError if its sizes are not acceptable."""
+        """Return this layout, which a peer announced. Raise ProtocolError if a size is not acceptable."""
         sizes = (self.state_bytes, self.trees_bytes)
         if not all(0 < size <= MAX_SLOT_BYTES // 8 and size % 256 == 0 for size in sizes):
             raise ProtocolError(
@@ -74,11 +77,11 @@ class BlobLayout:
 
 
 class BlobMailbox(Protocol):
-    """One side of the exchange. `send` and `receive` belong to one thread; `close` may be called from any.
+    """One side of the exchange. Call `send` and `receive` from one thread only. Any thread may call `close`.
 
     Attributes:
-        layout: Sizes of the largest blobs.
-        broken: Whether a wait has ended without its blob since `mend`; the peer is late or gone.
+        layout: Sizes of the slots, which are the sizes of the largest blobs.
+        broken: Whether a wait has ended without its blob since `mend`, because the peer is late or gone.
     """
 
     layout: BlobLayout
@@ -95,8 +98,8 @@ class BlobMailbox(Protocol):
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
         """Receive the peer's blob of a round into `blob`, and set ``expected [1] int32`` to the number.
 
-        Works in stream order. If the peer's blob does not arrive within `limit_s`, the header of `blob` does
-        not contain `number` afterwards.
+        The copy runs in stream order. If the peer's blob does not arrive within `limit_s`, the header of
+        `blob` contains another number than `number` afterwards.
         """
         ...
 
@@ -154,7 +157,10 @@ class HostMailbox:
         self._words.give(number)
 
     def mend(self) -> bool:
-        """Reset `broken` unless closed. Waits are never pending here, so this always returns True."""
+        """Reset `broken` unless the mailbox is closed.
+
+        Always returns True, because no wait is ever pending here.
+        """
         self.broken = self._closed
         return True
 

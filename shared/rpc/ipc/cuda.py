@@ -1,8 +1,8 @@
 """Shares device memory between processes, with a few ctypes calls into the CUDA runtime that torch loaded.
 
 torch shares tensors by pickling a handle per message. Here one handle of 64 bytes is exchanged once. The
-memory comes from cudaMalloc and not from torch's caching allocator, whose blocks start inside larger ones and
-may belong to a pool that cannot be shared.
+memory comes from cudaMalloc. torch's caching allocator is unsuitable, because its blocks start inside larger
+blocks and may belong to a pool that cannot be shared.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
 MEMCPY_DEFAULT = 4
 LATE_WRITES_S = 3.0
-"""Least time for which device memory is kept after its connection was closed.
+"""Shortest time for which device memory is kept after its connection was closed.
 
-A process that has mapped the memory may still read and write it. This time is longer than the waits of that
-process's streams.
+Another process that has mapped the memory may still read and write it. This time is longer than any wait of
+that process's streams.
 """
 
 
@@ -43,7 +43,8 @@ class CudaError(UnavailableError):
 class DeviceMemory:
     """Zeroed device memory of this process that other processes can map.
 
-    Freed `LATE_WRITES_S` or more after its last reference is gone, because a peer may still be writing to it.
+    The memory is freed at least `LATE_WRITES_S` after the last reference is gone, because a peer may still be
+    writing to it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -69,7 +70,7 @@ class PeerMemory:
     `device` may be another GPU of the host than the one that owns the memory.
 
     Raises:
-        CudaError: The GPUs cannot access each other's memory, or the handle belongs to this very process.
+        CudaError: The GPUs cannot access each other's memory, or the handle was made by this process itself.
     """
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
@@ -114,7 +115,7 @@ def runtime_call(name: str, *arguments: Any) -> None:
     runtime = _runtime()
     status = getattr(runtime, name)(*arguments)
     if status:
-        runtime.cudaGetLastError()  # clears the error; otherwise torch's next launch would report it
+        runtime.cudaGetLastError()  # clears the error, because otherwise torch's next launch would report it
         raise CudaError(f"{name}: {runtime.cudaGetErrorString(status).decode()}")
 
 
@@ -122,7 +123,7 @@ def runtime_call(name: str, *arguments: Any) -> None:
 def _runtime() -> Any:
     """Return the CUDA runtime library that torch uses.
 
-    Another copy would have its own streams and devices.
+    A second copy of the library would have its own streams and devices.
     """
     torch.cuda.init()  # type: ignore[no-untyped-call]
     loaded = {

@@ -1,10 +1,11 @@
 """Exchanges the blobs of rounds between the GPU streams of two processes, without involving their hosts.
 
-Each stream writes and awaits words in host memory that both processes have registered with CUDA. The words
-are in host memory so that either host can write them too: if a peer has died, stopped or fallen behind, the
-`DoorbellWatchdog` writes the word, and the waiting stream continues.
+Each stream writes words, and waits for words, in host memory that both processes have registered with CUDA.
+The words are in host memory so that each process's CPU can write them too. If a peer has died, stopped or
+fallen behind, the `DoorbellWatchdog` writes the word, and the waiting stream continues.
 
-The blobs lie on the target's GPU. The draft maps that memory, from the same GPU or another one of the host.
+The blobs lie on the target's GPU. The draft maps that memory. It may use the same GPU or another GPU of the
+host.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ TRIED_BYTES = 1024
 
 
 class SlotMemory(Protocol):
-    """The memory of the slots; `pointer` is its address for copies by streams."""
+    """The memory of the slots. `pointer` is the address that streams use for copies."""
 
     pointer: int
 
 
 class StreamMailbox:
-    """`BlobMailbox` of a process with a GPU. Enqueues on torch's current stream of the device.
+    """A `BlobMailbox` of a process with a GPU. It enqueues its work on torch's current stream of the device.
 
-    When the last reference is gone, all waits end immediately. The memory is freed once the streams that used
-    it have passed their waits.
+    When the last reference to the mailbox is gone, all waits end immediately. The memory is freed once the
+    streams that used it have passed their waits.
 
     Args:
         layout: Sizes of the slots.
-        memory: Shared memory with the words.
-        slots: Memory of ``layout.slots_bytes``. Memory of a peer is unmapped when the mailbox is released, or
-            if the mailbox cannot be created.
-        side: The side of this process.
-        device: The device of its blobs.
+        memory: Shared memory that contains the words.
+        slots: Memory of ``layout.slots_bytes``. A peer's memory is unmapped when the mailbox is released or
+            cannot be created.
+        side: The side of this process: target or draft.
+        device: The device of this process's blobs.
 
     Raises:
         CudaError: This driver's streams cannot wait for words in host memory.
@@ -64,7 +65,7 @@ class StreamMailbox:
         DEFERRED_RELEASE.spare(self._watch)
         self._slots = slots
         self._device = device
-        # All streams that the mailbox was used on, by handle.
+        # The streams on which the mailbox was used, by handle.
         self._streams: dict[int, torch.cuda.Stream] = {}
         try:
             self._base = _register(memory, device)
@@ -89,7 +90,7 @@ class StreamMailbox:
         return self._watch.broken
 
     def send(self, number: int, blob: torch.Tensor, put: torch.cuda.Event | None = None) -> None:
-        """Enqueue the blob's copy to its slot, then its announcement.
+        """Enqueue the blob's copy to its slot, then the announcement of the blob.
 
         `put` is an event to record after the copy.
         """
@@ -105,9 +106,9 @@ class StreamMailbox:
             _write_value(stream, self._base + self._words.given_at, number)
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """Enqueue the wait for the peer's blob and its copy; see `BlobMailbox.receive`.
+        """Enqueue the wait for the peer's blob and the copy out of its slot; see `BlobMailbox.receive`.
 
-        Skips both while `broken`.
+        While `broken`, enqueues neither the wait nor the copy.
         """
         slot, passed = self._slots.pointer + self._in(number), self._base + self._words.passed_at
         with self._current() as stream:
@@ -136,10 +137,10 @@ class StreamMailbox:
         self._watch.close()
 
     def _try(self) -> None:
-        """Write and await a word of this side on the stream, so that a driver without this feature fails now.
+        """Write a word and wait for it on the stream, so that a driver without stream waits fails now.
 
-        Also compiles the kernels, so that no peer has to wait for that later. The slots of round 0 are still
-        empty, so the test copies overwrite no data.
+        Also compiles the kernels, so that no peer has to wait for the compilation later. The slots of round 0
+        are still empty, so the test copies overwrite no data.
         """
         slot, passed = self._slots.pointer + self._in(0), self._base + self._words.passed_at
         with self._current() as stream:
@@ -151,12 +152,12 @@ class StreamMailbox:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _by_kernel(self, blob: torch.Tensor) -> bool:
-        """Return whether a kernel copies the blob, which requires a size of whole words."""
+        """Return whether a kernel copies the blob. The kernel requires a whole number of words."""
         return blob.nbytes % WORD_BYTES == 0
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[int]:
-        """Make the device current, as the driver resolves stream 0 by it, and yield its current stream."""
+        """Make the device current, because the driver resolves stream 0 by it. Yield its current stream."""
         with torch.cuda.device(self._device):
             _bind_context(torch.cuda.current_device())
             stream = torch.cuda.current_stream(self._device)
@@ -166,7 +167,7 @@ class StreamMailbox:
 
 
 def _write_value(stream: int, address: int, value: int) -> None:
-    """Enqueue a write of 4 bytes that follows all earlier work and makes it visible to every process."""
+    """Enqueue a write of 4 bytes after all earlier work, and make that work visible to every process."""
     _driver_call(
         "cuStreamWriteValue32_v2",
         ctypes.c_void_p(stream),
@@ -191,7 +192,7 @@ def _wait_value(stream: int, address: int, value: int) -> None:
 def _bind_context(device: int) -> None:
     """Bind this thread to the context of a device.
 
-    The CUDA runtime does this on its first call; the driver does not.
+    The CUDA runtime binds the context on its first call. The driver does not.
     """
     context = ctypes.c_void_p()
     _driver_call("cuCtxGetCurrent", ctypes.byref(context))
@@ -240,10 +241,10 @@ def _register(memory: SharedMemory, device: torch.device) -> int:
 def _let_go(
     words: Doorbells, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]
 ) -> None:
-    """Undo `_register` and unmap the slots, after the last use on each of `streams`.
+    """Undo `_register` and unmap the slots, once each of `streams` has finished using them.
 
-    Waits for these streams and not for the whole device: a graph may be recording on it, and a device-wide
-    wait would break that capture.
+    Waits for these streams only. A device-wide wait would break the capture of a graph that may be recording
+    on the device.
     """
     with torch.cuda.device(device):
         for stream in streams.values():

@@ -4,9 +4,10 @@ The reader maps the writer's device memory. The hosts synchronise the two proces
 
 - The writer names a slot in a message after its copies into the slot are done.
 - The reader releases the slot after its copies out of the slot are done. Only then can it detect whether the
-  slot was overwritten during the copy. If it does not wait for a copy, it does both in a later `read`.
+  slot was overwritten during the copy. If the reader does not wait for a copy, it checks and releases the
+  slot in a later `read`.
 
-So no stream ever waits for another process, which may be dead.
+Therefore no stream ever waits for another process, which may be dead.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from outrider.shared.rpc.tensors import decode_tensor, encode_tensor, read_shape
 
 
 class CudaTensorWriter:
-    """`SlotTensorWriter` that copies rows on a GPU to slots in this process's memory on the same GPU.
+    """A `SlotTensorWriter` that copies rows from a GPU to slots in this process's memory on the same GPU.
 
     Args:
-        ledger: The counters; its layout contains the size of a slot.
+        ledger: The counters of the slots. The ledger's layout contains the size of a slot.
         memory: The slots, ``slots * slot_bytes`` in total.
         device: The device of the rows.
     """
@@ -41,7 +42,7 @@ class CudaTensorWriter:
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
         """Return the message for rows in a slot, or inline.
 
-        Waits for the copies, which finish a few µs after the rows are computed.
+        This waits for the copies, which finish a few µs after the rows are computed.
         """
         num_bytes = sum(part.nbytes for part in parts)
         on_device = all(part.device == self._device for part in parts)
@@ -51,10 +52,10 @@ class CudaTensorWriter:
         return self._fill(slot, parts, torch.cuda.current_stream(self._device))
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
-        """Return the message for rows in a slot, or None if none is free or the rows are too large.
+        """Return the message for rows in a slot. Return None if no slot is free or the rows are too large.
 
-        The copy uses a stream of its own, so it does not wait for the work of the current stream. The rows
-        may also be on the host.
+        The copy uses a separate stream, so it does not wait for the work of the current stream. The rows may
+        also be on the host.
         """
         slot = self._ledger.take() if 0 < rows.nbytes <= self.slot_bytes else None
         return None if slot is None else self._fill(slot, [rows], self._beside)
@@ -63,7 +64,7 @@ class CudaTensorWriter:
         self, slot: int, parts: Sequence[torch.Tensor], stream: torch.cuda.Stream
     ) -> common_pb2.TensorData:
         there = start = self._memory.pointer + slot * self.slot_bytes
-        kept = [part.contiguous() for part in parts]  # keeps them alive until the copies are done
+        kept = [part.contiguous() for part in parts]  # keeps the tensors alive until the copies are done
         with torch.cuda.stream(stream):
             for part in kept:
                 copy_async(there, part.data_ptr(), part.nbytes, self._device)
@@ -77,14 +78,14 @@ class CudaTensorWriter:
 
 
 class CudaTensorReader:
-    """`TensorReader` of a `CudaTensorWriter`'s mailbox, on the same GPU or another one of the host.
+    """The `TensorReader` for a `CudaTensorWriter`'s mailbox. Its GPU may be another GPU of the host.
 
     Args:
-        ledger: The counters, mapped.
-        memory: The slots, mapped.
-        device: Device of the returned tensors, for use on its current stream.
-        wait: Whether `read` waits for its copy, on a separate stream, and then releases the slot immediately.
-            For long inputs.
+        ledger: The writer's counters, mapped into this process.
+        memory: The writer's slots, mapped into this process.
+        device: Device of the returned tensors. Use the tensors on the device's current stream.
+        wait: True if `read` copies on a separate stream, waits for the copy, and releases the slot
+            immediately. Intended for long inputs.
     """
 
     def __init__(self, ledger: SharedMemory, memory: PeerMemory, device: torch.device, *, wait: bool) -> None:
@@ -100,8 +101,8 @@ class CudaTensorReader:
         """Return the rows of a message, copied out of their slot.
 
         Raises:
-            ProtocolError: The message is malformed, or rows of an *earlier* message were overwritten while
-                they were being copied.
+            ProtocolError: The message is malformed, or the rows of an *earlier* message were overwritten
+                during their copy.
         """
         self._release_copied()
         if data.WhichOneof("data") != "cuda_ipc":

@@ -1,12 +1,12 @@
-"""Frees GPU memory and registrations of closed connections on a background thread, when no stream waits.
+"""Frees the GPU memory and registrations of closed connections on a background thread.
 
-The last reference to a connection may disappear on any thread at any time, for example wherever the garbage
-collector runs. That may be the thread that launches rounds, which must not block for a connection that has
-ended.
+The last reference to a connection may disappear on any thread at any time, for example during garbage
+collection. That thread may be the one that launches rounds. It must not block because a connection has ended.
 
-The driver must not block it either. While cudaFree or cudaHostUnregister waits for a stream that waits for a
-word, no thread can launch anything (measured: 1.4 s of a wait of 1.5 s). These calls are therefore made when
-no stream waits, if such a moment comes within `PATIENCE_S`.
+The driver must not block that thread either. While cudaFree or cudaHostUnregister waits for a stream that
+waits for a word, no thread can launch anything. In a measurement, a wait of 1.5 s blocked launches for 1.4 s.
+The background thread therefore makes these calls when no stream waits, if such a moment comes within
+`PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 from outrider.shared.obs.logging import get_logger
 
 PATIENCE_S = 30.0
-"""How long to look for a moment at which no stream waits. Consecutive rounds leave no such moment."""
+"""How long to look for a moment at which no stream waits. While rounds follow each other, there is none."""
 LOOK_S = 0.02
 
 log = get_logger("outrider.rpc.ipc")
@@ -32,22 +32,23 @@ class Waiter(Protocol):
 
     @property
     def waiting(self) -> bool:
-        """Whether a wait of its streams is still pending. May be read from any thread."""
+        """Whether a stream of this object is still waiting. May be read from any thread."""
         ...
 
 
 class DeferredRelease:
-    """Calls release functions one after the other on a thread that starts with the first `when_gone`."""
+    """Calls release functions, one after the other, on a thread that the first `when_gone` starts."""
 
     def __init__(self) -> None:
-        # Earliest time of each call, and the call. A SimpleQueue's `put` is reentrant, as finalizers require.
+        # Pairs of the earliest time of a call and the call. Finalizers need a reentrant `put`, as in
+        # SimpleQueue.
         self._pending: SimpleQueue[tuple[float, Callable[[], object]]] = SimpleQueue()
         self._lock = threading.Lock()
         self._started = False
         self._waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
 
     def spare(self, waiter: Waiter) -> None:
-        """Delay all release functions while `waiter` is waiting, each for at most `PATIENCE_S`.
+        """Delay every release function while `waiter` is waiting, for at most `PATIENCE_S`.
 
         Keeps only a weak reference to `waiter`.
         """
@@ -59,9 +60,9 @@ class DeferredRelease:
 
         Args:
             owner: The object to watch.
-            free: The function to call. It may block. It must not refer to `owner`; it keeps alive everything
-                that it refers to.
-            after_s: Least delay in seconds after the last reference is gone.
+            free: The function to call. It may block. It must not refer to `owner`, because it keeps
+                everything that it refers to alive.
+            after_s: Shortest delay, in seconds, after the last reference is gone.
         """
         with self._lock:
             if not self._started:
@@ -82,7 +83,7 @@ class DeferredRelease:
                 free()
             except Exception as error:  # one device may be lost, but later entries may belong to another one
                 log.warning("memory of a connection could not be freed", error=str(error))
-            del free  # and the objects that it refers to
+            del free  # also frees the objects that the function refers to
 
     def _somebody_waits(self) -> bool:
         with self._lock:

@@ -1,8 +1,8 @@
 """Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that bounds waits.
 
 In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
-trees (`shared.spec.resident`). Each word has one writer and contains the number of a round. Numbers ascend.
-A wait for round n ends once the peer's word is at least n. The watchdog bounds every wait.
+trees (`shared.spec.resident`). Each word has one writer and contains the number of a round. The numbers
+increase. A wait for round n ends once the peer's word is at least n. The watchdog limits every wait.
 
     word            writer                               meaning
     STATE           the target, after writing it         the state of round n is in slot n % 2
@@ -20,9 +20,9 @@ One round in time order:
                                        ←      TREES = n
     TARGET_PASSED = n, copy the trees
 
-If a side has waited long enough, or its peer is gone, its own host writes the peer's word. The slot then
-contains a blob of another round. The number in the blob's header shows this, and the round continues without
-it.
+If a side has waited for its full limit, or its peer is gone, its own host writes the peer's word. The slot
+then contains a blob of another round. The number in that blob's header shows this, and the round continues
+without a blob.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ TICK_S, LONGEST_TICK_S = 0.002, 0.05
 Each check takes the GIL from a thread that launches rounds.
 """
 TICKS_A_LIMIT = 8
-"""Number of checks within a wait's limit, as far as `TICK_S` and `LONGEST_TICK_S` allow.
+"""Number of checks per wait limit, unless `TICK_S` or `LONGEST_TICK_S` bounds the interval.
 
-One check notices that a wait has begun, a later one that it has lasted too long. A wait is therefore released
-at most two ticks late. This is a quarter of its limit, but at least 4 ms and at most 0.1 s.
+One check detects that a wait has begun. A later check detects that the wait has lasted too long. A wait is
+therefore released at most two intervals late. Two intervals are a quarter of the wait's limit, but at least 4
+ms and at most 0.1 s.
 """
 
 
@@ -60,7 +61,7 @@ class Word(IntEnum):
 
 
 class Side(Enum):
-    """The side of a process: target or draft."""
+    """The two sides of a connection: target and draft."""
 
     TARGET = "target"
     DRAFT = "draft"
@@ -70,7 +71,7 @@ class Doorbells:
     """One side's view of the words. `release` and the reading properties may be used from any thread.
 
     Args:
-        memory: Its first page contains the words.
+        memory: Shared memory whose first page contains the words.
         side: The side of this process.
 
     Attributes:
@@ -98,12 +99,12 @@ class Doorbells:
 
     @property
     def awaited(self) -> int:
-        """Last round for which the peer announced a blob, or up to which `release` ended the waits."""
+        """Last round for which the peer announced a blob or `release` ended the wait."""
         return self._awaited.value
 
     @property
     def passed(self) -> int:
-        """Last round whose wait is over on this side."""
+        """Last round for which this side's wait is over."""
         return self._passed.value
 
     def give(self, number: int) -> None:
@@ -115,10 +116,12 @@ class Doorbells:
         self._awaited.value = number
 
     def begun(self, number: int) -> bool:
-        """Return whether this side's stream has begun its wait for a round, the first that it has not passed.
+        """Return whether this side's stream has begun to wait for a round.
 
-        The target's stream waits as soon as it has announced its state. The draft's stream counts as waiting
-        at any time.
+        The round must be the first that the stream has not passed.
+
+        The target's stream waits as soon as it has announced its state. The draft's stream always counts as
+        waiting.
         """
         return self.side is Side.DRAFT or self.given >= number
 
@@ -131,16 +134,16 @@ class _Wait:
 
 
 class DoorbellWatchdog:
-    """Releases waits of a device's streams that last too long.
+    """Ends waits of a device's streams that last too long.
 
-    Uses its own thread, because the host's other threads may be waiting for the device.
+    The watchdog has its own thread, because the host's other threads may be waiting for the device.
 
     Args:
         words: The words as this side sees them.
-        clock: Monotonic seconds.
+        clock: Returns monotonic seconds.
 
     Attributes:
-        broken: Whether a wait was released since `mend`; the peer is late or gone.
+        broken: Whether a wait was released since `mend`, because the peer was late or gone.
     """
 
     def __init__(self, words: Doorbells, clock: Callable[[], float] = time.monotonic) -> None:
@@ -166,7 +169,7 @@ class DoorbellWatchdog:
 
     @property
     def waiting(self) -> bool:
-        """Whether a watched wait is not over yet."""
+        """Whether any watched wait is still running."""
         with self._changed:
             self._drop_passed()
             return bool(self._waits)
@@ -181,7 +184,7 @@ class DoorbellWatchdog:
             return True
 
     def close(self) -> None:
-        """Release all waits, current and future. The watchdog's thread ends once they are over."""
+        """Release all current and future waits. The watchdog's thread ends once all waits are over."""
         with self._changed:
             self._closed = self.broken = True
             if self._waits:
@@ -189,7 +192,7 @@ class DoorbellWatchdog:
             self._changed.notify()
 
     def look(self) -> None:
-        """Release all waits if the first one has lasted too long, or if waits were released since `mend`."""
+        """Release all waits if the oldest has lasted too long, or if any wait was released since `mend`."""
         with self._changed:
             self._drop_passed()
             if not self._waits:
@@ -200,7 +203,8 @@ class DoorbellWatchdog:
                 first.since = first.since or now
                 self.broken = now - first.since > first.limit_s
             if self.broken:
-                # Repeat on every check: a late peer may overwrite the word with a lower number at any time.
+                # Repeat the release on every check, because a late peer may write a lower number to the word
+                # at any time.
                 self._words.release(self._waits[-1].number)
 
     def _drop_passed(self) -> None:

@@ -1,4 +1,4 @@
-"""Splits a unix socket's bytes into frames: length and kind, then one message.
+"""Splits a unix socket's bytes into frames. A frame contains a length, a kind and one message.
 
 File descriptors may accompany a frame. Sending never waits. Receiving waits for at most a given time.
 """
@@ -22,15 +22,15 @@ from outrider.shared.base.errors import ProtocolError
 HEADER = struct.Struct("<IB")
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_UNSENT_BYTES = 256 * 1024 * 1024
-"""Most bytes that a peer may leave unread. A peer that leaves more is treated as gone."""
+"""Largest number of bytes that a peer may leave unread. A peer that leaves more is treated as gone."""
 RECEIVE_BYTES = 256 * 1024
 MAX_FILES = 4
 FILE_SPACE = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
 MANY_CORES = 8
 SPIN_S = 100e-6 if (os.cpu_count() or 1) >= MANY_CORES else 0.0
-"""How long a receiver polls before it sleeps, because a sleeping core takes long to wake up.
+"""How long a receiver polls before it sleeps. It polls because a sleeping core takes long to wake up.
 
-With few cores it does not poll, because the peer needs the core.
+On a host with few cores the receiver does not poll, because the peer needs the core.
 """
 
 
@@ -42,7 +42,7 @@ class FrameKind(IntEnum):
     MAILBOX = 3
     SESSION = 4
     ERROR = 5
-    """A `common.v1.ErrorDetail`. The sender closes the connection after it."""
+    """A `common.v1.ErrorDetail`. The sender closes the connection after this frame."""
 
 
 class EndOfStream(ConnectionError):
@@ -50,12 +50,12 @@ class EndOfStream(ConnectionError):
 
 
 class FrameSocket:
-    """Frames on a connected socket.
+    """Sends and receives frames on a connected socket.
 
     One thread at a time may receive. Any thread may call `send`, `flush` and `close`.
 
     Args:
-        connection: A non-blocking socket; owned by this object from now on.
+        connection: A non-blocking socket. This object owns the socket from now on.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -69,12 +69,12 @@ class FrameSocket:
         self._receive_lock = threading.Lock()
 
     def fileno(self) -> int:
-        """Return the descriptor, for `poll`; -1 after `close`."""
+        """Return the socket's file descriptor, for `poll`. Return -1 after `close`."""
         return self._socket.fileno()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes are queued. If so, call `flush` when the socket becomes writable."""
+        """Whether bytes are queued. If True, call `flush` when the socket becomes writable."""
         return bool(self._unsent)
 
     def send(self, kind: FrameKind, payload: bytes, files: Sequence[int] = ()) -> None:
@@ -82,7 +82,7 @@ class FrameSocket:
 
         Args:
             kind: The kind of the frame.
-            payload: At most `MAX_FRAME_BYTES`.
+            payload: The message, of at most `MAX_FRAME_BYTES`.
             files: Descriptors to send with the frame. They stay open on this side.
 
         Raises:
@@ -106,7 +106,7 @@ class FrameSocket:
                     raise EndOfStream("the peer has left too many bytes unread")
 
     def flush(self) -> None:
-        """Send queued bytes, as far as the socket accepts them.
+        """Send the queued bytes that the socket accepts now.
 
         Raises:
             EndOfStream: The peer is gone.
@@ -122,13 +122,13 @@ class FrameSocket:
                 self._unsent.popleft()
 
     def receive(self, timeout_s: float = 0.0, awake_s: float = SPIN_S) -> tuple[FrameKind, bytes] | None:
-        """Return the next frame, or None if none is complete after `timeout_s`.
+        """Return the next frame, or None if no frame is complete after `timeout_s`.
 
-        Polls for the first `awake_s`, then sleeps. Flushes queued bytes in the meantime.
+        Polls for the first `awake_s` seconds, then sleeps. Flushes queued bytes in the meantime.
 
         Raises:
             EndOfStream: The stream has ended.
-            ProtocolError: The peer sends something other than our frames.
+            ProtocolError: The peer sends bytes that are not frames of this project.
         """
         with self._receive_lock:
             deadline = time.monotonic() + timeout_s if timeout_s else 0.0
@@ -146,10 +146,10 @@ class FrameSocket:
                     self._sleep(deadline - now)
 
     def take_files(self, count: int) -> list[int]:
-        """Return descriptors that came with the frames so far. The caller closes them.
+        """Return `count` descriptors that came with the frames so far. The caller closes them.
 
         Raises:
-            ProtocolError: Fewer than `count` came.
+            ProtocolError: Fewer than `count` descriptors came.
         """
         if len(self._files) < count:
             raise ProtocolError(
@@ -161,7 +161,8 @@ class FrameSocket:
         """Hang up. May be called more than once. A thread waiting in `receive` gets `EndOfStream`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        # No thread may be using the descriptor when the system can assign its number to another file.
+        # Close the descriptor only after every thread has stopped using it, because the system may then reuse
+        # its number.
         with self._receive_lock, self._send_lock:
             self._socket.close()
             while self._files:
@@ -189,7 +190,7 @@ class FrameSocket:
         return known, payload
 
     def _read_some(self) -> bool:
-        """Read the bytes that are there. Return False if there are none."""
+        """Read the bytes that have arrived. Return False if there are none."""
         try:
             count, ancillary, _flags, _address = self._socket.recvmsg_into(
                 [self._buffer], FILE_SPACE, socket.MSG_CMSG_CLOEXEC

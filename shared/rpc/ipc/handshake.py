@@ -31,23 +31,24 @@ from outrider.shared.rpc.ipc.slots import SharedMemory, SlotLayout
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, TensorReader, TensorWriter
 
 SESSION_LAYOUT = (4, 4 * 1024 * 1024)
-"""Number of slots and bytes per slot, for the rows of rounds.
+"""Number of slots and bytes per slot of the mailbox for the rows of rounds.
 
 A frame contains the rows of one round. In bf16, 64 sequences of 6 rows of width 4096 take 3 MiB.
 """
 BULK_LAYOUT = (8, MAX_CHUNK_BYTES)
-"""Number of slots and bytes per slot, for the rows of prompts in host memory."""
+"""Number of slots and bytes per slot of the mailbox for the rows of prompts, in host memory."""
 BULK_LAYOUT_ON_GPU = (16, 4 * 1024 * 1024)
-"""The same for prompts in GPU memory. A slot has room for 512 rows of width 4096 in bf16."""
+"""The same numbers for prompts in GPU memory. A slot has room for 512 rows of width 4096 in bf16."""
 
 log = get_logger("outrider.rpc.ipc")
 
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Mailboxes of the writing side, freed when they are no longer referenced.
+    """Mailboxes of the writing side. They are freed when they are no longer referenced.
 
-    Send `files` with the offer, then call `sent`. Use `rounds` only if the answer accepts it.
+    Send `files` with the offer, then call `sent`. Use `rounds` only if the peer's answer accepts that
+    mailbox.
     """
 
     offer: draft_pb2.MailboxOffer
@@ -64,7 +65,7 @@ class Offered:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Mailboxes of the reading side. The thread that reads the tensors closes their mailboxes."""
+    """Mailboxes of the reading side. The thread that reads the tensors closes the mailboxes."""
 
     session: TensorReader
     bulk: TensorReader
@@ -72,14 +73,14 @@ class Mapped:
 
 
 def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[], Offered]]:
-    """Return the possible offers of a writer whose rows are on `device`, best first.
+    """Return the possible offers, the best first, of a writer whose rows are on `device`.
 
     Args:
         device: The device of the rows.
         rounds: Whether to include a mailbox for rounds.
 
     Returns:
-        Functions that make an offer. Each may raise `CudaError`.
+        Functions, each of which makes one offer or raises `CudaError`.
     """
     if device.type == "cpu":
         return [functools.partial(_offer, _shared, BULK_LAYOUT, _rounds_on_host if rounds else None)]
@@ -92,7 +93,7 @@ def offers(device: torch.device, *, rounds: bool = False) -> Sequence[Callable[[
 
 
 Made = tuple[draft_pb2.Mailbox, int, SlotTensorWriter]
-"""A mailbox's description, its file descriptor, and its writer."""
+"""The description, the file descriptor and the writer of a mailbox."""
 
 
 MadeRounds = tuple[draft_pb2.RoundsMailbox, int, BlobMailbox]
@@ -160,8 +161,9 @@ def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.de
 
     Args:
         offer: The target's offer.
-        files: One descriptor per mailbox, the one for rounds last. This function closes them.
-        device: Device of the tensors to return.
+        files: One file descriptor per mailbox. The mailbox for rounds comes last. This function closes the
+            descriptors.
+        device: Device of the tensors that the mailboxes return.
 
     Raises:
         CudaError: The device memory cannot be mapped from `device`.
@@ -197,7 +199,7 @@ def _reader(
 
 
 def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> BlobMailbox | None:
-    """Map a mailbox for rounds. Return None if that is impossible; rounds then go through the host."""
+    """Map a mailbox for rounds. Return None if that is impossible. Rounds then go through the host."""
     layout = BlobLayout(box.state_bytes, box.trees_bytes, inside=not box.cuda_handle).check()
     memory = SharedMemory.attach(layout.memory, file)
     if not box.cuda_handle:
@@ -217,7 +219,7 @@ def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> Bl
 def acknowledge(
     offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device
 ) -> tuple[draft_pb2.MailboxAck, Mapped | None]:
-    """Answer an offer: accepted with its mailboxes, or refused with the reason.
+    """Answer an offer. The answer accepts it with its mailboxes, or refuses it with the reason.
 
     A malformed offer raises ProtocolError.
     """

@@ -15,7 +15,7 @@ from outrider.shared.rpc.tensors import TensorWriter, decode_tensor, encode_tens
 
 
 class SlotTensorWriter(TensorWriter, Protocol):
-    """A `TensorWriter` into a mailbox.
+    """A `TensorWriter` that puts rows into the slots of a mailbox.
 
     Attributes:
         slot_bytes: Size of a slot.
@@ -24,7 +24,7 @@ class SlotTensorWriter(TensorWriter, Protocol):
     slot_bytes: int
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
-        """Return the message for ``[rows, columns]`` in a slot, or None if none is free.
+        """Return the message for ``[rows, columns]`` in a slot, or None if no slot is free.
 
         The work that computes the rows must have finished.
         """
@@ -32,7 +32,7 @@ class SlotTensorWriter(TensorWriter, Protocol):
 
 
 class SharedTensorWriter:
-    """`SlotTensorWriter` into shared memory. Rows on a GPU are copied synchronously."""
+    """A `SlotTensorWriter` into shared memory. It copies rows from a GPU synchronously."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self.slot_bytes = memory.layout.slot_bytes
@@ -49,7 +49,7 @@ class SharedTensorWriter:
         )
 
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
-        """Return the message for rows in a slot, or None if none is free or the rows are too large."""
+        """Return the message for rows in a slot. Return None if no slot is free or the rows are too large."""
         return self._into_slot([rows])
 
     def _into_slot(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData | None:
@@ -69,7 +69,7 @@ class SharedTensorWriter:
 
 
 class SharedTensorReader:
-    """`TensorReader` of a `SharedTensorWriter`'s mailbox.
+    """The `TensorReader` for a `SharedTensorWriter`'s mailbox.
 
     Args:
         memory: The writer's memory, mapped.

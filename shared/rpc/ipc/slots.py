@@ -1,7 +1,7 @@
-"""The ledger of a mailbox: two counters in shared memory per slot show whether the slot is in use.
+"""Records which slots of a mailbox are in use, with two counters per slot in shared memory.
 
-The writer owns `written`, the reader `released`. Both count uses of the slot, so a slot is free if they are
-equal.
+The writer increments `written`, and the reader sets `released`. Each counter counts the uses of the slot, so
+a slot is free if the two counters are equal.
 
     writer                                          reader
     find a slot with released = written
@@ -16,7 +16,7 @@ Each side keeps its own counters privately and never trusts the shared copies:
 - A wrong `written` costs only the rows of that message.
 - A wrong `released` is an error of the connection, because the slot would never be free again.
 
-Neither side ever waits. Without a free slot, the rows are sent in the message, or later.
+Neither side ever waits. If no slot is free, the rows are sent in the message, or later.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from outrider.shared.base.errors import ProtocolError
 
 COUNTER = struct.Struct("@Q")
-"""Native format, because both sides are on one host.
+"""Format of a counter. It is native, because both sides are on one host.
 
 `struct` accesses a native counter as a whole. With an explicit byte order, it would access single bytes.
 """
 WRITTEN, RELEASED = 0, COUNTER.size
 ENTRY_BYTES = 64
-"""Bytes of a slot's two counters, which have a cache line of their own."""
+"""Bytes of a slot's two counters. Each slot's counters have their own cache line."""
 PAGE_BYTES = 4096
 MAX_SLOTS = 64
 MAX_SLOT_BYTES = 64 * 1024 * 1024
@@ -50,7 +50,7 @@ class SlotLayout:
     Attributes:
         slots: Number of slots.
         slot_bytes: Bytes of each slot.
-        slots_inside: Whether the slots are in the shared memory, behind the counters. If not, they are on a
+        slots_inside: True if the slots are in the shared memory, behind the counters. False if they are on a
             device.
     """
 
@@ -69,7 +69,7 @@ class SlotLayout:
         return self.data_start + (self.slots * self.slot_bytes if self.slots_inside else 0)
 
     def check(self) -> SlotLayout:
-        """Return this layout, which a peer announced. Raise ProtocolError if its sizes are not acceptable."""
+        """Return this layout, which a peer announced. Raise ProtocolError if a size is not acceptable."""
         if not (1 <= self.slots <= MAX_SLOTS and 1 <= self.slot_bytes <= MAX_SLOT_BYTES):
             raise ProtocolError(
                 f"A mailbox has {self.slots} slots of {self.slot_bytes} bytes, which is outside the limits.",
@@ -81,7 +81,7 @@ class SlotLayout:
 class SharedMemory:
     """Anonymous memory mapped by two processes.
 
-    Its size is sealed, so neither can make the other fault by truncating it.
+    The size of the memory is sealed, so no process can truncate it and make the other process fault.
     """
 
     def __init__(self, layout: SlotLayout, file: int) -> None:
@@ -91,7 +91,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, layout: SlotLayout) -> tuple[SharedMemory, int]:
-        """Make zeroed memory. Return it with the descriptor for the peer, which the caller closes."""
+        """Make zeroed memory. Return it with a file descriptor for the peer. The caller closes the file."""
         file = os.memfd_create("outrider-mailbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(file, layout.total_bytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
@@ -113,7 +113,7 @@ class SharedMemory:
         return cls(layout, file)
 
     def close(self) -> None:
-        """Unmap the memory. Otherwise it is unmapped with its last reference."""
+        """Unmap the memory. Without this call, it is unmapped when the last reference is gone."""
         self.bytes.release()
         self._map.close()
 
@@ -141,13 +141,13 @@ class SlotWriter:
         self._next = 0
 
     def take(self) -> int | None:
-        """Return a free slot to fill, or None if all are in use.
+        """Return a free slot to fill, or None if all slots are in use.
 
         The slot is in use from `publish` until the reader releases it.
 
         Raises:
-            ProtocolError: The `released` counter of a slot is neither the last written generation nor the one
-                before.
+            ProtocolError: A slot's `released` counter is neither the last written generation nor the
+                generation before it.
         """
         slots = len(self._written)
         for offset in range(slots):
@@ -181,7 +181,8 @@ class SlotReader:
         """Check the slot that a message names, before its bytes are read.
 
         Raises:
-            ProtocolError: The slot does not exist, is smaller than `num_bytes`, or has another generation.
+            ProtocolError: The slot does not exist, is smaller than `num_bytes`, or has another generation
+                than the message.
         """
         layout = self._memory.layout
         if slot >= layout.slots:

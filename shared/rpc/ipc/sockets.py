@@ -1,7 +1,7 @@
 """Listens and connects on unix sockets for processes of the same user only.
 
-The socket's file has mode 0600, its folder must not be writable for others, and both ends check the peer's
-credentials.
+The socket's file has mode 0600. Its folder must not be writable for others. Both processes check the
+credentials of their peer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CREDENTIALS = struct.Struct("iII")
 BACKLOG = 16
 BUFFER_BYTES = 4 * 1024 * 1024
 FULL_PAUSE_S = 0.1
-"""How long `accept` pauses when no descriptor is free for a waiting connection.
+"""How long `accept` pauses when the process has no free file descriptor for a new connection.
 
 Immediate retries would keep a core busy.
 """
@@ -38,8 +38,8 @@ class Listener:
         path: An absolute path. A socket file left there by a dead process is replaced.
 
     Raises:
-        ConfigurationError: The folder is missing or writable for others, or the path is in use or not a
-            socket.
+        ConfigurationError: The folder is missing or writable for others, the path is in use, or the path is
+            not a socket.
     """
 
     def __init__(self, path: str) -> None:
@@ -60,9 +60,9 @@ class Listener:
             ) from None
 
     def accept(self) -> socket.socket | None:
-        """Wait for a connection from a process of this user; None once the listener is closed.
+        """Wait for a connection from a process of this user. Return None once the listener is closed.
 
-        Refuse other users.
+        Connections from other users are refused.
         """
         told = False
         while True:
@@ -90,7 +90,7 @@ class Listener:
         """Stop listening and remove the file. May be called more than once."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            # Wakes up a thread in `accept`; closing alone does not.
+            # Wake up a thread in `accept`, because closing the socket alone does not.
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._socket.fileno() >= 0:
             self._socket.close()
@@ -102,7 +102,7 @@ def connect(path: str, timeout_s: float) -> socket.socket:
     """Connect to a `Listener` of the same user.
 
     Raises:
-        OSError: No process listens there, or none accepts within `timeout_s`.
+        OSError: No process listens on the path, or no process accepts the connection within `timeout_s`.
         ProtocolError: The listener belongs to another user.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
