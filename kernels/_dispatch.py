@@ -1,4 +1,4 @@
-"""Selection of the version that an op runs: Triton for CUDA tensors, the torch reference for all others."""
+"""Selects the version of an op that runs: Triton for CUDA tensors, the torch reference for other tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _log = logging.getLogger("outrider.kernels")
 
 
 class Backend(Enum):
-    """A version of an op."""
+    """Version of an op: Triton kernels or the torch reference."""
 
     REFERENCE = "reference"
     TRITON = "triton"
@@ -41,7 +41,8 @@ def use_triton(tensor: torch.Tensor) -> bool:
 def force_backend(backend: Backend | str) -> Iterator[None]:
     """Run every op inside the block with one backend, on any device.
 
-    Meant for tests, which run the Triton kernels in Triton's interpreter. Not thread-safe.
+    This function is meant for tests, which run the Triton kernels in Triton's interpreter. It is not
+    thread-safe.
 
     Args:
         backend: A `Backend` or its value, ``"triton"`` or ``"reference"``.

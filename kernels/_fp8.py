@@ -1,4 +1,4 @@
-"""FP8 storage of K and V (e4m3, without infinities): saturating conversion, and views for indexing."""
+"""FP8 storage of K and V: saturating conversion to e4m3, which has no infinities, and views for indexing."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def movable(plane: torch.Tensor) -> torch.Tensor:
-    """Return a view of a plane that torch can index: an FP8 plane is viewed as bytes, any other as it is."""
+    """Return a view of a plane that torch can index. FP8 planes are viewed as bytes, others unchanged."""
     return plane.view(torch.uint8) if plane.dtype is FP8 else plane

@@ -13,7 +13,7 @@ import torch
 def expect(
     name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtype: torch.dtype | None = None
 ) -> None:
-    """Check a tensor's shape (None = any extent) and dtype.
+    """Check a tensor's shape and dtype. None in the shape matches any extent.
 
     Raises:
         ValueError: The shape or dtype differs. The message names the tensor, the actual value and the
@@ -30,10 +30,10 @@ def expect(
 
 
 def expect_contiguous(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor is contiguous, because kernels compute addresses in planes and tables themselves.
+    """Check that a tensor is contiguous, as kernels assume when they compute addresses in planes and tables.
 
     Raises:
-        ValueError: The tensor is not contiguous. The message names it.
+        ValueError: The tensor is not contiguous. The message names the tensor.
     """
     if not tensor.is_contiguous():
         raise ValueError(
@@ -70,7 +70,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 def outputs_of_zeros() -> Iterator[None]:
     """Zero-fill the tensors that `empty` allocates inside the block.
 
-    Launches may be skipped inside the block, and a later launch may use a skipped launch's output as indices.
+    Launches may be skipped inside the block. A later launch may then use a skipped launch's output as
+    indices, and zeros are safe indices.
     """
     global _zeros
     previous, _zeros = _zeros, True
@@ -83,7 +84,7 @@ def outputs_of_zeros() -> Iterator[None]:
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Make the tensor's GPU the current device.
 
-    Triton launches on the current device, which may be another one.
+    Triton launches kernels on the current device, which may differ from the tensor's device.
     """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
@@ -100,9 +101,9 @@ def dependent(tensor: torch.Tensor) -> dict[str, bool]:
     ``PDL: tl.constexpr`` and follows two rules:
 
     1. ``gdc_wait`` comes before the first read of data written by the previous kernel, and before every
-       write. Data written by older kernels is already complete, because every program waits, even one without
-       work: a kernel is complete only after all kernels before it.
+       write. Every program calls ``gdc_wait``, even a program without work, so a kernel completes only after
+       all earlier kernels. Data written by kernels older than the previous one is therefore complete.
     2. ``gdc_launch_dependents`` comes just before the final stores. An earlier trigger gives registers and
-       shared memory to the next kernel while programs of this one still run, which measured slower.
+       shared memory to the next kernel while programs of this kernel still run, which measured slower.
     """
     return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 FEW_ROWS = 64
-"""Largest number of rows for which a product is bound by reading the matrix. Our own kernels compute such
-products for every shape. Each row's norm is then spread over several programs, and its division is left to
-the kernel that reads the stream. With more rows, one program per row fills the GPU and norms the row."""
+"""Largest number of rows for which a product is bound by reading the matrix. `skinny_gemm`'s own kernels
+compute such products for every shape. Each row's norm is then spread over several programs, and the kernel
+that reads the stream applies the norm's division. With more rows, one program per row fills the GPU and norms
+the row."""
 
 MANY_ROWS = 512
 """Largest number of rows for which products use the method that measured fastest."""
@@ -34,7 +35,7 @@ def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
 class Stream:
     """Rows of a residual stream, prepared for the next norm up to the division by their root mean square.
 
-    The norm of a row is ``scaled * rsqrt(sum of its sums / width + eps)``. The division commutes with the
+    The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division commutes with the
     matrix product that follows, so the kernel that reads the product can apply it, and no kernel has to see a
     whole row before the product begins.
 

@@ -1,7 +1,7 @@
 """Deterministic top-k, in the order that all kernels use: value descending, then index ascending.
 
-torch.topk leaves the order of ties open. The order must be total, because a tie must never rank a child
-before its parent.
+torch.topk does not define the order of ties. These functions do, because a child that ties with its parent
+must never rank before the parent.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ _FEW = 8  # up to this k, repeated argmax beats a top-k of int64 keys on a CPU
 
 
 def rank_keys(values: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys whose descending order is (value descending, index ascending), distinct within a row.
+    """Return int64 keys whose descending order is (value descending, index ascending).
+
+    The keys within a row are distinct.
 
     Args:
         values: ``[rows, n] fp32``. -0 and +0 are equal; a NaN ranks by its bit pattern (a positive NaN
             first).
 
     Returns:
-        ``[rows, n] int64``: order-preserving bits of the value in the upper half, complement of the index
-        below.
+        ``[rows, n] int64``. The upper half of a key contains order-preserving bits of the value, and the
+        lower half contains the complement of the index.
     """
     bits = (values + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # flip negative values: integer order becomes float order
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative values: flip, so that integers order like floats
     n = values.shape[-1]
     return torch.add(torch.arange(n - 1, -1, -1, device=values.device), ordered.long(), alpha=1 << 32)
 
@@ -51,10 +53,10 @@ def ranked_topk(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
-    """Return the indices of the best k, ``[rows, k] int64``, by taking the first maximum k times.
+    """Return the indices of the best k, ``[rows, k] int64``, by searching for the first maximum k times.
 
-    This is the fastest method for a small k. Returns None if a selected value of any row is a NaN or
-    infinite, which includes rows with fewer than k values above -inf.
+    This is the fastest method for a small k. The result is None if a selected value of any row is NaN or
+    infinite. That is also the case if a row has fewer than k values above -inf.
     """
     left = values.detach().numpy().copy()
     rows = np.arange(left.shape[0])
@@ -71,7 +73,8 @@ def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
 def ranked_indices(values: torch.Tensor, k: int) -> np.ndarray:
     """Return the indices of `ranked_topk`, computed on the host.
 
-    Meant for rows of a few hundred candidates, for which numpy takes a third of torch's time on a CPU.
+    This function is meant for rows of a few hundred candidates. For such rows, numpy takes a third of torch's
+    time on a CPU.
 
     Args:
         values: ``[rows, n] fp32`` on any device, n >= k. NaN ranks last.

@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 NO_KEY = tl.constexpr(-(1 << 63))  # below the key of every number
-NO_SHORT_KEY = tl.constexpr(-(1 << 31))  # below every short key
+NO_SHORT_KEY = tl.constexpr(-(1 << 31))  # below every key of `short_key`
 SHORT_INDEX = tl.constexpr(4095)
-"""Largest index within a block that fits into a short key."""
+"""Largest offset within a block that fits into a key of `short_key`."""
 WIDE_INDEX = tl.constexpr(0xFFFF)
-"""Largest index that fits into a key with 16 bits of value and 16 bits of index."""
+"""Largest index that fits into a key of `narrowed`, which has 16 bits of value and 16 bits of index."""
 
 
 @triton.jit
@@ -28,17 +28,22 @@ def rank_key(values, index):
 
 @triton.jit
 def short_key(values, place):
-    """Return int32 keys in the order of `rank_key`, for values that were bf16 and places < 4096 in a block.
+    """Return short keys: int32 keys for the elements of a block, in the order of `rank_key`.
 
-    These keys are half as wide and therefore twice as fast to compare. The hardware also finds the maximum
-    of a warp of int32 values in one instruction.
+    The values must be exact in bf16. `place` is the offset of each element within the block, below 4096.
+
+    Short keys are half as wide as keys of `rank_key` and therefore twice as fast to compare. The hardware
+    also finds the maximum of a warp of int32 values in one instruction.
     """
     return ((ordered_bits(values) >> 16) << 12) | (SHORT_INDEX - place)
 
 
 @triton.jit
 def lengthen_key(short, first):
-    """Return the `rank_key` of a short key; `first` is the index of the block's first place."""
+    """Return the `rank_key` of a key that `short_key` returned.
+
+    `first` is the index, within the row, of the block's first element.
+    """
     upper = short >> 12
     ordered = (upper << 16) | tl.where(upper < 0, 0xFFFF, 0)
     place = SHORT_INDEX - (short & SHORT_INDEX)
@@ -47,9 +52,9 @@ def lengthen_key(short, first):
 
 @triton.jit
 def narrowed(key):
-    """Return int32 keys in the order of `rank_key`, for bf16 values and indices <= `WIDE_INDEX`.
+    """Convert keys of `rank_key` to int32 keys in the same order.
 
-    NO_KEY becomes NO_SHORT_KEY.
+    The values must be exact in bf16, and the indices at most `WIDE_INDEX`. NO_KEY becomes NO_SHORT_KEY.
     """
     return (((key >> 48) << 16) | (key & WIDE_INDEX)).to(tl.int32)
 
@@ -107,7 +112,7 @@ def best_short_keys(keys, k, BLOCK: tl.constexpr):
 
 @triton.jit
 def best_keys_of_rows(keys, k, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the same as `best_keys` for every row of ``keys [ROWS, n]``: ``[ROWS, BLOCK]``."""
+    """Return `best_keys` of every row of ``keys [ROWS, n]``, as ``[ROWS, BLOCK]``."""
     place = tl.arange(0, BLOCK)
     best = tl.full((ROWS, BLOCK), NO_KEY, tl.int64)
     for i in range(k):

@@ -27,7 +27,7 @@ def add_sums(
     programs, and the kernel that reads the stream applies the norm's division (`Stream.sums`).
 
     Args:
-        parts: ``[rows, width]``, or ``[splits, rows, width] fp32``, added in order.
+        parts: ``[rows, width]``, or partial sums ``[splits, rows, width] fp32``, which are added in order.
         residual: ``[rows, width]``; rows may be strided.
         norm_weight: ``[width]``.
         eps: Epsilon of the norm, added to the mean square.
@@ -35,7 +35,7 @@ def add_sums(
         out: ``[rows, width]`` that receives the sum; rows may be strided. Allocated if None.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch
@@ -68,10 +68,10 @@ def embed_rows(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Ten
         tokens: ``[rows]``, int32 or int64.
         table: ``[vocabulary, width]``, contiguous.
         norm_weight: ``[width]``, weight of the first layer's norm.
-        eps: Epsilon of that norm, added to the mean square.
+        eps: Epsilon of the first layer's norm, added to the mean square.
 
     Raises:
-        ValueError: A tensor's shape or layout is wrong; the message names it.
+        ValueError: A tensor's shape or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch
@@ -124,11 +124,11 @@ def rms_norm(
     Args:
         x: ``[rows, width]``; rows may be strided.
         weight: ``[width]``.
-        eps: Added to the mean square.
+        eps: Epsilon of the norm, added to the mean square.
         out: ``[rows, width]`` in x's dtype; rows may be strided. Allocated if None.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
         >>> import torch

@@ -30,7 +30,7 @@ def _stream_rows(
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = (column < width) & (row < rows)
     norm = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:  # the norm's weight is loaded before: no kernel writes weights
+    if PDL:  # the norm's weight is loaded before the wait, because no kernel writes weights
         gdc_wait()
     source = row
     if EMBED:
@@ -153,5 +153,5 @@ def normalise(stream: Stream) -> torch.Tensor:
 
 
 def _block(width: int, whole: bool) -> int:
-    """Return the number of columns of a program."""
+    """Return the number of columns that one program handles."""
     return _launch.next_power_of_2(width) if whole else min(_BLOCK, _launch.next_power_of_2(width))

@@ -1,8 +1,8 @@
 """ahead: compiles Triton kernels in several processes before the code that launches them runs.
 
-The first start on a machine compiles about a hundred kernel variants. One takes about a third of a second,
-and without this package they are compiled one after the other. Only the launching code determines which
-variants are needed, so that code is rehearsed:
+The first start on a machine compiles about a hundred kernel variants, and each takes about a third of a
+second. Without this package, the variants are compiled one after the other. Only the launching code
+determines which variants are needed, so that code is rehearsed:
 
 1. The code runs as usual, but no kernel is launched. Outputs are zeros (`_launch.empty`).
 2. For each kernel that is not compiled yet, its name and the types and constants of its arguments are sent to
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Compiled", "Work", "compile_ahead", "rehearsing", "state_of"]
 
 Work = Callable[[], object]
-"""A piece of work that launches kernels."""
+"""A piece of work: a function that launches kernels."""
 Tell = Callable[[int, int], None]
 
 PIECES_TO_SEE = 2
@@ -43,7 +43,7 @@ _rehearsing = False
 def rehearsing() -> bool:
     """Return whether kernels are currently skipped.
 
-    While it returns True, results that depend on outputs of kernels must not be kept.
+    While kernels are skipped, results that depend on outputs of kernels must not be stored.
 
     Example:
         >>> from outrider.kernels.ahead import rehearsing
@@ -56,17 +56,18 @@ def rehearsing() -> bool:
 def compile_ahead(
     device: torch.device, works: Sequence[Work], tell: Tell | None = None, *, limit_s: float = math.inf
 ) -> int:
-    """Rehearse pieces of work on this thread, and wait until the kernels missing for them are compiled.
+    """Rehearse pieces of work on this thread, and wait until the missing kernels are compiled.
 
-    Each piece must tolerate outputs of zeros: it must neither wait for kernel results nor keep them. A piece
-    that raises ends the rehearsal. Kernels found missing so far are compiled anyway; the others are compiled
-    when they are launched.
+    Each piece must tolerate outputs of zeros: the piece must neither wait for kernel results nor store them.
+    A piece that raises ends the rehearsal. Kernels found missing before the exception are still compiled.
+    Other missing kernels are compiled when they are launched.
 
     Args:
         device: Device that the work runs on. Only a GPU needs compiled kernels.
-        works: The pieces of work. If no kernel is missing for the first `PIECES_TO_SEE`, the rest is skipped.
+        works: The pieces of work. If the first `PIECES_TO_SEE` miss no kernel, the other pieces are skipped.
         tell: Progress callback, called with the number of compiled kernels and the total.
-        limit_s: Longest wait in seconds. Kernels not started by then are compiled when they are launched.
+        limit_s: Longest wait in seconds. Kernels whose compilation has not started by then are compiled when
+            they are launched.
 
     Returns:
         The number of kernels that were compiled; 0 if `device` is not a GPU.
@@ -91,7 +92,7 @@ def compile_ahead(
         _log.warning("kernels are compiled as they are launched: %s: %s", type(error).__name__, error)
     torch.cuda.synchronize(device)
     if pool.submitted > before:
-        torch.cuda.empty_cache()  # the real run uses other streams, which cannot reuse this stream's blocks
+        torch.cuda.empty_cache()  # the real run uses other streams, which cannot reuse this stream's memory
         pool.wait(before, tell, limit_s)
     return pool.compiled - compiled
 

@@ -29,23 +29,23 @@ from outrider.kernels.ahead.worker import restored
 MOST_PROCESSES = 16
 IDLE_S = 15.0
 COMPILE_S = 120.0
-"""Longest compile time of one kernel; most take a third of a second. After this time the worker process is
-killed, and the kernel is compiled when it is launched."""
+"""Longest compile time of one kernel, in seconds. Most kernels take a third of a second. After the longest
+time, the worker process is killed, and the kernel is compiled when it is launched."""
 WORKER = "outrider.kernels.ahead.worker"
 
 _log = logging.getLogger("outrider.kernels")
 
 Kernel = tuple[str, str, str]
-"""Module, name, and Triton's key of the argument types and constants."""
+"""Identity of a kernel: its module, its name, and Triton's key of the argument types and constants."""
 
 
 class CompilerPool:
-    """Compiles submitted kernels, each one once, in worker processes.
+    """Compiles each submitted kernel once, in worker processes.
 
-    A worker process ends after `IDLE_S` without work, or with this process.
+    A worker process ends after `IDLE_S` seconds without work, or when this process ends.
 
     Attributes:
-        submitted: Number of kernels submitted so far, without the ones dropped by `wait`.
+        submitted: Number of kernels submitted so far, excluding kernels dropped by `wait`.
         compiled: Number of submitted kernels that were compiled.
     """
 
@@ -67,7 +67,8 @@ class CompilerPool:
         threads launch kernels as usual.
 
         Args:
-            meets: The `jit_cache_hook` for this thread. None submits missing kernels for compilation.
+            meets: The `jit_cache_hook` for this thread. None selects a hook that submits missing kernels for
+                compilation.
         """
         met = meets or self._missing
         before, run, own = knobs.runtime.jit_cache_hook, JITFunction.run, threading.get_ident()
@@ -93,10 +94,11 @@ class CompilerPool:
     ) -> None:
         """Wait until all submitted kernels are done, no worker is left, or the time limit is reached.
 
-        Kernels not started by then are dropped, so later calls do not wait for them. Started ones continue.
+        Kernels whose compilation has not started by then are dropped, so later calls do not wait for them.
+        Compilations that have started continue.
 
         Args:
-            since: Value of `submitted` from which on kernels are reported to `tell`.
+            since: An earlier value of `submitted`. Progress counts only kernels submitted after it.
             tell: Progress callback, called with the number of compiled kernels and the total.
             limit_s: Longest wait in seconds.
         """
@@ -128,7 +130,7 @@ class CompilerPool:
             if self._is_kept(fn, compile):
                 return None
             met.add(Compiled.NO if _kernel(fn, compile) in self._refused else Compiled.NOT_YET)
-            return True  # Triton must not compile it
+            return True  # stops Triton from compiling the kernel
 
         with self.instead_of_launches(look):
             work()
@@ -175,7 +177,7 @@ class CompilerPool:
         return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
 
     def _work(self) -> None:
-        """Run one worker process and feed it jobs until the queue stays empty or the process is gone."""
+        """Run one worker process and feed it jobs until the queue stays empty or the process ends."""
         command, variables, pipe = (
             [sys.executable, "-m", WORKER],
             {**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # compiling needs no GPU and must not occupy one

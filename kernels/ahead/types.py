@@ -9,9 +9,9 @@ class Compiled(enum.Enum):
     """State of the kernels of a piece of work.
 
     Attributes:
-        YES: All are compiled.
-        NOT_YET: One is being compiled, or was deferred.
-        NO: One cannot be compiled.
+        YES: All kernels are compiled.
+        NOT_YET: A kernel is being compiled, or its compilation was deferred.
+        NO: A kernel cannot be compiled.
     """
 
     YES = enum.auto()

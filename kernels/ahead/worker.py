@@ -1,12 +1,13 @@
 """Entry point of a worker process of `CompilerPool`: compiles kernels named on standard input.
 
-It reads one JSON object per line from standard input until the input ends, and answers each with one line:
+The process reads one JSON object per line until standard input ends, and answers each object with one line.
+An object has these fields:
 
 - ``module`` and ``name`` identify a kernel of this package.
 - ``target`` describes the GPU: backend, architecture and warp size.
 - ``data`` is Triton's own description of the argument types and constants (from `jit_cache_hook`).
 
-The result is stored in Triton's cache. The process does not touch a GPU.
+The compiled kernel is stored in Triton's cache. The process does not touch a GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def _tuples(kind: Any) -> Any:
 def main() -> None:
     """Answer every line of input. The answer is "compiled", or the error that prevented compilation.
 
-    A kernel that fails here is compiled by the process that launches it, which then reports the error.
+    If compilation fails here, the process that launches the kernel compiles the kernel again and reports the
+    error.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output that compilers print must not mix with the answers

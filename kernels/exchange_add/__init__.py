@@ -1,7 +1,8 @@
 """exchange_add: one launch that sums a product over tensor-parallel ranks and adds it to the residual.
 
-Meant for few rows. Every rank writes its part into the inboxes of all ranks and polls its own inbox. The data
-itself signals its arrival. Parts are added in rank order, so all ranks compute the same bits.
+This op is meant for few rows. Every rank writes its part into the inboxes of all ranks and polls its own
+inbox. The data itself signals its arrival, so no flags are needed. Parts are added in rank order, so all
+ranks compute the same bits.
 
 The scheme is the "Lamport" all-reduce of TensorRT-LLM. Inboxes are emptied as they are read, so two slots per
 inbox are enough.
@@ -45,12 +46,12 @@ def exchange_add(
 ) -> Stream:
     """Return the stream after ``residual + sum over ranks of parts + bias``, prepared for the next norm.
 
-    If a rank does not send its part in time, all rows are NaN and `Boxes.lost` becomes 1. Later calls then no
-    longer wait.
+    If a rank does not send its part in time, all rows are NaN and `Boxes.lost` becomes 1. Later calls then do
+    not wait.
 
     Args:
         parts: This rank's part: ``[rows, width]`` in the residual's dtype, or ``[splits, rows, width] fp32``,
-            which is added up first. The sum is exchanged in the dtype of `parts`.
+            whose splits are added first. The sum is exchanged in the dtype of `parts`.
         residual: ``[rows, width]``, the same on every rank; rows may be strided.
         norm_weight: ``[width]``.
         eps: Epsilon of the norm, added to the mean square.
@@ -63,7 +64,7 @@ def exchange_add(
             message names the cause.
 
     Example:
-        Two ranks in one process. Rank 1 would normally be another process; here it only sends its part.
+        Two ranks in one process. Rank 1 would normally be another process. Here, rank 1 only sends its part.
 
         >>> import torch
         >>> from outrider.kernels.exchange_add import Boxes, exchange_add, inbox_shape

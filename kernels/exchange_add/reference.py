@@ -30,16 +30,16 @@ def send(own: torch.Tensor, boxes: Boxes) -> None:
     """Write this rank's rows, ``[rows, width]``, into the current slot of every inbox."""
     word, absent = _word(own.dtype)
     words = own.contiguous().view(word)
-    words = words.masked_fill(words == absent, 0)  # the marker for "no number" itself cannot be sent
+    words = words.masked_fill(words == absent, 0)  # the word for "no number yet" cannot be sent
     for inbox in boxes.inboxes:
         for (row, columns), place in _places(inbox, boxes, own):
             place[boxes.rank] = words[row, columns]
 
 
 def _receive(boxes: Boxes, own: torch.Tensor) -> list[torch.Tensor]:
-    """Wait for the rows of every rank, return them in the shape of `own`, and empty the inbox.
+    """Wait for the rows of every rank, empty the inbox, and return one tensor of `own`'s shape per rank.
 
-    All rows are NaN if one rank's rows do not arrive.
+    If one rank's rows do not arrive, the rows of all ranks are NaN.
     """
     _, absent = _word(own.dtype)
     places = _places(boxes.inboxes[boxes.rank], boxes, own)
@@ -60,7 +60,7 @@ def _receive(boxes: Boxes, own: torch.Tensor) -> list[torch.Tensor]:
 def _places(
     inbox: torch.Tensor, boxes: Boxes, own: torch.Tensor
 ) -> list[tuple[tuple[int, slice], torch.Tensor]]:
-    """Return each tile's row and columns, and its place ``[ranks, columns]`` in an inbox."""
+    """Return each tile's row and columns, and the view ``[ranks, columns]`` of the tile in an inbox."""
     rows, width = own.shape
     word, _ = _word(own.dtype)
     tiles = [

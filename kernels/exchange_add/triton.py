@@ -1,11 +1,12 @@
 """Triton version of exchange_add. The package documents the contract.
 
-A program handles a block of columns of one row. It polls until no element contains the word that means "no
-number yet", so the order of stores does not matter. Each store only has to become visible: `.wt` stores and
-volatile loads are strong at system scope.
+A program handles a block of columns of one row. The program polls until no element contains the word that
+means "no number yet", so the order of stores does not matter. Each store only has to become visible. `.wt`
+stores and volatile loads ensure that, because they are strong at system scope.
 
-The next kernel is released immediately, so that it can load its weights meanwhile. It cannot displace the
-programs of this launch, which are few and small, and are already resident on the device.
+The next kernel is released immediately, so that the next kernel can load its weights during the exchange. The
+next kernel cannot displace the programs of this launch, because these are few and small and are already
+resident on the device.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def _exchange_rows(
 
     # 2. Receive: poll this rank's inbox until the numbers of all ranks are there.
     total = tl.zeros([BLOCK], tl.float32)
-    # 1: numbers are missing, keep polling. 2: numbers are missing, but a rank is lost, so do not wait. The
-    # value is a maximum over all threads, because all threads must leave the loop together.
+    # `missing` is 1 if numbers are missing, and 2 if numbers are missing and a rank is lost. 2 ends the
+    # polling. The value is a maximum over all threads, because all threads must leave the loop together.
     missing = 1
     looks = patience
     while (missing == 1) & (looks > 0):
@@ -82,7 +83,7 @@ def _exchange_rows(
         total += float("nan")
         tl.store(lost, 1)
 
-    # 3. Store the results, then empty the slot for its next turn.
+    # 3. Store the results, then empty the slot for its next use.
     kept = (before + total).to(scaled.dtype.element_ty)
     after = kept.to(tl.float32)
     tl.store(out + row * out_row + column, kept, mask=inside)

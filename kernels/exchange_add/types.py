@@ -13,15 +13,16 @@ from outrider.kernels.stream import FEW_ROWS
 BLOCK = 512
 """Columns of a row that one program exchanges: one tile of an inbox."""
 ABSENT = -0x7FFF8000
-"""Word that marks a number not written yet: 0x80008000. In fp32 it is a denormal number, which never results
-from a sum; in 16 bits it is -0 twice. A rank that computes this very number sends +0 instead."""
+"""Word that marks a number not written yet: 0x80008000. In fp32, this word is a denormal number,
+which never results from a sum. As two 16-bit numbers, the word is -0 twice. A rank that computes one of these
+numbers sends +0 instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
     """One rank's view of the inboxes of all ranks.
 
-    Use from one stream at a time. Every rank must make the same calls in the same order.
+    Use the boxes from one stream at a time. Every rank must make the same calls in the same order.
 
     An inbox has two slots, which every tile uses alternately. A rank may write to a slot again because all
     other ranks have sent data since they emptied that slot.

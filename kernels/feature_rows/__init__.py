@@ -19,13 +19,14 @@ def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out
     """Write every feature row to `out` and to its slot of the plane, in place.
 
     Args:
-        rows: ``[bs * n, width]``, or ``[splits, bs * n, width] fp32``, whose sum is written; contiguous.
-        slots: ``[bs * n] int64``; -1 does not write to the plane.
+        rows: ``[bs * n, width]``, or partial sums ``[splits, bs * n, width] fp32``, whose total is written.
+            Contiguous.
+        slots: ``[bs * n] int64``. Rows with slot -1 are not written to the plane.
         plane: ``[pages, page_size, width]``, contiguous.
         out: ``[bs, n, width]``, the last dimension dense.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch

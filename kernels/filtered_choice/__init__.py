@@ -1,13 +1,20 @@
-"""filtered_choice: applies top-k, top-p and min-p without sorting the vocabulary.
+"""filtered_choice: applies top-k, top-p and min-p on a GPU, by a search instead of by sorting.
 
-Order the tokens of a row by (score descending, id ascending). Each filter keeps a prefix of that order: top-k
-the first k tokens, top-p the shortest prefix whose probability reaches p, and min-p the tokens with at least
-min_p times the probability of the best one.
+The Triton version of `verify.choose_tokens` (CUDA tensors) runs this search if a row with temperature above 0
+has a filter. `kernels/verify/filters.py` sorts instead if the search failed its check on the device, or if
+the check could not run yet because a CUDA graph was being captured. The torch reference (CPU tensors) always
+filters with `kernels/verify/filters.py`.
 
-A prefix is therefore described by one score, plus the number of tokens with exactly that score that stay
-(lowest ids first). That score is found by a search: each pass over the row counts or sums up the tokens above
-each of 16 scores, and the next pass searches the range between two of them. A pass thus determines four bits
-of the score.
+Order the tokens of a row by (score descending, id ascending). Each filter keeps a prefix of that order:
+
+- top-k keeps the first k tokens.
+- top-p keeps the shortest prefix whose probability reaches p.
+- min-p keeps the tokens with at least min_p times the probability of the best token.
+
+Two numbers describe a prefix: the score at its end, and how many tokens with exactly that score stay. Of
+those tokens, the lowest ids stay. The search finds the score in several passes over the row. A pass counts
+the tokens (or sums their weights) at or above each of 16 scores, and the next pass searches the range between
+two of these scores. Each pass thus determines four bits of the score.
 """
 
 from __future__ import annotations
@@ -26,18 +33,18 @@ __all__ = ["Kept", "kept_tokens"]
 def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
     """Find the prefix of tokens that top-k and top-p keep in each row, as defined by `choose_tokens`.
 
-    Min-p is not included, because it can be tested for each token on its own.
+    Min-p is not included, because each token can be tested against min_p on its own.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16.
         sampling: One entry per row; rows with temperature 0 keep all tokens.
 
     Returns:
-        The end of each row's prefix. If a prefix's probability equals p up to rounding, the token at its end
-        may or may not be included.
+        The end of each row's prefix. If a prefix's probability equals p up to rounding, the last token of the
+        prefix may or may not be included.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
         Tokens 1 and 3 share the best score. With k = 1, top-k keeps the lower id. With k = 3, it keeps both

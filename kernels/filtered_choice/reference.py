@@ -1,4 +1,4 @@
-"""Torch reference of filtered_choice, by sorting. The package documents the contract."""
+"""Torch reference of filtered_choice. Sorts with `verify/filters.py`; the package documents the contract."""
 
 from __future__ import annotations
 

@@ -3,14 +3,16 @@
 The vocabulary of each row is split over programs. The launches are:
 
     best          1 launch       finds the largest score of every part
-    search top-k  4 (bf16) or 8  counts the tokens at or above 16 keys, which determines 4 bits of the key
-    search top-p  4 (bf16) or 8  sums the weights at or above 16 keys; the first launch also sums the weights
-                                 above the k-th key
-    bounds        1 launch       finds the end of both prefixes, and the tokens of every part with that key
+    search top-k  4 (bf16) or 8  counts the tokens at or above each of 16 keys, which determines 4 bits of the
+                                 k-th key
+    search top-p  4 (bf16) or 8  sums the weights at or above each of 16 keys; the first launch also sums the
+                                 weights above the k-th key
+    bounds        1 launch       finds the key at the end of the shorter prefix, and counts the tokens with
+                                 that key in every part
     choose        1 launch       finds the best kept token of every part, with noise
 
-Each launch first adds up the results that the previous launch left for the parts of its row. Every program
-does this itself, in the same order. Rows without a filter skip the launches they do not need.
+At its start, every program adds up the results that the previous launch stored for the parts of the program's
+row, always in the same order. Rows without a filter skip the launches they do not need.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _BLOCK = 4096  # tokens of a part
 _CHUNK = 1024  # tokens compared with all pivots at a time, which bounds the registers
 _DIGIT = tl.constexpr(4)  # bits of the key that a launch determines
 _PIVOTS = tl.constexpr(16)  # 2 ** _DIGIT
-_TINY = tl.constexpr(1e-30)  # lower bound of the wanted mass: the best token always stays
+_TINY = tl.constexpr(1e-30)  # lower bound of the wanted mass, because the best token always stays
 
 
 @triton.jit
@@ -49,9 +51,10 @@ def _scores(logits, row, row_stride, token, vocab, heat):
 
 @triton.jit
 def _keys(logit, score, SHORT: tl.constexpr):
-    """Return int32 keys in the order of the scores. With SHORT, 16-bit keys of logits that were bf16.
+    """Return int32 keys in the order of the scores.
 
-    Different bf16 logits have different scores at any temperature, so their own bits can be the key.
+    With SHORT, the logits were bf16, and the keys have only 16 bits. Different bf16 logits have different
+    scores at any temperature, so the bits of a logit can be its key.
     """
     return ordered_bits(logit) >> 16 if SHORT else ordered_bits(score)
 
@@ -66,7 +69,10 @@ def _weight(key, heat, top, SHORT: tl.constexpr):
 
 @triton.jit
 def _row_best(best, row, splits, SPLITS: tl.constexpr):
-    """Return the row's largest score; 0 if all scores are -inf, so that differences to it stay defined."""
+    """Return the row's largest score.
+
+    If all scores are -inf, return 0, so that differences from the result stay defined.
+    """
     split = tl.arange(0, SPLITS)
     top = tl.max(tl.load(best + row * splits + split, mask=split < splits, other=-float("inf")), 0)
     return tl.where(top > -float("inf"), top, 0.0)
@@ -74,10 +80,9 @@ def _row_best(best, row, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def _narrow(partials, bases, aboves, at, target, splits, shift, SPLITS: tl.constexpr):
-    """Return the last launch's highest pivot whose sum is at least `target`, and the sum beyond that pivot.
+    """Return the last launch's highest pivot whose sum is at least `target`, and the next higher pivot's sum.
 
-    The sum of a pivot is the number (or weight) of tokens at or above it. The second result is the sum of the
-    next higher pivot.
+    The sum of a pivot is the number (or total weight) of the tokens at or above the pivot.
 
     Args:
         at: Index of the launch and row in `bases` and `aboves`.
@@ -97,7 +102,9 @@ def _narrow(partials, bases, aboves, at, target, splits, shift, SPLITS: tl.const
 def _mass_target(
     masses, bases, aboves, kth, row, splits, k, k_on, p, heat, top, SHORT: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Return the mass that top-p keeps: p times the mass kept by top-k, in units of the best token's weight.
+    """Return the mass that top-p keeps, which is p times the mass that top-k keeps.
+
+    Masses are in units of the best token's weight.
 
     Args:
         kth: Index in `bases` and `aboves` of the final result of the top-k search.
@@ -105,7 +112,7 @@ def _mass_target(
     split = tl.arange(0, SPLITS)
     total = tl.sum(tl.load(masses + row * splits + split, mask=split < splits, other=0.0), 0)
     if k_on:
-        # Of the tokens with exactly the k-th key, top-k keeps only some.
+        # Top-k keeps only some of the tokens that have exactly the k-th key.
         total += (k.to(tl.float32) - tl.load(aboves + kth)) * _weight(tl.load(bases + kth), heat, top, SHORT)
     return tl.maximum(p * total, _TINY)
 
@@ -129,7 +136,7 @@ def _search(
     STEPS: tl.constexpr, SUMS: tl.constexpr, FIRST: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Run launch `step` of 2 · `STEPS`.
+    """Run search launch `step`, one of 2 · `STEPS`.
 
     The first half counts tokens to find the end of top-k. The second half (`SUMS`) sums weights to find the
     end of top-p. `FIRST` marks the first launch of each half.
@@ -147,7 +154,7 @@ def _search(
         kth = tl.full((), LEAST, tl.int32)
         shift = _DIGIT * (STEPS - 1 - step % STEPS)
         last = (step - 1) * rows + row
-        # 1. Narrow the range by the sums of the previous launch.
+        # 1. Narrow the range, using the sums of the previous launch.
         if not FIRST:
             target = k.to(tl.float32)
             if SUMS:
@@ -167,7 +174,7 @@ def _search(
                     SPLITS,
                 )
             base, above = _narrow(partials, bases, aboves, last, target, splits, shift + _DIGIT, SPLITS)
-        # 2. At the start of top-p: finish the top-k search, whose result bounds the mass.
+        # 2. At the start of the top-p search, finish the top-k search, whose result bounds the mass.
         if k_on & SUMS & FIRST:
             kth, beyond = _narrow(partials, bases, aboves, last, k.to(tl.float32), splits, 0, SPLITS)
             if split == 0:
@@ -226,7 +233,7 @@ def _bounds(
         weight = _weight(last, heat, top, SHORT)
         wanted = tl.ceil(tl.minimum((target - above) / tl.maximum(weight, _TINY), vocab.to(tl.float32)))
         some = tl.maximum(wanted.to(tl.int32), 1)  # at least the best token stays
-        # The shorter of both prefixes wins: the higher key, or at equal keys the fewer ties.
+        # The shorter prefix wins. Its key is higher or, if the keys are equal, it has fewer ties.
         stay = tl.where(last > key, some, tl.where(last == key, tl.minimum(some, stay), stay))
         key = tl.maximum(key, last)
     count = 0
@@ -254,7 +261,7 @@ def _choose_split(
     token = split * BLOCK + tl.arange(0, BLOCK)
     logit, score, bad = _scores(logits, row, row_stride, token, vocab, tl.where(heat > 0, heat, 1.0))
     if heat > 0:
-        # Ties stay by ascending id: rank this part's ties after those of earlier parts.
+        # Ties with the lowest ids stay, so rank this part's ties after the ties of earlier parts.
         other = tl.arange(0, SPLITS)
         before = tl.sum(tl.load(tied + row * splits + other, mask=other < split, other=0), 0)
         key, last = _keys(logit, score, SHORT), tl.load(keys + row)
@@ -276,12 +283,12 @@ def _choose_split(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Best kept token of every part of every row, ``[rows, splits]``.
+    """Best kept token of every part of every row.
 
     Attributes:
-        scores: fp32, the token's score with noise.
-        ids: int32, the token.
-        poisoned: int32, 1 if a logit of the part is NaN or +inf.
+        scores: ``[rows, splits] fp32``, the token's score with noise.
+        ids: ``[rows, splits] int32``, the token.
+        poisoned: ``[rows, splits] int32``, 1 if a logit of the part is NaN or +inf.
     """
 
     scores: torch.Tensor
@@ -299,7 +306,7 @@ class _Found:
         self.steps = (16 if self.short else 32) // _DIGIT.value
         device, launches = logits.device, 2 * self.steps
         self.best = _launch.empty((rows, self.splits), torch.float32, device)
-        # One entry more than launches: the last one stores the result of the top-k search.
+        # One entry per launch, and a last entry for the result of the top-k search.
         self.bases = _launch.empty((launches + 1, rows), torch.int32, device)
         self.aboves = _launch.empty((launches + 1, rows), torch.float32, device)
         self.partials = _launch.empty((launches, rows, self.splits, _PIVOTS.value), torch.float32, device)
@@ -344,12 +351,14 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
 
 
 def best_kept(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> Parts:
-    """Return the best kept token of every part of the vocabulary, noise included; the caller merges them.
+    """Return the best kept token of every part of the vocabulary, noise included.
+
+    The caller merges the parts.
 
     Args:
         logits: ``[rows, V]``, rows contiguous, at least one row.
-        sampling: As in `choose_tokens`.
-        positions: As in `choose_tokens`.
+        sampling: Sampling parameters, as in `choose_tokens`.
+        positions: Positions of the tokens to choose, as in `choose_tokens`.
     """
     rows = logits.shape[0]
     with _launch.on_device_of(logits):

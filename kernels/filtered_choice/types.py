@@ -20,7 +20,7 @@ class Kept:
     ties: torch.Tensor
 
     def mask(self, token_keys: torch.Tensor) -> torch.Tensor:
-        """Return which tokens stay, ``[rows, V] bool``. Meant for tests.
+        """Return which tokens stay, ``[rows, V] bool``. This method is meant for tests.
 
         Args:
             token_keys: ``[rows, V] int32``, result of `reference.token_keys` for the same rows.

@@ -50,10 +50,10 @@ def head_input(
         residual: Which residual to return.
 
     Returns:
-        ``[n, 2 * hidden]`` and ``[n, hidden]``, in the dtype of `embedding`.
+        The concatenation ``[n, 2 * hidden]`` and the residual ``[n, hidden]``, in the dtype of `embedding`.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch
@@ -111,10 +111,10 @@ def feature_input(
         residual: Which residual to return.
 
     Returns:
-        Both ``[n, hidden]``, in the dtype of `norm`.
+        The normed features and the residual, both ``[n, hidden]`` in the dtype of `norm`.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
         >>> import torch

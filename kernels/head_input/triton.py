@@ -1,4 +1,4 @@
-"""Triton version of head_input: one program per row and half. The package documents the contract."""
+"""Triton version of head_input: one program per half of an output row. The package documents the contract."""
 
 from __future__ import annotations
 

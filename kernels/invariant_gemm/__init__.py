@@ -1,6 +1,7 @@
 """invariant_gemm: a batch-invariant linear layer, whose result for a row is bitwise the same in any batch.
 
-Neither the other rows, nor their number, nor the row's position in the batch changes the bits of its result.
+The bits of a row's result do not depend on the other rows, on their number, or on the row's position in the
+batch.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ def invariant_gemm(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias + residual``, summed in fp32 in an order that only the weight determines.
+    """Return ``x @ weight.T + bias + residual``, summed in fp32.
 
-    The order depends on the weight's shape and dtype.
+    The order of the summation depends only on the weight's shape and dtype.
 
     Args:
         x: ``[rows, in]`` fp32/bf16/fp16.
@@ -34,7 +35,7 @@ def invariant_gemm(
         ``[rows, out]`` in x's dtype.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
         >>> import torch

@@ -11,7 +11,8 @@ def invariant_gemm(
 ) -> torch.Tensor:
     out = x.new_empty((x.shape[0], weight.shape[0]))
     for row in range(x.shape[0]):
-        # Clone the row, so that its address has the same alignment at every index: torch picks kernels by it.
+        # torch selects kernels by address alignment. Clone the row, so that its alignment is the same at
+        # every index.
         total = functional.linear(x[row : row + 1].clone(), weight).float()
         if bias is not None:
             total += bias.float()

@@ -2,13 +2,14 @@
 
 The package documents the contract.
 
-A library chooses tiles and splits by the number of rows, so a row's sum is added up in a different order in a
-batch of a different size. Here a program multiplies BLOCK_OUT rows of the weight by BLOCK_ROWS rows of x
-(masked to the rows that exist), over one of SPLITS shares of the width. All of these constants depend on the
-weight only. Every element of a tile results from the same chain of dot products, wherever in the tile it is.
+A library chooses tiles and splits by the number of rows, so the order of a row's summation changes with the
+size of the batch. Here, a program multiplies BLOCK_OUT rows of the weight by BLOCK_ROWS rows of x, of which
+missing rows are masked. The program covers one of SPLITS shares of the width. All of these constants depend
+on the weight only. Every element of a tile results from the same chain of dot products, regardless of its
+position in the tile.
 
-No kernel is specialised on the number of rows. Otherwise a single row would run different code, which adds in
-another order.
+No kernel is specialised on the number of rows. Otherwise, a single row would run different code, which adds
+in another order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton.language as tl
 from outrider.kernels import _launch
 
 _WANTED_PROGRAMS = (
-    264  # two per multiprocessor of an H200; constant, because the result must not depend on the GPU
+    264  # two per multiprocessor of an H200; a constant, so that the result does not depend on the GPU
 )
 _MAX_SPLITS = 8
 _BLOCK_FINISH = 1024
@@ -105,7 +106,8 @@ def invariant_gemm(
     out = _launch.empty((rows, out_features), x.dtype, x.device)
     if rows == 0:
         return out
-    # Constants of the weight only: a choice by the number of rows would change the order of the sums.
+    # These constants depend only on the weight, because constants that depend on the number of rows would
+    # change the order of the sums.
     single = x.dtype == torch.float32
     block_rows, block_out, block_in, stages = (16, 32, 32, 2) if single else (64, 64, 128, 4)
     blocks = _launch.ceil_div(out_features, block_out)

@@ -22,20 +22,21 @@ def kv_compact(
 ) -> None:
     """Move the row at token index ``cached_lens[b] + path[b, i]`` to ``cached_lens[b] + i``, in place.
 
-    This is done for every i in 0..num_accepted[b]. All sources are loaded before anything is stored, because
-    a destination may be a later source. Entries with ``path[b, i] < 0`` move nothing.
+    The op moves one row for every i in 0..num_accepted[b]. All sources are loaded before anything is stored,
+    because a destination may be the source of a later move. Entries with ``path[b, i] < 0`` move nothing.
 
     Args:
         planes: Contiguous tensors ``[pages, page_size, ...]`` of any dtype, such as K, V and feature planes.
-            All have the same pages and page_size.
+            All planes have the same number of pages and the same page_size.
         page_table: ``[bs, max_pages] int32``, the pages of each sequence in token order.
         cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``.
         path: ``[bs, N] int32`` as returned by `verify_tree`: node indices, root first, padded with -1. Rows
             may be strided. A sequence accepts fewer than N nodes.
-        num_accepted: ``[bs] int32``, accepted drafts without the root; -1 leaves the sequence unchanged.
+        num_accepted: ``[bs] int32``, number of accepted drafts, the root excluded. -1 leaves the sequence
+            unchanged.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         One sequence has a cached token (10) and a tree of three nodes (20, 21, 22). The path accepts the root

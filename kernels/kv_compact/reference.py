@@ -18,7 +18,7 @@ def kv_compact(
 ) -> None:
     page_size = planes[0].shape[1]
     steps = torch.arange(path.shape[1], dtype=torch.int32, device=path.device)
-    # [bs, N]; rows already in place are not moved.
+    # [bs, N]; rows whose source is their destination are not moved.
     moves = (steps <= num_accepted[:, None]) & (path >= 0) & (path != steps)
     rows, columns = moves.nonzero(as_tuple=True)
     if rows.numel() == 0:

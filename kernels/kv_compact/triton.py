@@ -1,8 +1,8 @@
 """Triton version of kv_compact: one launch for all planes. The package documents the contract.
 
 Rows are moved as integers, so that planes of any dtype and width share the launch. A program owns some
-columns of one plane and one sequence. It loads the source rows of all accepted nodes before it stores any,
-and no other program touches those columns.
+columns of one plane and one sequence, which no other program touches. The program loads the source rows of
+all accepted nodes before it stores any row.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def _compact(
         rows = tl.load(base + source_slot[:, None] * width + column[None, :], mask=inside)
         if PDL:
             gdc_launch_dependents()
-        tl.debug_barrier()  # all warps must load before any stores: a destination may be a later source
+        tl.debug_barrier()  # all warps must load before any warp stores, as destinations may be sources
         tl.store(base + target_slot[:, None] * width + column[None, :], rows, mask=inside)
 
 
 @functools.lru_cache(maxsize=64)
 def _addresses(planes: tuple[tuple[int, int], ...], unit: int, device: torch.device) -> torch.Tensor:
-    """Return ``[planes, 2] int64`` on the device: address, and row width in units.
+    """Return ``[planes, 2] int64`` on the device: each plane's address, and its row width in units.
 
-    Cached, because creating it costs a copy from the host.
+    The result is cached, because creating it costs a copy from the host.
     """
     return torch.tensor(
         [(address, row_bytes // unit) for address, row_bytes in planes], dtype=torch.int64, device=device
@@ -77,7 +77,7 @@ def kv_compact(
     )
     if not sizes:
         return
-    # The widest integer that all addresses and row sizes are multiples of.
+    # Use the widest integer type whose size divides all addresses and row sizes.
     unit = next(
         unit
         for unit in _UNITS

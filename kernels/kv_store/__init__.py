@@ -23,11 +23,11 @@ def kv_store(
         k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous. Rows are converted to its dtype;
             conversion to e4m3 saturates.
         v_plane: Like `k_plane`.
-        slots: ``[rows] int64``; slot = page * page_size + offset, -1 = do not store the row. Slots >= 0 must
-            be distinct.
+        slots: ``[rows] int64``. A slot is ``page * page_size + offset``. Rows with slot -1 are not stored.
+            Slots >= 0 must be distinct.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch

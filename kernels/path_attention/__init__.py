@@ -1,8 +1,9 @@
 """path_attention: batch-invariant attention of each row to its own history, read in token order.
 
-The same history is in different slots if a row is a node of a tree, the row of a plain decode step, or a row
-of a prompt chunk. Here it is read by logical index, in blocks of fixed size that start at index 0, and folded
-in that order. Rows with equal histories therefore get results with equal bits.
+The same history can be in different slots, depending on whether its row is a node of a tree, the row of a
+plain decode step, or a row of a prompt chunk. This op reads the history by logical index, in blocks of fixed
+size that start at index 0, and folds the blocks in that order. Rows with equal histories therefore get
+results with equal bits.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ class RowPaths:
     ``prefix + columns[row, j - prefix]``.
 
     Attributes:
-        sequences: ``[rows] int32``, row of the page table.
-        prefix_lens: ``[rows] int32``.
-        lengths: ``[rows] int32``, number of tokens that the row sees, itself included.
+        sequences: ``[rows] int32``, sequence of each row: an index into the page table.
+        prefix_lens: ``[rows] int32``, number of history tokens before the row's tree nodes. For causal rows,
+            this is the full length.
+        lengths: ``[rows] int32``, number of tokens that each row sees, its own token included.
         columns: ``[rows, width] int32``, nodes of the row's path, root first.
     """
 
@@ -48,9 +50,9 @@ def row_paths(
     """Find the history of each row of a step, without any work on the host.
 
     Args:
-        prefix_lens: ``[bs] int32``, as in `tree_attention`.
-        kv_lens: ``[bs] int32``, as in `tree_attention`.
-        query_start: ``[bs + 1] int32``, as in `tree_attention`.
+        prefix_lens: ``[bs] int32``, prefix lengths, as in `tree_attention`.
+        kv_lens: ``[bs] int32``, numbers of cached tokens, as in `tree_attention`.
+        query_start: ``[bs + 1] int32``, first row of each sequence, as in `tree_attention`.
         ancestors: ``[rows, words] int32`` masks, or None for causal rows.
         rows: Number of rows of the step.
 
@@ -113,23 +115,23 @@ def path_attention(
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16.
-        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or one that is widened to it
-            as it is read (FP8). heads is a multiple of kv_heads.
+        k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or in FP8. FP8 values are
+            widened to q's dtype as they are read. heads is a multiple of kv_heads.
         v_plane: Like `k_plane`.
-        page_table: ``[bs, max_pages] int32``.
+        page_table: ``[bs, max_pages] int32``, the pages of each sequence in token order.
         paths: Result of `row_paths`.
         scale: Factor on the scores.
-        max_kv_len: Upper bound of the lengths, known on the host.
+        max_kv_len: Upper bound of ``paths.lengths``, known on the host.
         window: If above 0, a row sees only the last `window` tokens of its history.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or
-            None.
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. None adds
+            no sinks.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)``; sinks are not capped.
 
     Returns:
         ``[rows, heads, dim]`` in q's dtype; zeros for rows that see nothing.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row

@@ -3,10 +3,10 @@
 A program folds one part of a row's history for the query heads that share a K/V head. Part i consists of the
 PART tokens from index i * PART on. A second launch merges the parts of a row in order.
 
-The parts of a row depend on its own history only, and not on the number or length of other rows. For the same
-reason, no kernel is specialised on a number that depends on other rows.
+The parts of a row depend only on the row's own history, and not on the number or the lengths of other rows.
+For the same reason, no kernel is specialised on a number that depends on other rows.
 
-WIDEN is set under the interpreter, whose dot interprets the bits of a bf16 as an integer.
+WIDEN is set under Triton's interpreter, whose dot interprets the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations

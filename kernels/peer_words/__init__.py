@@ -19,12 +19,12 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int)
     """Send a message to each of the ranks `readers`, which must all call `receive_words`.
 
     Args:
-        words: ``[n] int32``, contiguous; n as `can_pass` allows.
+        words: ``[n] int32``, contiguous; `can_pass` limits n.
         mail: This rank's mail.
-        readers: Consecutive ranks without this one; the same for every message that this rank sends through
-            this mail.
-        missing: Word sent instead of `words` once `Mail.lost` is 1, because this rank may have computed with
-            words that never arrived.
+        readers: Consecutive ranks, excluding this rank. They must be the same for every message that this
+            rank sends through this mail.
+        missing: Value sent in place of every word once `Mail.lost` is 1, because this rank may have computed
+            its words from words that never arrived.
 
     Raises:
         ValueError: The words' shape, dtype or layout is wrong, or the message is too long.
@@ -59,15 +59,16 @@ def receive_words(
 ) -> None:
     """Wait for a message from each of the ranks `senders`.
 
-    If a message does not arrive in time, `Mail.lost` becomes 1. Later calls then no longer wait, and all
-    their words are `missing`.
+    If a message does not arrive in time, `Mail.lost` becomes 1. Later calls then do not wait, and
+    return `missing` for all words.
 
     Args:
         out: ``[len(senders), n] int32``, contiguous; overwritten.
         mail: This rank's mail.
         senders: Consecutive ranks.
         missing: Value of all words of a message that did not arrive in time.
-        own: ``[n] int32``, contiguous: the row of this rank itself. Required if it is among the senders.
+        own: ``[n] int32``, contiguous: the row of this rank itself. Required if this rank is among the
+            senders.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong, the message is too long, or `own` is missing.

@@ -36,7 +36,7 @@ def receive_words(
         for tile, part in _tiles(row):
             turn = int(mail.turns[sender, tile]) + 1
             letters = mail.boxes[mail.rank][sender, tile, : part.shape[0]]
-            believed = not mail.lost.item()  # once a rank was lost, even words that arrive are not used
+            believed = not mail.lost.item()  # once a rank is lost, even words that arrive are not used
             there = _comes(mail, lambda letters=letters, turn=turn: bool((letters >> 32 == turn).all()))  # type: ignore[misc]
             part.copy_(letters.int() if there and believed else torch.full_like(part, missing))
             mail.boxes[sender][mail.rank, tile, BLOCK] = turn
@@ -50,7 +50,7 @@ def _tiles(words: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _comes(mail: Mail, look: Callable[[], bool]) -> bool:
-    """Poll until `look` returns true; mark a rank as lost and return False if it never does."""
+    """Poll until `look` returns true. If polls run out first, mark a rank as lost and return False."""
     for _look in range(1 if mail.lost.item() else mail.patience):
         if look():
             return True

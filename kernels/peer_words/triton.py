@@ -33,7 +33,7 @@ def _send(
         gdc_wait()
     turn = tl.load(turns + rank * TILES + tile)
     gone = tl.load(lost) != 0
-    looks = tl.where(gone, 1, patience)  # polls left for all readers together; a single one after a loss
+    looks = tl.where(gone, 1, patience)  # polls left, shared by all readers; one poll after a loss
     values = tl.load(words + tile * BLOCK + lane, mask=inside, other=0)
     values = tl.where(gone, absent, values)
     letters = (values.to(tl.int64) & 0xFFFFFFFF) | ((turn + 1).to(tl.int64) << 32)
@@ -71,8 +71,8 @@ def _receive(
         gone = tl.load(lost)
         place = own_box + (sender * TILES + tile) * (BLOCK + 1)
         values = tl.zeros([BLOCK], tl.int32)
-        # 1: words are missing, keep polling. 2: words are missing, but a rank is lost, so do not wait. The
-        # value is a maximum over all threads, because all threads must leave the loop together.
+        # `missing` is 1 if words are missing, and 2 if words are missing and a rank is lost. 2 ends the
+        # polling. The value is a maximum over all threads, because all threads must leave the loop together.
         missing = 1
         looks = patience
         while (missing == 1) & (looks > 0):

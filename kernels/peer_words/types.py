@@ -10,7 +10,7 @@ import torch
 from outrider.kernels._launch import ceil_div
 
 BLOCK = 512
-"""Words of a message that one program passes: one tile."""
+"""Number of words of a message that one program passes: one tile."""
 TILES = 64
 """Largest number of tiles of a message."""
 
@@ -19,16 +19,16 @@ TILES = 64
 class Mail:
     """One rank's view of the mailboxes of all ranks.
 
-    Use from one stream at a time. Every rank must make the same calls in the same order.
+    Use the mail from one stream at a time. Every rank must make the same calls in the same order.
 
-    A letter is a 64-bit element that contains a word of a message and the number of the message. It is
+    A letter is a 64-bit element that contains a word of a message and the number of the message. Letters are
     written atomically. A tile is written again only after its reader has sent the receipt for the previous
     message.
 
     Attributes:
         rank: Rank that this view belongs to.
-        boxes: Box of every rank, ``[ranks, TILES, BLOCK + 1] int64``: letters by sender and place; the last
-            column contains receipts by reader and tile.
+        boxes: Box of every rank, ``[ranks, TILES, BLOCK + 1] int64``: letters, indexed by sender,
+            tile and word. The last column contains receipts, indexed by reader and tile.
         addresses: ``[ranks] int64``, start address of each box.
         turns: ``[ranks, TILES] int32``, number of messages received from each rank. This rank's own entry is
             the number of messages that it has sent.

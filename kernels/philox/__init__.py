@@ -2,7 +2,7 @@
 
 The noise is a function of (seed, position, choice, token id) and nothing else:
 
-- Philox4x32-10 (Salmon et al., SC 2011) runs with key = (low, high) 32 bits of the seed and
+- Philox4x32-10 (Salmon et al., SC 2011) runs with key = (low 32 bits, high 32 bits) of the seed and
   counter = (position, id // 4, choice, 0). Lane id % 4 of its output is the 32-bit word x.
 - u = ((x >> 9) + 0.5) * 2^-23 is exact in fp32 and lies in (0, 1).
 - The noise is -ln(-ln u), in [-2.82, 16.64].
@@ -35,7 +35,7 @@ def gumbel_noise(
         ``[rows, V]`` or ``[rows, K]`` fp32.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
         Target and draft draw the same noise for the same seed and position, whatever else is in the batch.

@@ -1,6 +1,7 @@
 """Reference of Philox4x32-10 and the Gumbel noise, on the host. The package documents the contract.
 
-Integers are computed with numpy, because torch has no unsigned arithmetic; logarithms with torch.
+Integers are computed with numpy, because torch has no unsigned arithmetic. Logarithms are computed with
+torch.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The test vectors published
 with Random123 are checked in tests/law.
@@ -32,9 +33,9 @@ def philox_words(key: Words, counter: Words) -> Words:
     Returns:
         ``[4, rows, n] uint32``.
     """
-    # Words 0 and 2 are multiplied, words 1 and 3 xored in; each pair is one array. The halves of a product
-    # are views of it, so a round is one product and two xors. Products alternate between two buffers, because
-    # the low halves are still read one round later.
+    # Words 0 and 2 are one array, which is multiplied. Words 1 and 3 are another, which is xored in. The
+    # halves of a product are views of the product, so a round is one product and two xors. Products alternate
+    # between two buffers, because the low halves are still read one round later.
     multiplied, carried = counter[0::2].copy(), counter[1::2]
     steps = np.arange(ROUNDS, dtype=np.uint64)[:, None]
     # [rounds, 2, rows], modulo 2^32.

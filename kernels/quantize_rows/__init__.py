@@ -12,7 +12,7 @@ __all__ = ["quantize_rows"]
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in e4m3 and one scale per row. The product of both approximates x.
+    """Return x in e4m3 and one scale per row. Each row times its scale approximates the row of x.
 
     The scale maps each row's largest magnitude to 448, the largest e4m3 number.
 

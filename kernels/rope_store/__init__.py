@@ -28,7 +28,7 @@ def rope_angles(
         cos and sin, each ``[rows, 1, dim]``.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
         >>> import torch
@@ -66,26 +66,27 @@ def rope_store(
     """Return the rotated queries of a q-k-v product; store its rotated keys and its values at their slots.
 
     Args:
-        parts: ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v, or ``[splits, rows, same] fp32``,
-            added in order. Without query heads, only keys and values are stored.
+        parts: ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v, or fp32 partial sums of this
+            shape with a leading dimension for the splits, which are added in order. Without query heads, only
+            keys and values are stored.
         cos: ``[rows, 1, dim]`` from `rope_angles`.
         sin: ``[rows, 1, dim]`` from `rope_angles`.
         k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; may be FP8.
         v_plane: Like `k_plane`.
-        slots: ``[rows] int64``; -1 does not store the row. Slots >= 0 must be distinct.
-        stream: Stream that the product was computed from, if its division by the root mean square is still to
-            be applied. None applies nothing.
+        slots: ``[rows] int64``. Rows with slot -1 are not stored. Slots >= 0 must be distinct.
+        stream: Stream that the product was computed from, if the rows must still be divided by the stream's
+            root mean square. None applies no division.
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
         head_norm: ``[heads + kv_heads, dim]``, weights of an RMSNorm over each head of q and k before the
             rotation (Qwen3), or None.
-        head_eps: Epsilon of that norm.
+        head_eps: Epsilon of the head norm.
         lookup: Table entries to add to each row after the bias, or None.
 
     Returns:
         ``[rows, heads, dim]`` in the dtype of `cos`.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         One row with one head, turned by a quarter of a circle: q (1, 0) becomes (0, 1) and k (0, 1) becomes

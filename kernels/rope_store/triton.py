@@ -1,6 +1,6 @@
 """Triton version of rope_store. The package documents the contract.
 
-A program handles some heads of one row, each as its first and its second half.
+A program handles some heads of one row. It loads the two halves of each head separately.
 """
 
 from __future__ import annotations

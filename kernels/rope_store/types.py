@@ -11,7 +11,7 @@ from outrider.kernels._launch import expect, expect_contiguous
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Table entries added to the rows of a product, such as the contribution of an input with few values.
+    """Table entries added to the rows of a product, for example for an input that has only few values.
 
     Attributes:
         table: ``[entries, out]`` of any float dtype, the last dimension dense.
@@ -25,7 +25,7 @@ class Lookup:
         """Check that the entries fit a product ``[rows, out]``.
 
         Raises:
-            ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+            ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
         """
         expect("table", self.table, (None, out))
         expect("index", self.index, (rows,), torch.int32)

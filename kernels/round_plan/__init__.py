@@ -30,9 +30,9 @@ def round_plan(
     The host provides no values that change between rounds, so one CUDA graph serves all lengths.
 
     Args:
-        committed_lens: ``[bs] int32``, committed tokens, the root included.
-        counts: ``[bs] int32``, number of fresh tokens (those that the last round committed): 1..R, or 0 for
-            an idle sequence, whose rows have no slots.
+        committed_lens: ``[bs] int32``, number of committed tokens, the root included.
+        counts: ``[bs] int32``, number of fresh tokens: 1..R, or 0 for an idle sequence. Fresh tokens are the
+            tokens that the last round committed. Rows of idle sequences have no slots.
         tokens: ``[bs, columns] int32``, the fresh tokens, the root last. Columns from ``counts[b]`` on are
             ignored.
         max_nodes: ``[bs] int32``, largest number of nodes of each tree.
@@ -42,13 +42,14 @@ def round_plan(
         topk: Width of each level of the trees, at least 1.
         page_size: Tokens per page.
         lead: Number of stable rows minus ``committed_lens - 1``: 0 if a row pairs a token with the feature of
-            the token before it, 1 if a row stands for one token.
+            the preceding token, 1 if a row represents a single token.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: A tensor's shape or dtype, or `rows`, `depth` or `topk` is wrong; the message names it.
+        ValueError: A tensor's shape or dtype, or `rows`, `depth` or `topk` is wrong. The message
+            names the argument.
 
     Example:
         A sequence of 5 committed tokens, 2 of them fresh, on pages 3 and 1. The fresh rows are the last of

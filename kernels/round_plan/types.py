@@ -13,21 +13,22 @@ class RoundPlan(NamedTuple):
     The stable rows of a sequence are the draft's cached rows of committed tokens. A round extends them by R
     rows, followed by ``depth - 1`` tree levels of `topk` rows each.
 
-    The tokens that the last round committed have fresh rows: the **last** c of the R rows. Causal attention
-    then ends at the last stable row, and the state that the tree grows from is always in row R - 1. The rows
-    before the fresh ones are padding, which stores nothing.
+    The c tokens that the last round committed have fresh rows, which are the **last** c of the R rows. Causal
+    attention then ends at the last stable row, and the state that the tree grows from is always in row R - 1.
+    The rows before the fresh rows are padding and store nothing.
 
     Attributes:
-        tokens: ``[bs * R] int32`` of the R rows of each sequence; padding 0.
-        features: ``[bs * R] int32``, index of each row among the ``[bs * columns]`` fresh rows; for padding,
-            the sequence's first.
-        extend_slots: ``[bs * R] int64``; padding -1.
-        level_slots: ``[depth - 1, bs * topk] int64``; -1 for idle sequences.
-        positions: ``[bs * R + (depth - 1) * bs * topk] int32`` of all these rows in this order; padding >= 0.
+        tokens: ``[bs * R] int32``, tokens of the R rows of each sequence; 0 for padding.
+        features: ``[bs * R] int32``, index of each row among the ``[bs * columns]`` fresh rows. Padding has
+            the index of its sequence's first fresh row.
+        extend_slots: ``[bs * R] int64``, slots of the R rows of each sequence; -1 for padding.
+        level_slots: ``[depth - 1, bs * topk] int64``, slots of the levels' rows; -1 for idle sequences.
+        positions: ``[bs * R + (depth - 1) * bs * topk] int32``, positions of the R rows of each sequence,
+            then of the levels' rows. Positions of padding are at least 0.
         lens: ``[1 + depth, bs] int32``: stable rows before the extension, stable rows after it, then the
             number of tokens that each level sees.
-        root_tokens: ``[bs] int32``.
-        max_nodes: ``[bs] int32``; 1 for idle sequences.
+        root_tokens: ``[bs] int32``, token of each tree's root.
+        max_nodes: ``[bs] int32``, largest number of nodes of each tree; 1 for idle sequences.
     """
 
     tokens: torch.Tensor

@@ -1,6 +1,6 @@
 """round_trade: exchanges a round's data with another process: post and fetch blobs, admit states, pack trees.
 
-Kernels copy the blobs, because the GPU's copy engines take longer to start than 50 kB take to transfer.
+Kernels copy the blobs, because starting the GPU's copy engines takes longer than transferring 50 kB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WORD_BYTES = 4
 
 
 def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
-    """Copy a blob to a mailbox slot and replace its first word there by the round's number.
+    """Copy a blob to a mailbox slot, and overwrite the slot's first word with the round's number.
 
     Args:
         blob: ``[n] uint8``, contiguous, n a multiple of 4, at an address that is a multiple of 16.
@@ -24,8 +24,8 @@ def post_blob(blob: torch.Tensor, slot: int, number: int) -> None:
         number: Number of the round; must fit into an int32.
 
     Raises:
-        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned; the message
-            names it.
+        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned. The message
+            names the argument.
 
     Example:
         >>> import torch
@@ -58,8 +58,8 @@ def fetch_blob(slot: int, blob: torch.Tensor, passed: int, number: int) -> None:
         number: Number of the round; must fit into an int32.
 
     Raises:
-        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned; the message
-            names it.
+        ValueError: The tensor's dtype, layout or size is wrong, or an address is not aligned. The message
+            names the argument.
 
     Example:
         >>> import torch
@@ -99,10 +99,10 @@ def admit_counts(number: torch.Tensor, expected: torch.Tensor, counts: torch.Ten
     Args:
         number: ``[1] int32``, number of the round that the state was made for.
         expected: ``[1] int32``, number of this round.
-        counts: ``[bs] int32``, contiguous; changed.
+        counts: ``[bs] int32``, contiguous: the counts of all rows, changed in place.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch
@@ -148,7 +148,7 @@ def pack_trees(
         out_parents: Receives `parents`; same shape, contiguous.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch

@@ -17,13 +17,13 @@ def row_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     Args:
         x: ``[rows, size]``, or ``[rows, heads, size]`` with a weight for each head; fp32/bf16/fp16.
         weight: ``[size]`` or ``[heads, size]``.
-        eps: Added to the mean square.
+        eps: Epsilon of the norm, added to the mean square.
 
     Returns:
         A new tensor of x's shape and dtype.
 
     Raises:
-        ValueError: A tensor's shape is wrong; the message names it.
+        ValueError: A tensor's shape is wrong. The message names the tensor.
 
     Example:
         >>> import torch

@@ -9,6 +9,7 @@ from torch.nn import functional
 def row_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for row in range(x.shape[0]):
-        # Clone the row, so that its address has the same alignment at every index: torch picks kernels by it.
+        # torch selects kernels by address alignment. Clone the row, so that its alignment is the same at
+        # every index.
         out[row] = functional.rms_norm(x[row].float().clone(), x.shape[-1:], None, eps) * weight.float()
     return out

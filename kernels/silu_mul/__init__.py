@@ -22,18 +22,18 @@ def silu_mul(
     """Return ``act(gate) * up`` for ``gate, up = (sum of parts / rms + bias).chunk(2)``.
 
     Args:
-        parts: ``[rows, 2 * intermediate]``, or ``[splits, rows, 2 * intermediate] fp32``, added in order;
-            gate first. Contiguous.
-        stream: Stream that the product was computed from, if its division by the root mean square is still to
-            be applied. None applies nothing.
+        parts: ``[rows, 2 * intermediate]``, gate first, or partial sums
+            ``[splits, rows, 2 * intermediate] fp32``, which are added in order. Contiguous.
+        stream: Stream that the product was computed from, if the rows must still be divided by the stream's
+            root mean square. None applies no division.
         bias: ``[2 * intermediate]`` or None.
         gelu: Use gelu (tanh form) instead of silu.
 
     Returns:
-        ``[rows, intermediate]`` in the dtype of the stream's rows, or of `parts` without a stream.
+        ``[rows, intermediate]`` in the dtype of the stream's rows, or of `parts` if `stream` is None.
 
     Raises:
-        ValueError: A tensor's shape or layout is wrong; the message names it.
+        ValueError: A tensor's shape or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
 """skinny_gemm: few rows times a large matrix, fused with the operation that follows in a decoder layer.
 
-Such products are bound by reading the matrix. Up to `FEW_ROWS` rows use the kernels in this package's
-`triton`. More rows use those in `wide` where they measured faster.
+The time of such products is the time to read the matrix. Products of up to `FEW_ROWS` rows use the kernels in
+this package's `triton`. Products of more rows use the kernels in `wide` where these measured faster.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def project(
     Args:
         x: ``[rows, in]`` fp32/bf16/fp16, at most `MANY_ROWS` rows (`FEW_ROWS` with `scales`); rows may be
             strided.
-        weight: ``[out, in]``, contiguous, in x's dtype, or in e4m3 with `scales`. In the latter case tensor
-            cores multiply x in FP8 too, converted by `quantize_rows`.
+        weight: ``[out, in]``, contiguous, in x's dtype, or in e4m3 with `scales`. Tensor cores multiply
+            an FP8 weight by x in FP8, converted by `quantize_rows`.
         scales: ``[out] fp32``, contiguous, factor of each row of an FP8 weight, or None.
         tile: How to compute the product. None selects the measured tile for this shape.
 
     Returns:
-        ``[rows, out]`` in x's dtype, or ``[splits, rows, out] fp32`` whose sum is the product. `add_sums`,
+        ``[rows, out]`` in x's dtype, or partial sums ``[splits, rows, out] fp32`` of the product. `add_sums`,
         `rope_store` and `silu_mul` accept both forms.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch
@@ -68,21 +68,22 @@ def project(
 
 
 def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
-    """Return ``norm(stream) @ weight.T``, or its parts: `project` with the remaining division of the norm.
+    """Return ``norm(stream) @ weight.T``, or its parts, which the next kernel must add.
 
-    The methods DOT and STAY divide by the root mean square in their epilogue. SUM has many more programs, and
-    each of them would have to read all sums of squares, so a separate launch norms the row first.
+    This is `project` with the division that remains of the norm. The methods DOT and STAY divide by the root
+    mean square in their epilogue. SUM has many more programs, and each program would have to read all sums of
+    squares. With SUM, a separate launch therefore norms the row first.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.
         weight: ``[out, width]``, contiguous, in the dtype of the stream's rows.
-        tile: As in `project`.
+        tile: How to compute the product, as in `project`.
 
     Returns:
-        As `project`.
+        The product or its parts, in the forms that `project` returns.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch
@@ -117,23 +118,24 @@ def project_add(
 ) -> Stream:
     """Return the residual stream after ``residual + x @ weight.T + bias``, prepared for the next norm.
 
-    In fp16, `add_sums` adds and norms in a launch of its own, because rows must be divided by their root mean
-    square there (`normed_on_write`) and no program of a product sees a whole row.
+    In fp16, `add_sums` adds and norms in a separate launch. The reason is that fp16 rows must be divided by
+    their root mean square when they are written (`normed_on_write`), and no program of a product sees a whole
+    row.
 
     Args:
-        x: As in `project`.
+        x: Rows to multiply, as in `project`.
         weight: ``[width, in]``, as in `project`.
         residual: ``[rows, width]`` in x's dtype; rows may be strided.
         norm_weight: ``[width]``, weight of the next norm.
-        eps: Epsilon of that norm, added to the mean square.
-        scales: As in `project`.
+        eps: Epsilon of the next norm, added to the mean square.
+        scales: Factors of an FP8 weight's rows, as in `project`.
         bias: ``[width]`` or None.
-        out: ``[rows, width]`` that receives the sum, other than `residual`. Rows may be strided, so it can be
-            a slice of captured states. Allocated if None.
-        tile: As in `project`.
+        out: ``[rows, width]`` that receives the sum; must not be `residual`. Rows may be strided, so `out`
+            can be a slice of captured states. Allocated if None.
+        tile: How to compute the product, as in `project`.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch
@@ -180,16 +182,16 @@ def project_gated(
     Args:
         stream: The residual stream; the row limit of `project` applies.
         weight: ``[2 * intermediate, width]``, gate first, as in `project`.
-        scales: As in `project`.
+        scales: Factors of an FP8 weight's rows, as in `project`.
         bias: ``[2 * intermediate]`` or None.
         gelu: Use gelu (tanh form) instead of silu.
-        tile: As in `project`.
+        tile: How to compute the product, as in `project`.
 
     Returns:
         ``[rows, intermediate]`` in the dtype of the stream's rows.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch
@@ -228,24 +230,25 @@ def project_rotated(
     lookup: Lookup | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return the rotated queries of ``norm(stream) @ weight.T + bias``; store rotated keys, and values.
+    """Return the rotated queries of ``norm(stream) @ weight.T + bias``.
 
-    This is `project_normed` fused with `rope_store`.
+    The rotated keys and the values are stored in their planes. This is `project_normed` fused with
+    `rope_store`.
 
     Args:
         stream: The residual stream; the row limit of `project` applies.
         weight: ``[(heads + 2 * kv_heads) * dim, width]``, rows ordered q, k, v, as in `project`.
         rotary: Angles, planes and slots.
-        scales: As in `project`.
+        scales: Factors of an FP8 weight's rows, as in `project`.
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
         lookup: Table entries to add to each row before the rotation, or None.
-        tile: As in `project`.
+        tile: How to compute the product, as in `project`.
 
     Returns:
         ``[rows, heads, dim]`` in the dtype of `rotary.cos`; the planes may be FP8.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         One head, turned by a quarter of a circle: q (1, 0) becomes (0, 1) and k (0, 1) becomes (-1, 0).
@@ -276,7 +279,7 @@ def project_rotated(
 
         tile = _usable(tile or choose_tile(Epilogue.ROTATED, x, weight), x, weight, dim // 2)
         if lookup is not None:
-            # The tensor-map kernels have no lookup. `rope_store` adds it to the library's product.
+            # The tensor-map kernels have no lookup. `rope_store` adds the lookup to the library's product.
             lookup.check(x.shape[0], weight.shape[0])
             tile = LIBRARY if tile.method is Method.WIDE else tile
         if tile.splits == 1 and tile.method is not Method.LIBRARY:
@@ -296,7 +299,7 @@ def project_rotated(
 
 
 def _usable(tile: Tile, x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> Tile:
-    """Return the tile, or the library's if x and weight do not fit it; `half` is half a head's size."""
+    """Return the tile, or the library's tile if x and weight do not fit. `half` is half a head's size."""
     from outrider.kernels.skinny_gemm.wide import triton as wide
 
     return LIBRARY if tile.method is Method.WIDE and not wide.fits(x, weight, half) else tile

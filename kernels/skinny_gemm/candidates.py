@@ -1,4 +1,4 @@
-"""Candidate tiles to measure for a product of few rows: the default tile, its neighbours, and the library's.
+"""Candidate tiles to measure for a product of few rows: the default tile, its neighbours, the library's tile.
 
 The default tile is the one that `guess_tile` returns for a shape without measurements.
 """

@@ -41,8 +41,8 @@ class Tried:
         product: Product that was tried.
         tile: Tile to choose.
         microseconds: Time of a launch with that tile.
-        rule: Time of a launch with the tile of `guess_tile`, or None if it did not run.
-        library: Time of a launch by the library, or None if it did not run.
+        rule: Time of a launch with the tile of `guess_tile`, or None if that tile was not tried.
+        library: Time of a launch by the library, or None if the library was not tried.
     """
 
     product: Product
@@ -90,8 +90,8 @@ class Tried:
 def tiles_file(device: str) -> Path:
     """Return the file with the tiles of a kind of device.
 
-    It is in the folder of Triton's cache. Its name depends on the sources (`sources`) and on the versions of
-    Triton, torch and CUDA, so that results of other versions are not used.
+    The file is in the folder of Triton's cache. Its name depends on the sources (`sources`) and on the
+    versions of Triton, torch and CUDA, so that results of other versions are not used.
     """
     import triton
     from triton import knobs
@@ -104,7 +104,7 @@ def tiles_file(device: str) -> Path:
 
 
 def sources() -> list[Path]:
-    """Return the files that decide the result of a trial, including the tiles stored with them."""
+    """Return the files that decide the result of a trial, including ``tiles.json``."""
     folder = Path(__file__).parents[1]
     parts = [folder / name for name in _RUN_BY_TRIALS]
     files = [found for part in parts for found in (part.rglob("*.py") if part.is_dir() else (part,))]
@@ -121,11 +121,11 @@ def read_tiles(path: Path) -> list[Tried]:
 
 @contextlib.contextmanager
 def trying_alone(path: Path) -> Iterator[bool]:
-    """Keep other processes from trying tiles for the same file: they would measure each other's work.
+    """Keep other processes from trying tiles for the same file, because trials slow each other down.
 
     Yields:
-        False if another process is trying tiles now. Always True if the lock file cannot be written:
-        processes then do not exclude each other, and results cannot be stored either.
+        False if another process is trying tiles now. If the lock file cannot be written, the result is always
+        True. Processes then do not exclude each other, and results cannot be stored.
     """
     with contextlib.ExitStack() as held:
         try:
@@ -144,7 +144,8 @@ def trying_alone(path: Path) -> Iterator[bool]:
 def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
     """Add results to a file, and return the file's results for the same products.
 
-    If processes start together, the first one to store a product's tile decides it for all.
+    If several processes start together, the first process that stores a product's tile decides the tile for
+    all of them.
 
     Raises:
         OSError: The file cannot be written.
@@ -158,7 +159,7 @@ def keep_tiles(path: Path, tried: Sequence[Tried], device: str) -> list[Tried]:
         fresh = path.with_suffix(f".{os.getpid()}")
         body = ",\n".join(json.dumps(entry.to_json()) for entry in kept.values())
         fresh.write_text(f'{{"device": {json.dumps(device)}, "tiles": [\n{body}\n]}}\n')
-        fresh.replace(path)  # atomic: readers take no lock
+        fresh.replace(path)  # atomic, because readers take no lock
     return [kept[entry.product] for entry in tried]
 
 

@@ -13,7 +13,8 @@ def project(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, 
     With splits > 1, the parts are a batch of products in fp32, which the next kernel adds. If the library
     splits a product itself, it adds the parts in a separate launch, and in the weight's dtype.
     """
-    # Scaled weights, uneven shares and strided columns have no view as a batch: one whole product instead.
+    # Scaled weights, uneven shares and strided columns cannot be viewed as a batch: compute one whole
+    # product.
     if splits == 1 or scales is not None or x.shape[1] % splits or x.stride(1) != 1:
         return reference.project(x, weight, scales)
     part = x.shape[1] // splits

@@ -1,4 +1,4 @@
-"""Choice of the tile that computes a product: a measured one if there is any, otherwise one from a rule.
+"""Chooses the tile that computes a product: a measured tile if there is one, otherwise a tile from a rule.
 
 Tiles were measured once for this package (``tiles.json``), or are measured by trials on this machine.
 """
@@ -22,7 +22,7 @@ STORED_OF = "NVIDIA H200"
 """Device that ``tiles.json`` was measured on. On other GPUs, tiles from trials take precedence."""
 
 _SUM_ROWS = 2  # up to this many rows, the rule uses SUM
-_SUM_BYTES = 65536  # of the weight that a program of SUM keeps in registers
+_SUM_BYTES = 65536  # bytes of the weight that a program of SUM keeps in registers
 _SPLIT_FEATURES = 1024  # least number of columns of a split
 _OVERLAP = 6  # index of the overlap among the fields of a tile
 
@@ -94,8 +94,9 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 def needs_trial(product: Product, device: str) -> bool:
     """Return whether a product has not been measured yet on this kind of device.
 
-    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise only a trial of
-    exactly this row count does, because a trial of more rows may come from an interrupted run.
+    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, a product
+    counts as measured only after a trial of exactly this row count. A trial of more rows is not enough,
+    because it may come from an interrupted run.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False
@@ -130,7 +131,7 @@ def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:
 
 
 def forget_trials() -> None:
-    """Forget all trials of this process, so that tiles are chosen as if there had been none."""
+    """Forget all trials of this process, so that tiles are chosen as if no trial had run."""
     _trials.clear()
     _choose.cache_clear()
 
@@ -163,7 +164,7 @@ def _choose(
 def _stored() -> dict[tuple[_Shape, int], _Rows]:
     """Read ``tiles.json``, measured on `STORED_OF`.
 
-    Entries: epilogue, out, in, rows, itemsize, fields of a tile.
+    Each entry is a list: epilogue, out, in, rows, itemsize, fields of a tile.
     """
     table: dict[tuple[_Shape, int], _Rows] = {}
     path = Path(__file__).with_name("tiles.json")
@@ -188,7 +189,7 @@ def tile_of(fields: list[Any]) -> Tile:
 def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: int, itemsize: int = 2) -> Tile:
     """Return a tile for a shape without measurements.
 
-    The rule aims for enough programs for about 132 multiprocessors, but few enough to keep sums short.
+    The rule aims for enough programs to fill about 132 multiprocessors, without adding up many partial sums.
     """
     paired = epilogue in (Epilogue.GATED, Epilogue.ROTATED)
     if rows <= _SUM_ROWS:
@@ -208,7 +209,7 @@ def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: in
         return Tile(Method.DOT, 128 if blocks >= 512 else 64, 128, 1, 4, 3)
     if rows <= 16 and epilogue is Epilogue.ADD:
         return Tile(Method.DOT, 64, 128, 1, 4, 5)
-    # Splits cost a launch that adds them up, which takes longer than reading a short row in one go.
+    # Splits need a launch that adds them up. For short rows, that takes longer than reading a row in one go.
     splits = 1 << max(0, (200 // blocks).bit_length() - 1)
     return Tile(Method.DOT, 64, 128, min(splits, 4, max(1, in_features // _SPLIT_FEATURES)), 4, 4)
 
@@ -216,7 +217,7 @@ def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: in
 def _guess_narrow(epilogue: Epilogue, blocks: int, rows: int) -> Tile:
     """Return a tile for an FP8 product with `blocks` times 64 outputs.
 
-    Tiles have at least 64 rows of the weight, because fewer cannot use FP8 instructions.
+    Tiles have at least 64 rows of the weight, because FP8 instructions need that number.
     """
     if epilogue is Epilogue.ROTATED:
         return Tile(Method.DOT, 32, 256, 1, 4, 4)

@@ -1,17 +1,17 @@
 """Triton version of skinny_gemm. The package documents the contract.
 
-Operands: the weight is the left operand of the dot. Its rows fill the tensor core's 64 rows, and the few
-activations form the narrow side.
+Operands: the weight is the left operand of the dot. The weight's rows fill the tensor core's 64 rows, and the
+few activations form the narrow side.
 
 Splits: with SPLIT > 1, each program sums a part of the columns and stores fp32 partial sums. The next kernel,
-or the program that ends last, adds them in order, so results do not depend on timing.
+or the program that ends last, adds the partial sums in order, so results do not depend on timing.
 
 FP8: for a dot with an FP8 weight, a separate launch converts the rows of x to FP8 as well. Both operands then
 move from shared memory to the tensor cores unchanged. Widening the weight in registers measured slower than
-reading it in bf16. Tensor cores accumulate FP8 products in few bits, so their sum is added up in fp32 after
-each BLOCK_K. Products of 1 to 4 rows by the kernels in `rows` do not convert x.
+reading it in bf16. Tensor cores accumulate FP8 products in few bits, so the kernel adds their result to
+an fp32 sum after each BLOCK_K columns. The kernels in `rows`, for 1 to 4 rows, do not convert x.
 
-WIDEN is set under the interpreter, whose dot interprets the bits of a bf16 as an integer.
+WIDEN is set under Triton's interpreter, whose dot interprets the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _dot_tiles(
     factor, before = load_rows(
         m, output, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE, ROW_SCALED, NORMED, PARTS
     )  # fmt: skip
-    # 3. With splits: store this part; for ADD, the last program adds all of them.
+    # 3. With splits: store this part; for ADD, the last program adds all parts.
     last = split >= 0
     if GATHER:  # the program that ends last adds all parts of the tile, in the order of the splits
         place = partials + m.to(tl.int64)[None, :] * N + output[:, None]
@@ -259,7 +259,8 @@ def _run(
                 sum_rows[(blocks,)](*tensors, *sizes, ROWS=rows, **flags)
             elif rows == 1:
                 programs = min(blocks, tile.programs)
-                # The interpreter cannot run inline assembly. Words need rows and addresses of whole 16 bytes.
+                # The interpreter cannot run inline assembly. Words need row sizes and addresses that are
+                # multiples of 16 bytes.
                 compiled = isinstance(stay_rows, triton.JITFunction)
                 words = (
                     compiled and weight.element_size() == 1 and not (columns % 16 or weight.data_ptr() % 16)
@@ -302,10 +303,10 @@ def can_gather(weight: torch.Tensor, tile: Tile) -> bool:
 
 
 def _arrivals(weight: torch.Tensor) -> torch.Tensor:
-    """Return counters of the finished programs of each tile of a weight. All are zero between products.
+    """Return counters of the finished programs of each tile of a weight.
 
-    There is one set per weight, because products with different weights may overlap. Products with the same
-    weight run one after the other.
+    Between products, all counters are zero. There is one set of counters per weight, because products with
+    different weights may overlap. Products with the same weight run one after the other.
     """
     key = (weight.device, weight.data_ptr())
     if key not in _ARRIVALS:

@@ -38,9 +38,9 @@ class Epilogue(Enum):
 class Overlap(Enum):
     """How far a product may overlap with the kernels before and after it (programmatic dependent launch).
 
-    A kernel that starts early waits for the end of the previous one. It takes registers and shared memory
+    A kernel that starts early waits for the end of the previous kernel. It takes registers and shared memory
     only from programs that have not started yet. However, its programs are placed wherever there is room at
-    that moment, so they are spread unevenly. The best choice is therefore measured.
+    its start, so they are spread unevenly. The best choice is therefore measured.
     """
 
     LATE = 0
@@ -61,7 +61,7 @@ class Rotary:
         sin: ``[rows, 1, dim]`` from `rope_angles`.
         k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous.
         v_plane: ``[pages, page_size, kv_heads, dim]``, contiguous.
-        slots: ``[rows] int64``; -1 does not store the row. Slots >= 0 must be distinct.
+        slots: ``[rows] int64``. Rows with slot -1 are not stored. Slots >= 0 must be distinct.
     """
 
     cos: torch.Tensor
@@ -76,16 +76,17 @@ class Tile:
     """One way to compute a product.
 
     Attributes:
-        method: See `Method`.
+        method: Way to compute the product.
         block_n: Outputs per program: rows of the weight, or pairs of rows if gated or rotated.
         block_k: Columns per step (DOT, WIDE).
-        splits: Number of programs that share the columns of an output (not SUM; not for pairs). Their sums
-            are added in order: by the next kernel, or by the program that ends last for a DOT added to a
-            residual.
+        splits: Number of programs that share the columns of an output. SUM and products of pairs do not
+            split. The next kernel adds the programs' sums in order. For a DOT added to a residual, the
+            program that ends last adds them instead.
         warps: Warps per program.
         stages: Pipeline stages of a program.
         block_m: Rows per program (WIDE).
-        overlap: See `Overlap` (not WIDE). SUM and STAY always prefetch, so FETCH is the same as EARLY there.
+        overlap: Overlap with the kernels before and after (not WIDE). SUM and STAY always prefetch, so FETCH
+            and EARLY are the same for them.
         programs: Programs of the launch (STAY).
     """
 

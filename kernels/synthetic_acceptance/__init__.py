@@ -1,6 +1,7 @@
 """synthetic_acceptance: rewrites chosen tokens so that a tree accepts a drawn number of drafts.
 
-For measurements with random weights, where drafts are never correct by themselves. Serving never uses it.
+This op is for measurements with random weights, where drafts are never correct by themselves. Serving never
+uses the op.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def synthetic_acceptance(
     - k is the number of `thresholds` above the row's noise,
       ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but at most the depth of the deepest node.
     - The path ends at the first node (in index order) of depth k.
-    - The token after that node stays as chosen, unless a child carries it. Then it becomes the next higher
-      token (modulo the vocabulary) that no child carries.
+    - The token chosen after that node stays, unless a child carries this token. In that case, the next higher
+      token (modulo the vocabulary) that no child carries replaces it.
     - All other chosen tokens stay.
 
     Args:
@@ -46,15 +47,15 @@ def synthetic_acceptance(
         chosen: ``[bs, N] int64``; not changed.
         positions: ``[bs] int64``, index of the token after the root.
         seeds: ``[bs] int64``.
-        thresholds: ``[D] fp32``, descending: ``-ln(-ln s)`` for the probabilities s that at least 1…D drafts
-            are accepted.
+        thresholds: ``[D] fp32``, descending. Entry i is ``-ln(-ln s)``, where s is the probability that at
+            least i + 1 drafts are accepted.
         vocab_size: Size of the vocabulary, larger than the number of siblings.
 
     Returns:
         ``[bs, N] int64``.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
         A root (token 5) with a child (6) and a grandchild (7). Thresholds of infinity always accept, so both

@@ -46,8 +46,8 @@ def _plant(
     bonus = tl.sum(tl.where(node == end, after, 0), 0).to(tl.int32)
     while tl.max((child & (token == bonus)).to(tl.int32), 0) > 0:
         bonus = (bonus + 1) % vocab_size
-    # 4. Store. The two stores write different places. A node on the path, except the last, receives its
-    # child's token: the child stores it at its parent's place.
+    # 4. Store. The two stores write different elements. A node on the path, except the last, receives its
+    # child's token, which the child stores at its parent's index.
     kept = tl.where(node == end, bonus.to(tl.int64), after)
     tl.store(out + at, kept, mask=inside & ((node == end) | (on_path == 0)))
     tl.store(out + row * columns + parent, token.to(tl.int64), mask=on_path & (node > 0))

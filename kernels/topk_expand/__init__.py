@@ -38,17 +38,18 @@ def topk_expand(
     computed over the draft vocabulary if there is one.
 
     With a temperature T > 0, children are ranked by
-    ``log q / T + gumbel(seed, position, choice, target id)``, the noise that the target will sample with
-    (Gumbel coupling). The log_softmax of that vector is added to the parent's score. Either addend is <= 0,
-    so a child never outranks its parent.
+    ``log q / T + gumbel(seed, position, choice, target id)``. The target will sample with the same noise
+    (Gumbel coupling). The log_softmax of that vector is added to the parent's score.
+
+    In either case, the addend is <= 0, so a child never outranks its parent.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16.
         parent_scores: ``[rows] fp32``, cumulative scores of the rows (0 for a root).
         topk: Children per row, 1..V.
-        d2t: ``[V] int64`` offsets of a draft vocabulary: target id = draft id + d2t[draft id]. None: draft
-            ids are target ids.
-        temperature: ``[rows] fp32``, 0 = no noise in that row; None = no noise in any row.
+        d2t: ``[V] int64`` offsets of a draft vocabulary: target id = draft id + d2t[draft id]. None means
+            that draft ids are target ids.
+        temperature: ``[rows] fp32``. 0 adds no noise to the row. None adds no noise to any row.
         seeds: ``[rows] int64`` as in `gumbel_noise`; required with a temperature.
         positions: ``[rows] int64``, position of the child's token; required with a temperature.
         choices: ``[rows] int32`` as in `gumbel_noise`; required with a temperature.
@@ -57,8 +58,8 @@ def topk_expand(
         Target token ids, cumulative scores in fp32, and the draft's own log-probs.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong, topk exceeds V, or a temperature comes without its
-            noise parameters. The message names the cause.
+        ValueError: A tensor's shape or dtype is wrong, topk exceeds V, or a temperature is given without
+            its noise parameters. The message names the cause.
 
     Example:
         Tokens 1 and 2 tie, so the lower id ranks first.
@@ -98,8 +99,8 @@ def select_beam(scores: torch.Tensor, topk: int) -> torch.Tensor:
     """Return every sequence's next beam: the topk best candidates by (score descending, index ascending).
 
     Args:
-        scores: ``[bs, C] fp32``, cumulative scores of the candidates of one level; -inf = not a candidate
-            (ranks last).
+        scores: ``[bs, C] fp32``, cumulative scores of the candidates of one level. -inf marks a column
+            that is not a candidate and ranks last.
         topk: Beam width, 1..C.
 
     Returns:
@@ -150,15 +151,16 @@ def expand_level(
         candidates: Receives the children in the columns ``candidates.level(level, topk)``.
         words: Mask words per row of the next beam.
         last: True if no next beam is needed.
-        d2t: As in `topk_expand`.
-        noise: One entry per **sequence**, with the positions of the tokens after the roots (the level is
-            added). None = greedy.
+        d2t: Offsets of a draft vocabulary, as in `topk_expand`.
+        noise: Noise parameters, one entry per **sequence**. The positions are those of the tokens after the
+            roots; the op adds the level. None adds no noise.
 
     Returns:
         The next beam, or None if `last`.
 
     Raises:
-        ValueError: A tensor's shape or dtype, `topk` or `beam` is wrong; the message names it.
+        ValueError: A tensor's shape or dtype, `topk` or `beam` is wrong. The message names
+            the argument.
 
     Example:
         Two levels of a tree of width 2 over a vocabulary of three tokens.

@@ -1,9 +1,10 @@
 """Triton version of topk_expand. The package documents the contract.
 
-The vocabulary is split over programs. Each reads its part of the logits once, adds the noise, and stores its
-best keys and its share of the two log-sum-exps (with noise and without). A second launch merges the splits:
-with one program per row, or, for a whole level, with one per sequence, which also selects the next beam. A
-level over a small vocabulary takes a single launch.
+The vocabulary is split over programs. Each program reads its part of the logits once, adds the noise, and
+stores its best keys and its share of the two log-sum-exps (with noise and without).
+
+A second launch merges the splits, with one program per row. For a whole level, this launch has one program
+per sequence, which also selects the next beam. A level over a small vocabulary takes a single launch.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class Noise(NamedTuple):
     """Parameters of the noise that couples the draft's choice to the target's; one entry per row.
 
     Attributes:
-        temperature: ``[rows] fp32``; 0 = no noise in this row.
+        temperature: ``[rows] fp32``; 0 adds no noise to the row.
         seeds: ``[rows] int64``, as in `gumbel_noise`.
         positions: ``[rows]`` int64 or int32, position of the child's token.
         choices: ``[rows] int32``, as in `gumbel_noise`.
@@ -30,8 +30,8 @@ class Expansion(NamedTuple):
 
     Attributes:
         token_ids: ``[rows, topk] int32``, target ids.
-        scores: ``[rows, topk] fp32``, cumulative: the parent's score plus this step's; never above the
-            parent's.
+        scores: ``[rows, topk] fp32``, cumulative scores: the parent's score plus the score of this step. A
+            child's score is never above the parent's.
         logprobs: ``[rows, topk] fp32``, the draft's own log-probability of the token, without temperature and
             noise.
     """
@@ -44,10 +44,10 @@ class Expansion(NamedTuple):
 class Candidates(NamedTuple):
     """All candidates scored by a tree's levels, in level order.
 
-    The first `topk` are children of the root, followed by ``topk * topk`` for each later level.
+    The first `topk` candidates are children of the root. Each later level adds ``topk * topk`` candidates.
 
     Attributes:
-        scores: ``[bs, C] fp32``, cumulative.
+        scores: ``[bs, C] fp32``, cumulative scores.
         tokens: ``[bs, C] int32``, target ids.
         parents: ``[bs, C] int32``, candidate index of the parent, -1 = the root.
         logprobs: ``[bs, C] fp32``, the draft's own log-probability of the token.
@@ -88,13 +88,13 @@ class Beam(NamedTuple):
 
     Attributes:
         tokens: ``[rows] int32``, target ids.
-        scores: ``[rows] fp32``, cumulative.
+        scores: ``[rows] fp32``, cumulative scores.
         parents: ``[rows] int32``, each row's parent among the rows of the previous level (the roots for level
             1).
         candidates: ``[rows] int32``, each row's candidate index in its sequence.
-        ancestors: ``[rows, words] int32``, mask of the scratch columns that each row sees: its own and those
-            of its ancestors. The beam rows of all levels have one scratch column each: row j of level i (from
-            1) has column ``(i - 1) * topk + j``.
+        ancestors: ``[rows, words] int32``, mask of the scratch columns that each row sees: its own column and
+            the columns of its ancestors. Every beam row of every level has one scratch column. Row j of level
+            i (from 1) has column ``(i - 1) * topk + j``.
     """
 
     tokens: torch.Tensor

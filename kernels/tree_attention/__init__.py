@@ -1,6 +1,6 @@
 """tree_attention: attention over paged K/V with an ancestor mask per row.
 
-Prefill, extend and plain decoding are its causal case.
+Prefill, extend and plain decoding use the causal form, which has no mask.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def tree_attention(
 ) -> torch.Tensor:
     """Attend from packed query rows to the K/V of their own sequence, accumulating in fp32.
 
-    With `ancestors` (tree rows), a row of sequence b sees every token index below ``prefix_lens[b]``. Of the
-    columns after it, it sees those whose bit is set in its mask; column j is token index
-    ``prefix_lens[b] + j``, below ``kv_lens[b]``.
+    With `ancestors` (tree rows), a row of sequence b sees every token index below ``prefix_lens[b]``. The row
+    also sees the columns whose bit is set in the row's mask. Column j is token index ``prefix_lens[b] + j``,
+    which must be below ``kv_lens[b]`` to be seen.
 
     Without `ancestors`, rows are causal: row i of the q_len rows of sequence b sees token indices
     ``<= kv_lens[b] - q_len + i``, and `prefix_lens` is not read.
@@ -50,23 +50,23 @@ def tree_attention(
         k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or in e4m3, which is widened
             as it is read. heads is a multiple of kv_heads.
         v_plane: Like `k_plane`.
-        page_table: ``[bs, max_pages] int32``, pages of each sequence in token order; at least
-            ``ceil(kv_len / page_size)`` of them valid.
-        prefix_lens: ``[bs] int32``.
-        kv_lens: ``[bs] int32``, number of cached tokens, this step's included.
+        page_table: ``[bs, max_pages] int32``, pages of each sequence in token order. At least
+            ``ceil(kv_len / page_size)`` pages of each sequence are valid.
+        prefix_lens: ``[bs] int32``, number of tokens before each sequence's columns.
+        kv_lens: ``[bs] int32``, number of cached tokens, including those of this step.
         query_start: ``[bs + 1] int32``; the rows of sequence b are ``query_start[b]:query_start[b + 1]``.
         ancestors: ``[rows, words] int32`` or None. Bit j % 32 of word j // 32 is column j; columns past the
             words are hidden.
         scale: Positive factor on the scores, usually dim ** -0.5.
-        max_query_len: Upper bound of the rows of a sequence, known on the host (it sets the grid).
+        max_query_len: Upper bound of the number of rows of a sequence, known on the host. It sets the grid.
         max_kv_len: Upper bound of kv_lens, known on the host.
         window: If above 0, a row at position p sees only positions above p - window. On a tree row's path,
-            this is the last `window` nodes by column, so an ancestor's column must lie before its
-            descendants'.
-        row_positions: ``[rows] int32``, position p of each tree row. If None, p is the row's prefix plus the
-            number of bits in its mask without its own. Not used for causal rows.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax and carries no value, or
-            None.
+            these positions are the last `window` nodes by column, so an ancestor's column must precede the
+            columns of its descendants.
+        row_positions: ``[rows] int32``, position p of each tree row. If None, p is the row's prefix length
+            plus the number of bits set in the row's mask, its own bit excluded. Not used for causal rows.
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. None adds
+            no sinks.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are
             not capped.
         out: ``[rows, heads, dim]``, contiguous, in q's dtype; allocated if None. Rows that belong to no
@@ -76,7 +76,7 @@ def tree_attention(
         `out`.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row

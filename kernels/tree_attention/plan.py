@@ -1,4 +1,4 @@
-"""Launch sizes of attention, from host integers only: a captured CUDA graph is valid for any lengths."""
+"""Launch sizes of attention, from host integers only, so a captured CUDA graph is valid for any lengths."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _FEW, _MANY = 16, 64  # pairs of a program
 _NARROW, _WIDE = 64, 256  # widths of a head, padded
 _MOST_SPLITS, _MOST_GATHERED = 32, 8
 SHARED_BYTES = 213 << 10
-"""Most shared memory in bytes that is used by a program that has a multiprocessor to itself."""
+"""Most shared memory, in bytes, that a program uses if it has a multiprocessor to itself."""
 
 
 class Release(Enum):
-    """Earliest start of the next kernel, which then waits or loads data that no kernel writes."""
+    """Earliest start of the next kernel. After its start, it waits or loads data that no kernel writes."""
 
     LATE = 0
-    """Before the last stores."""
+    """Just before this kernel's last stores."""
     WAITED = 1
     """When all programs of this kernel have waited for the end of the previous kernel."""
     AT_ONCE = 2
-    """When all programs of this kernel run. The data that the next kernel reads before it waits must be older
-    than the kernel before this one."""
+    """When all programs of this kernel run. The data that the next kernel reads before it waits must have
+    been written before the kernel that precedes this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,10 @@ class Blocks:
         splits: Number of programs that share the token indices of a block of pairs.
         warps: Warps per program.
         stages: Pipeline stages of a program.
-        release: When the kernel, and the one that merges splits, releases the next kernel.
-        transposed: Whether the pairs are the narrow side of the products; see `fold`.
-        gathers: Whether the last program of a block to end merges the splits, instead of a second launch.
+        release: When this kernel and the kernel that merges splits release their next kernel.
+        transposed: True if the pairs are the narrow side of the products; see `fold`.
+        gathers: True if the program of a block that ends last merges the splits. False if a second launch
+            does.
     """
 
     pairs: int
@@ -85,7 +86,7 @@ def choose_blocks(
     deep = block_d <= 128
     # One program per multiprocessor: latency per step dominates, so use long steps with several in flight.
     alone = roomy and deep and processors // 2 < programs <= processors
-    if not few:  # one program per block if they fill half the device: merging many rows is expensive
+    if not few:  # one program per block if the blocks fill half the device, as merging many rows is expensive
         room = processors // programs
         splits = min(
             most, max(8, steps // 4), 2 * processors // programs if pairs > _MANY and room > 1 else room
@@ -104,7 +105,8 @@ def choose_blocks(
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = min(most, max(4, steps // 4), 2 * processors // programs)
     if splits <= 1:
-        # Our products of few rows share multiprocessors with attention, which makes longer steps faster.
+        # Products of few rows (`skinny_gemm`) share multiprocessors with attention, which makes longer steps
+        # faster.
         tokens, stages = (64, 2) if rows <= FEW_ROWS else (32, 3)
         return Blocks(block_pairs, tokens, 1, 4, stages, _release(bs, rows, 1))
     splits = _power_of_2(splits)
@@ -131,7 +133,10 @@ def _modest(
     max_kv_len: int,
     processors: int,
 ) -> Blocks:
-    """Return sizes for unmeasured cases: short pipelines, and shares of at least two steps for many pairs."""
+    """Return sizes for unmeasured cases.
+
+    Pipelines are short. With many pairs, each share has at least two steps.
+    """
     wide, few = block_d > _WIDE, block_pairs == _FEW
     tokens = 16 if wide else 32 if itemsize > 2 else 64
     shares = ceil_div(max_kv_len, tokens * (2 if block_pairs == _MANY else 1))
@@ -145,7 +150,10 @@ def _power_of_2(n: int) -> int:
 
 
 def _release(bs: int, rows: int, splits: int) -> Release:
-    """Return when the product after attention may start, as measured in whole passes; else LATE."""
+    """Return when the product after attention may start.
+
+    Early starts are limited to the cases in which they were faster in measurements of whole passes.
+    """
     if rows <= 2 or (splits > 1 and (bs >= 4 or 32 < rows <= 64)):
         return Release.AT_ONCE
     return Release.WAITED if bs == 1 and 16 < rows <= 32 and splits > 1 else Release.LATE

@@ -3,11 +3,11 @@
 One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so K and V are
 read once for the whole group. It folds token indices into (maximum, sum, accumulator), see `fold`.
 
-If a batch has too few blocks to fill the GPU, the token indices are split over programs, and each stores
-those three values. The program that ends last merges a few splits; a second launch merges many. Both merge in
-the order of the splits. The number of splits depends on host integers only.
+If a batch has too few blocks to fill the GPU, the token indices are split over programs, and each program
+stores those three values. If the splits are few, the program that ends last merges them. If they are many, a
+second launch does. Splits are always merged in order. The number of splits depends on host integers only.
 
-WIDEN is set under the interpreter, whose dot interprets the bits of a bf16 as an integer.
+WIDEN is set under Triton's interpreter, whose dot interprets the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations
@@ -231,10 +231,10 @@ def _can_count(k_plane: torch.Tensor) -> bool:
 
 
 def _counters(k_plane: torch.Tensor) -> torch.Tensor:
-    """Return counters of the finished programs of each block of pairs. All are zero between launches.
+    """Return counters of the finished programs of each block of pairs.
 
-    There is one set per plane, because steps over different planes may overlap. Steps over the same plane run
-    one after the other.
+    Between launches, all counters are zero. There is one set of counters per plane, because steps over
+    different planes may overlap. Steps over the same plane run one after the other.
     """
     key = (k_plane.device, k_plane.data_ptr())
     if key not in _COUNTERS:
@@ -246,7 +246,7 @@ def _counters(k_plane: torch.Tensor) -> torch.Tensor:
 def _processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device.
 
-    Under the interpreter it is small, so that the tests cover both split and unsplit batches.
+    Under Triton's interpreter, the number is small, so that the tests cover both split and unsplit batches.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
@@ -256,7 +256,7 @@ def _has_room(device: torch.device) -> bool:
     """Return whether a program may use `SHARED_BYTES` of shared memory."""
     if device.type != "cuda":
         return True
-    # Read by name: neither torch's stubs nor ROCm have it.
+    # Read the attribute by name, because neither torch's type stubs nor ROCm have it.
     most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return int(most) >= SHARED_BYTES
 

@@ -21,30 +21,31 @@ def tree_build(
     num_columns: int,
     logprobs: torch.Tensor | None = None,
 ) -> DraftTreeTensors:
-    """Keep each sequence's best ``max_nodes - 1`` candidates and arrange them as a tree below its root.
+    """Keep each sequence's best ``max_nodes - 1`` candidates and arrange them as a tree below the root.
 
     Candidates are selected by (score descending, index ascending), and nodes are ordered by candidate index.
-    A child neither outranks its parent nor precedes it, so the selected set is a tree. If the input violates
-    that rule, an orphan gets parent -1, which verification never accepts.
+    A child neither outranks nor precedes its parent, so the selected set is a tree. If the input violates
+    that rule, a child can be selected without its parent. That child gets parent -1, which verification
+    never accepts.
 
     The method is the reranking phase of EAGLE-2 (arXiv 2406.16858, section 4.2).
 
     Args:
-        scores: ``[bs, C] fp32``, cumulative scores of all candidates in level order; -inf or NaN = not a
-            candidate.
+        scores: ``[bs, C] fp32``, cumulative scores of all candidates in level order. -inf or NaN marks a
+            column without a candidate.
         tokens: ``[bs, C] int32``, target ids.
         parents: ``[bs, C] int32``, candidate index of the parent, -1 = the root.
-        root_tokens: ``[bs] int32``.
-        max_nodes: ``[bs] int32``, most nodes of each tree, the root included: 1..num_columns. Larger values
-            count as num_columns.
+        root_tokens: ``[bs] int32``, token of each root.
+        max_nodes: ``[bs] int32``, largest number of nodes of each tree, the root included: 1..num_columns.
+            Values above num_columns count as num_columns.
         num_columns: N, the width of the result.
-        logprobs: ``[bs, C] fp32``, log-probs of all candidates, returned for the nodes; or None.
+        logprobs: ``[bs, C] fp32``, log-probs of all candidates, or None. The nodes' log-probs are returned.
 
     Returns:
         The trees.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong, or num_columns < 1; the message names it.
+        ValueError: A tensor's shape or dtype is wrong, or num_columns < 1. The message names the argument.
 
     Example:
         A root (token 5) with candidates 11 and 12 below it, and 21 and 22 below 11. The best three are kept.

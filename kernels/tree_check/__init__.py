@@ -36,8 +36,8 @@ def tree_check(
 ) -> CheckedTrees:
     """Validate trees on the device, and derive the parts that are not sent: roots, depths and masks.
 
-    A row keeps its tree if all of these conditions are met. Otherwise, whatever bytes it contains, it becomes
-    a tree of its root alone:
+    A row keeps its tree if all of the conditions below are met. Otherwise, whatever bytes the row contains,
+    its tree becomes the root alone.
 
     - ``number == expected``, and the row is live.
     - Its number of nodes is within 1..N.
@@ -47,12 +47,12 @@ def tree_check(
     Args:
         number: ``[1] int32``, number of the round that the trees were made for.
         expected: ``[1] int32``, number of this round.
-        num_nodes: ``[bs] int32``, contiguous, the root included.
+        num_nodes: ``[bs] int32``, contiguous: number of nodes of each tree, the root included.
         tokens: ``[bs, N] int32``, contiguous; column 0 is ignored. Must not be written during the call.
         parents: Like `tokens`.
         fresh: ``[bs, R] int32``, contiguous, tokens chosen in the last round; the root is at column
             ``counts[b] - 1``.
-        counts: ``[bs] int32``, contiguous, 0 = idle.
+        counts: ``[bs] int32``, contiguous, number of tokens in `fresh`; 0 for idle rows.
         vocab_size: Size of the vocabulary.
         depth: Largest depth of a node.
 
@@ -60,7 +60,7 @@ def tree_check(
         The trees.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         Two trees of three nodes. In the second, the parent of node 1 does not precede it.

@@ -1,7 +1,13 @@
 """verify: samples the target's token after each tree node, and walks the tree to accept matching drafts.
 
 The token is a function of (logits, sampling parameters, seed, absolute position), so speculative and plain
-decoding agree.
+decoding choose the same tokens. Top-k, top-p and min-p are computed in one of two places:
+
+- `kernels/filtered_choice` searches for the tokens to keep. The Triton version (CUDA tensors) normally uses
+  it.
+- `kernels/verify/filters.py` sorts. The torch reference (CPU tensors) always uses it. The Triton version uses
+  it only if the search failed its check on the device, or if the check could not run yet because a CUDA graph
+  was being captured.
 """
 
 from __future__ import annotations
@@ -19,29 +25,30 @@ __all__ = ["SamplingTensors", "VerifiedTree", "choose_tokens", "verify_tree"]
 def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor) -> torch.Tensor:
     """Choose one token per row.
 
-    A row with temperature 0 takes its argmax; on a tie, the lowest id. Any other row takes
-    ``argmax(filtered(logits / temperature) + gumbel(seed, position, choice, id))``.
+    A row with temperature 0 chooses its argmax. If several tokens tie, it chooses the lowest id. Any other
+    row chooses ``argmax(filtered(logits / temperature) + gumbel(seed, position, choice, id))``.
 
-    The filters run in the order top-k, top-p, min-p, each on the distribution renormalised after the previous
-    one, over tokens ordered by (logit descending, id ascending):
+    The filters run in the order top-k, top-p, min-p. Probabilities are renormalised after each filter. Tokens
+    are ordered by (logit descending, id ascending):
 
-    - top-k keeps exactly k tokens; of a tie at the k-th value, the lowest ids.
+    - top-k keeps exactly k tokens. In a tie at the k-th value, top-k keeps the lowest ids.
     - top-p keeps the shortest prefix whose probability reaches p.
     - min-p keeps the tokens with at least min_p times the best token's probability.
 
-    The best token always stays.
+    Every filter keeps the best token.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16. -inf is allowed (a masked token).
-        sampling: One entry per row.
+        sampling: Sampling parameters, one entry per row.
         positions: ``[rows] int64``, absolute index of the token being chosen (committed_len + depth of the
             node).
 
     Returns:
-        ``[rows] int64``. -1 if the row is poisoned: it contains a NaN or +inf, or nothing above -inf.
+        ``[rows] int64``, the chosen tokens. The token is -1 if the row is poisoned. A poisoned row contains a
+        NaN or +inf, or nothing above -inf.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
         Three greedy rows: a tie, a masked token, and a poisoned row.
@@ -85,21 +92,21 @@ def verify_tree(
     """Walk each tree from its root, descending while a child carries the token chosen after the node.
 
     Args:
-        tokens: ``[bs, N] int32``; column 0 is the root.
-        parents: ``[bs, N] int32``, -1 for the root; parents precede children. Among siblings with the same
-            token, the lowest index wins.
-        num_nodes: ``[bs] int32``, at least 1; columns past it are ignored.
+        tokens: ``[bs, N] int32``, tokens of the nodes; column 0 is the root. Among siblings with the same
+            token, the walk descends to the lowest index.
+        parents: ``[bs, N] int32``, index of each node's parent, -1 for the root. Parents precede children.
+        num_nodes: ``[bs] int32``, number of nodes of each tree, at least 1. Further columns are ignored.
         chosen: ``[bs, N] int64``, the token chosen after each node (`choose_tokens`); -1 stops the walk.
 
     Returns:
         The accepted path and the emitted tokens.
 
     Raises:
-        ValueError: A tensor's shape or dtype is wrong; the message names it.
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
         A root (token 5) with two children (6 and 7). The target chooses 7 after the root, so node 2 is
-        accepted, and then emits 8 as the bonus token.
+        accepted. The target chooses 8 after node 2, so 8 is the bonus token.
 
         >>> import torch
         >>> from outrider.kernels.verify import verify_tree

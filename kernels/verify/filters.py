@@ -1,6 +1,10 @@
-"""top-k, top-p and min-p on scaled logits, in torch ops used by both versions of verify.
+"""Applies top-k, top-p and min-p by sorting: always on a CPU, and as a fallback on a GPU.
 
-On a GPU, no operation waits for the device.
+The torch reference of `choose_tokens` (CPU tensors) always filters here. The Triton version (CUDA tensors)
+normally uses `kernels/filtered_choice`. It filters here only if that search failed its check on the device,
+or if the check could not run yet because a CUDA graph was being captured.
+
+The filters are torch ops on scaled logits. On a GPU, none of these ops waits for the device.
 """
 
 from __future__ import annotations
@@ -9,19 +13,21 @@ import torch
 
 from outrider.kernels._order import ranked_topk
 
-_HOST_WIDTH = 256  # on a CPU sorting is the main cost, and this many best tokens decide most filters
+_HOST_WIDTH = 256  # on a CPU, sorting is the main cost, and this many best tokens decide most filters
 
 
 def filter_logits(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Return the scores with every filtered token set to -inf; order and ties as in `choose_tokens`.
+    """Return the scores with every filtered-out token set to -inf.
+
+    `choose_tokens` defines the order of the filters and the treatment of ties.
 
     Args:
-        scores: ``[rows, V] fp32``, logits over temperature.
-        top_k: ``[rows] int32``, 0 = off.
-        top_p: ``[rows] fp32``, 1 = off.
-        min_p: ``[rows] fp32``, 0 = off.
+        scores: ``[rows, V] fp32``, logits divided by temperature.
+        top_k: ``[rows] int32``; 0 disables top-k.
+        top_p: ``[rows] fp32``; 1 disables top-p.
+        min_p: ``[rows] fp32``; 0 disables min-p.
 
     Returns:
         ``[rows, V] fp32``.
@@ -42,10 +48,12 @@ def _filter(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Filter by the best tokens of each row, ``ordered, order`` ``[rows, width]``.
+    """Filter each row, looking only at its best `width` tokens.
+
+    `ordered` and `order` are the scores and ids of these tokens, ``[rows, width]``, best first.
 
     Returns:
-        The filtered scores, and which rows keep no token beyond those given.
+        The filtered scores, and whether each row keeps no token beyond its best `width` tokens.
     """
     width = ordered.shape[1]
     top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]

@@ -58,7 +58,7 @@ def verify_tree(
 ) -> VerifiedTree:
     """Compute `outrider.kernels.verify.verify_tree`.
 
-    Parents precede children, so one pass over the nodes of a row completes its walk.
+    Parents precede children, so one pass over the nodes of a tree completes the tree's walk.
     """
     width = tokens.shape[1]
     paths: list[list[int]] = []

@@ -1,7 +1,11 @@
 """Triton version of verify. The package documents the contract.
 
-- Choosing a token takes two launches: argmax per split of the vocabulary, with noise if needed, and a merge.
-- Batches with filters (top-k, top-p, min-p) use `filtered_choice` instead of the first launch.
+- Choosing a token takes two launches: an argmax over each split of the vocabulary, with noise if needed, and
+  a merge.
+- If a row with temperature above 0 has a filter (top-k, top-p or min-p), the launches of `filtered_choice`
+  replace the first launch and apply the filters by search.
+- If that search failed its check on the device, or the check could not run yet because a CUDA graph was being
+  captured (`_searches`), `filters.py` applies the filters by sorting, before the same two launches.
 - The walk through the tree is one launch.
 """
 
@@ -23,12 +27,12 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
 _MANY_ROWS, _LONG_BLOCK = 64, 8192
-"""From `_MANY_ROWS` rows on, a plain argmax is bound by its work per logit. Block maxima are then found
-first, and the index is searched in a single block of `_LONG_BLOCK` tokens."""
+"""With at least `_MANY_ROWS` rows, the time of a plain argmax is limited by its work per logit. The maximum
+of each block is then found first, and the index is searched in a single block of `_LONG_BLOCK` tokens."""
 
 _log = logging.getLogger("outrider.kernels")
 
-_agreed: dict[tuple[torch.device, torch.dtype, int], bool] = {}  # whether search and sorting agree
+_agreed: dict[tuple[torch.device, torch.dtype, int], bool] = {}  # True if search and sorting agree
 
 
 @triton.jit
@@ -128,7 +132,7 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
 def _choose(
     logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor, filtered: bool, search: bool
 ) -> torch.Tensor:
-    """Choose one token per row. If `filtered`, apply the filters by search, or by sorting."""
+    """Choose one token per row. If `filtered`, apply the filters by search if `search`, else by sorting."""
     rows, vocab = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     chosen = _launch.empty((rows,), torch.int64, logits.device)
@@ -153,7 +157,7 @@ def _choose(
 
 
 def _sorted(logits: torch.Tensor, sampling: SamplingTensors) -> tuple[torch.Tensor, SamplingTensors]:
-    """Return the rows filtered by sorting, and the parameters to choose from them."""
+    """Filter the rows by sorting, and return them with the parameters for choosing from them."""
     heat = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
     filtered = filter_logits(logits.float() / heat[:, None], sampling.top_k, sampling.top_p, sampling.min_p)
     # The scores are already divided by the temperature: sample them at temperature 1.
@@ -161,10 +165,11 @@ def _sorted(logits: torch.Tensor, sampling: SamplingTensors) -> tuple[torch.Tens
 
 
 def _searches(logits: torch.Tensor) -> bool:
-    """Return whether filters are applied by search rather than by sorting.
+    """Return whether filters are applied by search (`filtered_choice`) rather than by sorting (`filters.py`).
 
-    On a GPU, search must first have chosen the same tokens as sorting, checked once per device, dtype and
-    vocabulary.
+    On a GPU, a check runs once per device, dtype and vocabulary size: search must choose the same tokens as
+    sorting. The check cannot run while a CUDA graph is being captured, so an unchecked search is not used
+    then. Triton's interpreter always uses search.
     """
     if not logits.is_cuda:
         return True
@@ -233,7 +238,7 @@ def _best(
 ) -> Parts:
     """Return the best token of every part of the vocabulary, noise included.
 
-    If the vocabulary is a single part, the result is written to `chosen` instead.
+    If the vocabulary is a single part, the chosen tokens are written to `chosen` instead.
     """
     rows, vocab = logits.shape
     size = (rows, _launch.ceil_div(vocab, _BLOCK))
@@ -252,7 +257,7 @@ def _best(
 def walk_tree(tokens, parents, chosen, row, num_nodes, columns, BLOCK: tl.constexpr):
     """Return the path, the emitted tokens and the number of accepted drafts.
 
-    The first two are ``[BLOCK]``, padded with -1.
+    The path and the emitted tokens are ``[BLOCK]``, padded with -1.
     """
     node = tl.arange(0, BLOCK)
     inside = node < columns

@@ -12,14 +12,14 @@ class SamplingTensors:
     """Sampling parameters of each row of logits.
 
     Attributes:
-        temperature: ``[rows] fp32``; 0 = greedy.
-        top_k: ``[rows] int32``; 0 = off.
-        top_p: ``[rows] fp32``; 1 = off.
-        min_p: ``[rows] fp32``; 0 = off.
+        temperature: ``[rows] fp32``; 0 selects greedy decoding.
+        top_k: ``[rows] int32``; 0 disables top-k.
+        top_p: ``[rows] fp32``; 1 disables top-p.
+        min_p: ``[rows] fp32``; 0 disables min-p.
         seeds: ``[rows] int64``, bit pattern of the request's 64-bit seed.
         choices: ``[rows] int32``, index among the n choices of the request.
-        all_greedy: True if no row has a temperature above 0. Known on the host, to avoid waiting for the
-            device.
+        all_greedy: True if no row has a temperature above 0. This is a host value, so reading it does not
+            wait for the device.
         any_filter: True if a row with a temperature above 0 has top_k, top_p or min_p on.
     """
 
@@ -39,10 +39,10 @@ class VerifiedTree:
 
     Attributes:
         path: ``[bs, N] int32``, node indices of the root and the accepted drafts, padded with -1.
-        num_accepted: ``[bs] int32``, accepted drafts, the root excluded.
+        num_accepted: ``[bs] int32``, number of accepted drafts, the root excluded.
         emitted: ``[bs, N] int32``, the accepted tokens, then the bonus token at column num_accepted, padded
-            with -1. A bonus token of -1 means that the logits of the last accepted node were poisoned: that
-            request must fail.
+            with -1. A bonus token of -1 means that the logits of the last accepted node were poisoned. The
+            request must then fail.
     """
 
     path: torch.Tensor

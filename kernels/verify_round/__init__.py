@@ -25,7 +25,7 @@ __all__ = [
 
 
 def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
-    """Set the counts of rows that reached their limit to 0, in place, and return every row's last token.
+    """Set the count of each row that reached its limit to 0, in place, and return every row's last token.
 
     Args:
         state: State left by the last round; `counts` is changed.
@@ -35,7 +35,7 @@ def begin_round(state: RoundTensors, limits: torch.Tensor) -> torch.Tensor:
         ``[bs, 1] int32``, ``tokens[b, counts[b] - 1]``; 0 for idle rows.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         The second row has reached its limit of 9 tokens and becomes idle.
@@ -69,10 +69,10 @@ def place_rows(
     """Return the locations of every tree's nodes: positions, slots, and the lengths that attention needs.
 
     Args:
-        live: ``[bs] int32``.
+        live: ``[bs] int32``, above 0 for live rows.
         committed_lens: ``[bs] int32``, the root included; node n has token index ``committed_len - 1 + n``.
         depths: ``[bs, N] int32``.
-        num_nodes: ``[bs] int32``; columns past it are padding.
+        num_nodes: ``[bs] int32``, number of nodes of each tree. Further columns are padding.
         page_table: ``[bs, pages] int32``, contiguous, with pages for all nodes of live rows.
         page_size: Tokens per page.
 
@@ -80,7 +80,7 @@ def place_rows(
         The tensors, contiguous. An idle row counts as a sequence without cached tokens.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         A root at token index 3 with two children, on pages 6 and 2 of four tokens each.
@@ -123,7 +123,7 @@ def accept_round(
     """Walk every row's tree as `verify_tree` does, and prepare the results for the host and the next round.
 
     Args:
-        live: ``[bs] int32``; may be ``state.counts``.
+        live: ``[bs] int32``, above 0 for live rows; may be ``state.counts``.
         cached_lens: ``[bs] int32``, from `place_rows`.
         tokens: ``[bs, N] int32``, tokens of the trees.
         parents: ``[bs, N] int32``, parents of the trees.
@@ -131,16 +131,16 @@ def accept_round(
         chosen: ``[bs, N] int64``, the token chosen after each node; -1 stops the walk.
         page_table: ``[bs, pages] int32``, contiguous.
         page_size: Tokens per page.
-        columns: R. A row accepts at most R - 1 drafts; its emitted tokens are cut there.
+        columns: R, the largest number of tokens that a row emits. A row accepts at most R - 1 drafts.
         state: State for the next round, of width R, or None. Its tokens, counts and committed_lens are set in
-            place from this round's choice. A row whose bonus token is negative becomes idle and emits nothing
-            into it.
+            place from this round's choice. A row whose bonus token is negative becomes idle and emits no
+            tokens into `state`.
 
     Returns:
         The tensors, contiguous.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         The tree of `place_rows`: node 2 (token 7) is accepted, and 8 is the bonus token.
@@ -183,16 +183,16 @@ def accept_round(
 
 
 def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
-    """Write a round's result to the next place of a ring that the host reads, without a further copy.
+    """Write a round's result to the next entry of a ring, which the host reads without a further copy.
 
     Args:
         packed: ``[bs, C] int32``, contiguous.
         ring: ``[K, bs, C] int32``, contiguous; in pinned host memory if `packed` is on a GPU.
-        turn: ``[1] int32`` on the device of `packed`: the place to write, 0 to K - 1. Advanced by one, modulo
-            K.
+        turn: ``[1] int32`` on the device of `packed`: the entry to write, 0 to K - 1. The op advances `turn`
+            by one, modulo K.
 
     Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong; the message names it.
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
         >>> import torch

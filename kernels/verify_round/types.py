@@ -12,9 +12,9 @@ class RoundTensors:
     """State that one round leaves for the next.
 
     Attributes:
-        committed_lens: ``[bs] int32``.
+        committed_lens: ``[bs] int32``, number of committed tokens, the root included.
         tokens: ``[bs, R] int32``, contiguous; tokens chosen in the last round, padded with 0.
-        counts: ``[bs] int32``, number of those tokens; 0 for idle rows.
+        counts: ``[bs] int32``, number of tokens chosen in the last round; 0 for idle rows.
     """
 
     committed_lens: torch.Tensor
@@ -30,7 +30,7 @@ class PlacedRows:
         cached_lens: ``[bs] int32``; ``committed_len - 1``, 0 for idle rows.
         kv_lens: ``[bs] int32``; ``cached_lens + num_nodes``.
         positions: ``[bs * N] int64``; ``cached_lens + depth``.
-        next_positions: ``[bs * N] int64``, one more: the index of the token chosen after the node.
+        next_positions: ``[bs * N] int64``; ``positions + 1``, the index of the token chosen after the node.
         slots: ``[bs * N] int64``; -1 for padding and idle rows.
     """
 
@@ -51,8 +51,8 @@ class AcceptedRound:
         num_accepted: ``[bs] int32``, at most R - 1; -1 for idle rows.
         packed: ``[bs, 2 + 2 R] int32``: num_accepted, num_nodes, path, emitted; path and emitted padded with
             -1.
-        feature_rows: ``[bs * C] int64``, row of the pass that contains column c of the path; past the path,
-            the sequence's root.
+        feature_rows: ``[bs * C] int64``, row of the pass that contains column c of the path. Past the path,
+            the row of the sequence's root.
         feature_slots: ``[bs * C] int64``, slot of the feature row of column c; -1 past the path and for idle
             rows.
     """

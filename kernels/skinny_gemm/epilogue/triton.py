@@ -24,7 +24,7 @@ def output_rows(n, EPILOGUE: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def tile_rows(tile, second, EPILOGUE: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return a tile's weight rows and the output of each; the two rows of a pair are adjacent."""
+    """Return a tile's weight rows and the output of each row. The two rows of a pair are adjacent."""
     if EPILOGUE < 2:
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         row = n
@@ -121,8 +121,8 @@ def look_up(
 
     The second result is the contribution to the second row of each pair (for ROTATED).
 
-    Values are loaded long before they are needed, and returned without conversion, which would have to wait
-    for them.
+    Values are loaded long before they are needed. They are returned without conversion, because a conversion
+    would have to wait for the loads.
     """
     low = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     high = low

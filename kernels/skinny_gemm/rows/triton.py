@@ -5,11 +5,11 @@ weights.
 
 FP8 weights: converting an FP8 weight to fp32 one number at a time takes longer than reading it from memory.
 `stay_rows` therefore reads eight numbers as one word (BYTES) and multiplies them as pairs of f16, in which
-e4m3 is exact. Four products are added up in f16, the rest in fp32.
+e4m3 is exact. Groups of four products are added up in f16, and the groups' sums in fp32.
 
 Range: x is scaled by a power of two so that its largest number is below 16. Four products then stay below
-4 * 448 * 16 < 65504, and numbers that underflow are 2^-28 of the largest. The error this adds to a sum is a
-fifth of the error of rounding the sum to bf16.
+4 * 448 * 16 < 65504, and numbers that underflow are 2^-28 of the largest. The resulting error
+of a sum is a fifth of the error of rounding the sum to bf16.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def _load_weights(
     weight, tile, second, N, K, EPILOGUE: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the weight rows of a tile, ``[rows, BLOCK_K]``; with BYTES in words of eight.
+    """Return the weight rows of a tile, ``[rows, BLOCK_K]``. With BYTES, elements are words of eight numbers.
 
-    EVEN: K equals BLOCK_K.
+    EVEN means that K equals BLOCK_K.
     """
     EACH: tl.constexpr = 8 if BYTES else 1
     row, n = tile_rows(tile, second, EPILOGUE, HALF, BLOCK_N)
@@ -60,7 +60,8 @@ def _load_x(x, K, BLOCK_K: tl.constexpr):
 def _prepare(values, BYTES: tl.constexpr):
     """Return x in the form that `_products` needs, and the factor that its sums must be multiplied by.
 
-    With BYTES, x is four tensors ``[1, K / 8] int32`` of two f16 each. Otherwise it is x itself, four times.
+    With BYTES, x is four tensors ``[1, K / 8] int32`` of two f16 each. Otherwise, the four tensors are all x
+    itself.
     """
     if BYTES:
         exponent = tl.max(tl.abs(values), 0).to(tl.int32, bitcast=True) >> 23  # biased by 127

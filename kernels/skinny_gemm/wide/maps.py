@@ -12,7 +12,10 @@ _ALIGNMENT = 16
 
 
 def can_map(*tensors: torch.Tensor) -> bool:
-    """Return whether TMA can map these tensors: dense columns, addresses and strides of whole 16 bytes."""
+    """Return whether TMA can map these tensors.
+
+    Columns must be dense, and addresses and strides must be multiples of 16 bytes.
+    """
     return all(
         tensor.stride(-1) == 1
         and all(n * tensor.element_size() % _ALIGNMENT == 0 for n in tensor.stride()[:-1])
@@ -22,10 +25,13 @@ def can_map(*tensors: torch.Tensor) -> bool:
 
 
 def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Return a tensor's map, ``[rows, columns]`` or pairs ``[2, rows, columns]``; zeros are read outside."""
+    """Return a tensor's map. The tensor is ``[rows, columns]``, or ``[2, rows, columns]`` for pairs.
+
+    Reads outside the tensor return zeros.
+    """
     if tensor.dim() == 3:
         return TensorDescriptor.from_tensor(tensor, [2, block_rows, block_columns])
-    # Not under the interpreter, which warns about overflows in the additional rows.
+    # Do not do this under the interpreter, which warns about overflows in the additional rows.
     rows = readable_rows(tensor, block_rows) if tensor.is_cuda else tensor.shape[0]
     return TensorDescriptor(
         tensor, [rows, tensor.shape[1]], list(tensor.stride()), [block_rows, block_columns]
@@ -35,9 +41,9 @@ def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> Tenso
 def readable_rows(tensor: torch.Tensor, block_rows: int) -> int:
     """Return the number of rows of ``[rows, columns]`` that whole tiles may read.
 
-    This can be more than the tensor has, if its storage continues behind its last row. TMA takes longer for a
-    tile that reaches outside its map (measured: a product of 96 rows took longer than one of 128). The
-    additional rows only affect rows of the product that are never stored.
+    The number can exceed the tensor's rows if the tensor's storage continues behind its last row. TMA takes
+    longer for a tile that reaches outside its map (measured: a product of 96 rows took longer than one of
+    128). The additional rows only affect rows of the product that are never stored.
     """
     rows, columns = tensor.shape
     behind = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()

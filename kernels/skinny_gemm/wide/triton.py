@@ -2,12 +2,12 @@
 
 The package skinny_gemm documents the contract.
 
-Here the rows of x fill the tensor core's 64 rows, and the weight is its wide side. The tensor memory
-accelerator loads the tiles of both, which needs neither registers nor masks (rows and columns outside read as
-zeros). Programs with the same part of the weight are neighbours in launch order, so that it is read from
-memory once.
+Here, the rows of x fill the tensor core's 64 rows, and the weight is the wide operand. The tensor memory
+accelerator loads the tiles of both operands. Its loads need no registers, and no masks, because rows and
+columns outside read as zeros. Programs with the same part of the weight are neighbours in launch order, so
+that this part is read from memory once.
 
-SPLITS works as in the kernels for few rows: fp32 parts, which the next kernel adds in order.
+SPLITS works as in the kernels for few rows: programs store fp32 parts, which the next kernel adds in order.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> bool:
 def _has_room(device: torch.device) -> bool:
     """Return whether a device has tensor maps and enough shared memory for the measured tiles.
 
-    That is Hopper and the large Blackwell GPUs.
+    Hopper and the large Blackwell GPUs do.
     """
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 

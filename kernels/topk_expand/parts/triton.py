@@ -29,14 +29,14 @@ from outrider.kernels._order.triton import (
 from outrider.kernels.philox.triton import gumbel
 from outrider.kernels.topk_expand.types import Noise
 
-MAX_BLOCK = 4096  # largest number of places in a short key
+MAX_BLOCK = 4096  # largest block whose offsets fit into a key of `short_key`
 WANTED_PROGRAMS = 128
 MAX_SPLITS = 32  # with more splits, the merge dominates
 CHUNKED = 1024
 """Least block size for which the best elements are searched in the best chunks only; see `_best_of_plain`."""
 CHUNKED_PROGRAMS = 256
-"""Least number of programs for that search, which takes more steps per program. With fewer programs, the
-steps of one would determine the time of the launch."""
+"""Least number of programs for the search of `CHUNKED`, which takes more steps per program. With fewer
+programs, the steps of a single program would determine the time of the launch."""
 UNFUSED = {"enable_fp_fusion": False}
 """Launch option of merges. With fusion, one lane may round a product while another fuses it into the sum, so
 lanes of the same row compute different log-sum-exps. Equal logits would then get scores that differ in the
@@ -66,7 +66,7 @@ def _best_of_plain(
 ):  # fmt: skip
     """Return the best keys of a block of `count` logits at `part`, whose first index is `first`.
 
-    Finding the maximum `topk` times looks at all elements each time. With CHUNK > 0, the maximum of each
+    Finding the maximum `topk` times reads all elements `topk` times. With CHUNK > 0, the maximum of each
     chunk of CHUNK elements is found first. The best `topk` elements are in the `topk` chunks with the
     greatest maxima, so only those chunks are loaded again and searched.
     """
@@ -105,7 +105,10 @@ def _expand_split(
     NOISE: tl.constexpr, HAS_D2T: tl.constexpr, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr
 ):  # fmt: skip
-    """Store the best keys and shares of one block of one row; `width` rows share an entry of the noise."""
+    """Store the best keys and the shares (`Parts`) of one block of one row.
+
+    `width` rows share a noise entry.
+    """
     if PDL:
         gdc_wait()
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)

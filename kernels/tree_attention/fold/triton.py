@@ -28,7 +28,7 @@ def fold(
             ``[BLOCK_D, BLOCK_M]``.
         pages: Pages of the first step's token indices. Each step loads the pages of the next step, so that
             the next step's loads of K and V do not wait for them.
-        shared_end: All pairs see the indices below it, unless WINDOW.
+        shared_end: Without WINDOW, all pairs see all indices below this end.
         scale: Positive factor that gives scores in units of log2. With SOFTCAP, the factor before the cap.
     """
     d = tl.arange(0, BLOCK_D)
