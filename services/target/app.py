@@ -160,8 +160,7 @@ async def _until(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
 async def _drain(
     settings: TargetSettings, set_serving: Callable[[bool], Awaitable[None]], target: Target
 ) -> None:
-    """Drain: report "not serving", wait for the notice period, refuse new requests, and let others finish.
-    """
+    """Drain: report "not serving", wait for the notice period, refuse new requests, and let others finish."""
     await set_serving(False)
     await asyncio.sleep(settings.drain_notice_s)
     target.engine.draining = True

@@ -107,7 +107,8 @@ class TargetMetrics:
         self._preemptions_seen = 0
         self._positions = [self._per_pos.labels(str(position)) for position in range(MAX_DEPTHS)]
         self._depths = [self._accepted_at.labels(str(depth)) for depth in range(1, MAX_DEPTHS + 1)]
-        for reason in FALLBACK_REASONS:  # Create every series now, because a rate over a missing series has no data.
+        # Create every series now, because a rate over a missing series has no data.
+        for reason in FALLBACK_REASONS:
             self._fallbacks.labels(reason)
 
     def first_token(self, sequence: Sequence, now: float) -> None:

@@ -95,8 +95,7 @@ class StreamSink(EventSink):
         self._queue.put_nowait(())
 
     async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield events in order, in lists of all events that arrived since the previous list.
-        """
+        """Yield events in order, in lists of all events that arrived since the previous list."""
         while not self._closed or not self._queue.empty():
             merged: list[Event] = list(await self._queue.get())
             while not self._queue.empty():

@@ -1,2 +1,1 @@
-"""The target's client of a draft in another process: connection, sessions, requests, checks of trees.
-"""
+"""The target's client of a draft in another process: connection, sessions, requests, checks of trees."""

@@ -2,8 +2,8 @@
 
 - A row whose answer is late gets no drafts in this round. The reason is "warming" if the draft has never
   answered for the row's session, and "late" otherwise.
-- The draft counts as faulty if the row has no deadline, or if the draft has been silent for too long.
-- Otherwise, the circuit breaker counts a miss if the draft has answered for the session before.
+- The draft counts as faulty if a late row has no deadline, or if the draft has been silent for too long.
+- Otherwise, the circuit breaker counts a miss if the draft has answered for the late row's session before.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class AnswerWait:
     def _give_up(
         self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool, pong_s: float
     ) -> bool:
-        """End a wait in which some rows got no answer. Return False if this counts against the draft.
-        """
+        """End a wait in which some rows got no answer. Return False if this counts against the draft."""
         now = time.monotonic()
         for _row, session in open_rows:
             session.reason = "late" if session.warm else "warming"

@@ -1,5 +1,4 @@
-"""One connection to a draft over any transport: the carrier of messages and the results of the handshake.
-"""
+"""One connection to a draft over any transport: the carrier of messages and the results of the handshake."""
 
 from __future__ import annotations
 

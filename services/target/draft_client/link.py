@@ -165,7 +165,7 @@ class DraftLink:
                 self.refusal = error
                 _log.error("the draft at %s cannot be used: %s", self._address, error.message)
                 self._closed.wait(REFUSED_RETRY_S)
-            except Exception:  # Catch everything, because no message of a peer may end the thread that reconnects.
+            except Exception:  # Nothing that a peer sends may end the thread that reconnects.
                 _log.exception("the connection to the draft at %s failed", self._address)
                 self._closed.wait(REFUSED_RETRY_S)
             finally:
@@ -173,8 +173,7 @@ class DraftLink:
                 connection.carrier.release()
 
     def _converse(self, connection: Connection) -> None:
-        """Run one connection from the handshake to its end, and then return or raise an exception.
-        """
+        """Run one connection from the handshake to its end, and then return or raise an exception."""
         if self._closed.is_set():
             return
         self._shake_hands(connection)

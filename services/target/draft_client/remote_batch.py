@@ -239,8 +239,7 @@ class RemoteBatch(ExchangedBatch):
             self._sessions[row] = None
 
     def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """Return False, because the draft has made its tables for the rows of `enter`.
-        """
+        """Return False, because the draft has made its tables for the rows of `enter`."""
         return False
 
     def leave(self) -> None:

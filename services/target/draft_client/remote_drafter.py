@@ -104,8 +104,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
         return DrafterState.DOWN if self._breaker.refuses_all else DrafterState.ON
 
     def refusal(self) -> OutriderError | None:
-        """Return why the draft and this target do not match; None if they match or no draft has answered.
-        """
+        """Return why the draft and this target do not match; None if they match or no draft has answered."""
         return self._link.refusal
 
     def describe(self) -> tuple[str, str]:
@@ -115,10 +114,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
     # ---- engine thread
 
     def feature_spec(self) -> FeatureSpec | None:
-        """Return the features to capture.
-
-        Also process messages, because the engine calls this method in every step.
-        """
+        """Return the features to capture. Also process messages, because every step calls this method."""
         self._drain()
         return self._spec
 
@@ -162,8 +158,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
                 continue
             connection.send(open_message(sequence))
             session.live = True
-            # A draft that followed the sequence before may have kept rows. The OpenAck message contains their
-            # number.
+            # A draft that followed the sequence before may have kept rows. OpenAck contains their number.
             session.acked = connection.carrier.rows_follow_open and sequence.fence.epoch == FIRST_EPOCH
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:

@@ -1,5 +1,4 @@
-"""The target's record of a sequence that a remote draft follows: pending commits, rows, awaited tree.
-"""
+"""The target's record of a sequence that a remote draft follows: pending commits, rows, awaited tree."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class DraftSession:
         self.features.clear()
 
     def answered(self) -> None:
-        """Record that the draft has sent a tree, even if late. Waiting for this session is useful now.
-        """
+        """Record that the draft has sent a tree, even if late. Waiting for this session is useful now."""
         self.warm, self.in_vain = True, False
 
     def can_enter(self, columns: int, feature_size: int) -> bool:
@@ -119,8 +117,7 @@ class DraftSession:
         return True
 
     def reject(self, reason: str, until: float) -> None:
-        """Lose the session because the draft has refused it. Do not offer the session again before `until`.
-        """
+        """Lose the session because the draft has refused it. Do not offer it to the draft before `until`."""
         self.lose(reason or "rejected")
         self.rejected_until = until
 
@@ -142,8 +139,7 @@ class DraftSession:
     def take_request(
         self, row: ProposalRow, deadline_us: int, frame_features: list[torch.Tensor]
     ) -> draft_pb2.Commit:
-        """Return the message of `take_commit`, with a request for a tree, and await this tree.
-        """
+        """Return the message of `take_commit`, with a request for a tree, and await this tree."""
         self.wanted = row
         commit = self.take_commit(frame_features)
         shape = draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes)

@@ -1,5 +1,4 @@
-"""Opens, closes and reopens the drafter's sessions; adopts its feature spec; sends features and commits.
-"""
+"""Opens, closes and reopens the drafter's sessions; adopts its feature spec; sends features and commits."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ class DraftSessions:
         return self._drafter.feature_spec() is not self._offered
 
     def follow(self, plan: StepPlan) -> None:
-        """Close the sessions of retracted sequences, open those of admitted ones, and reopen lost sessions.
-        """
+        """Close the sessions of retracted sequences, open those of admitted ones, reopen lost sessions."""
         for sequence in plan.retracted:
             self.unfollow(sequence)
         for sequence in plan.admitted:
@@ -128,8 +126,7 @@ class DraftSessions:
     def commit(
         self, sequence: Sequence, base_len: int, token_ids: list[int], features: torch.Tensor | None
     ) -> Commit | None:
-        """Return the commit of a sequence that continues; None if the drafter does not follow the sequence.
-        """
+        """Return the commit of a sequence that continues; None if the drafter does not follow it."""
         if not sequence.drafted or (self._wants_features and features is None):
             return None
         return Commit(sequence.fence(), base_len, token_ids, features)

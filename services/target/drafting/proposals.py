@@ -1,5 +1,4 @@
-"""Requests trees from the drafter: chooses tree shapes, announces, collects the trees, counts fallbacks.
-"""
+"""Requests trees from the drafter: chooses tree shapes, announces, collects the trees, counts fallbacks."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ class Proposal:
         return {place for place, row in zip(self.rows, self.request.rows, strict=True) if row.shape.topk == 1}
 
     def among(self, decodes: Seq[Sequence]) -> Proposal | None:
-        """Return the part of the proposal for the rows of another batch; None if that batch has none.
-        """
+        """Return the part of the proposal for the rows of another batch; None if that batch has none."""
         places = {sequence.session_id: index for index, sequence in enumerate(decodes)}
         found = [places.get(row.fence.session_id) for row in self.request.rows]
         rows = [place for place in found if place is not None]
@@ -187,8 +185,7 @@ class Proposals:
         return len(kinds) == 1
 
     def wait_limit_s(self, decodes: Seq[Sequence]) -> float | None:
-        """Return the limit in seconds of the device's wait for a batch's trees; None for no limit.
-        """
+        """Return the limit in seconds of the device's wait for a batch's trees; None for no limit."""
         if any(sequence.controller_row is None for sequence in decodes):
             return None
         return self._controller.wait_cap_s([self._bound(sequence) for sequence in decodes], len(decodes))

@@ -76,14 +76,12 @@ class DeviceLoop:
 
     @property
     def drafts(self) -> bool:
-        """True if the current or, between batches, the last rounds on the device use drafts.
-        """
+        """True if the current or, between batches, the last rounds on the device use drafts."""
         return self._shape.drafts
 
     @property
     def takes_prefilled(self) -> bool:
-        """True if no remote draft takes part, so that a sequence can join right after its prefill.
-        """
+        """True if no remote draft takes part, so that a sequence can join right after its prefill."""
         return self._parts.drafter.device_resident or self._parts.drafter.state() is DrafterState.NONE
 
     @property
@@ -151,8 +149,7 @@ class DeviceLoop:
         self._leave()
 
     def abandon(self) -> None:
-        """End the rounds after a failure that has ended all sequences. Drop the results in flight.
-        """
+        """End the rounds after a failure that has ended all sequences. Drop the results in flight."""
         if self._rounds.active:
             try:
                 self._leave()
@@ -193,16 +190,14 @@ class DeviceLoop:
         )
 
     def _worth_another(self) -> bool:
-        """Return True if a sequence may continue after the rounds in flight, at one token or more a round.
-        """
+        """Return True if a sequence may continue after the rounds in flight, at one token or more a round."""
         return any(
             sequence is not None and sequence.remaining > self._rounds.in_flight
             for sequence in self._sequences
         )
 
     def _launch(self) -> bool:
-        """Enqueue a round unless those in flight end every sequence. Return False if no page is free.
-        """
+        """Enqueue a round unless those in flight end every sequence. Return False if no page is free."""
         if not self._worth_another():
             return True
         if not self._fits_its_bucket():

@@ -160,8 +160,7 @@ class TargetEngine(Steppable):
         self.wake()
 
     def pause(self, handle: int) -> None:
-        """Pause a request whose reader is slow. Its KV pages stay allocated unless other requests need them.
-        """
+        """Pause a request whose reader is slow. It keeps its KV pages unless other requests need them."""
         self._inbox.append(Pause(handle, True))
 
     def resume(self, handle: int) -> None:

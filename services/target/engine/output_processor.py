@@ -60,8 +60,7 @@ class OutputProcessor:
                 sink.deliver(events)
 
     def tokens(self, sequence: Sequence, step: Advance, trace: RoundTrace | None) -> bool:
-        """Emit the tokens that a prefill or round kept. Return True if these tokens ended the sequence.
-        """
+        """Emit the tokens that a prefill or round kept. Return True if these tokens ended the sequence."""
         now = time.monotonic()
         if not sequence.first_token_at:
             sequence.first_token_at = now

@@ -56,8 +56,7 @@ class Prefill:
         return PrefillPass(chunks, self._runner.begin_prefill(chunks))
 
     def finish(self, prompts: PrefillPass) -> None:
-        """Send the features, wait for the tokens, deliver them, and commit the sequences that continue.
-        """
+        """Send the features, wait for the tokens, deliver them, and commit the sequences that continue."""
         parts = self._parts
         features = [self._captured(chunk) for chunk in prompts.chunks]
         self._absorb([chunk.sequence for chunk in prompts.chunks])

@@ -90,8 +90,7 @@ class BucketedVerify:
         self._prepare(self._at(*self._key(bs, nodes, ())), mode, capture)
 
     def _on_host(self, packed: torch.Tensor) -> torch.Tensor:
-        """Copy the result of a pass to pinned host memory, which avoids a staging copy, and wait.
-        """
+        """Copy the result of a pass to pinned host memory, which avoids a staging copy, and wait."""
         if not packed.is_cuda:
             return packed
         size = (packed.shape[0], packed.shape[1])

@@ -1,5 +1,4 @@
-"""Keys of the target's CUDA graphs for rounds on the device, verify passes and prompt passes.
-"""
+"""Keys of the target's CUDA graphs for rounds on the device, verify passes and prompt passes."""
 
 from __future__ import annotations
 

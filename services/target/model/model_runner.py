@@ -137,8 +137,7 @@ class ModelRunner:
         self.pool.resize_features(spec.feature_size)
 
     def step_model(self, capture: bool) -> StepModel:
-        """Return the model and memory for `verify_step`. `capture` also computes feature rows.
-        """
+        """Return the model and memory for `verify_step`. `capture` also computes feature rows."""
         return StepModel(
             self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic
         )
@@ -242,8 +241,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def scrub(self, sequence: Sequence) -> None:
-        """Zero the pages of a sequence with NaN or infinity, so that their next owner cannot read them.
-        """
+        """Zero the pages of a sequence with NaN or infinity, so that their next owner cannot read them."""
         if sequence.lease is not None:
             self.pool.scrub(self._int64(sequence.lease.pages))
 

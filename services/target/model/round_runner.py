@@ -8,9 +8,9 @@ A round is one piece of device work, replayed from a CUDA graph where possible:
 4. Compact the K/V and store the features.
 5. Write the `RoundState`, the input of the next round.
 
-The host adds pages and removes rows in stream order. If the draft is in another process, the recorded part of
-a round starts after the draft's trees have arrived. The exchange with the draft is enqueued separately before
-the recorded part of each round.
+The host adds pages and removes rows in stream order. If the draft is in another process, the exchange with
+the draft is enqueued separately in each round. The recorded part of the round starts after the draft's trees
+have arrived.
 """
 
 from __future__ import annotations
@@ -230,8 +230,7 @@ class RoundRunner:
     def carry(self, wanted: bool = True) -> None:
         """Do the host's part of the last enqueued round; see `ExchangedBatch.carry`.
 
-        Call this method after the previous round was read, but before the next round is enqueued and before
-        the last enqueued round is read.
+        Call after the previous round was read, but before this round is read or another round is enqueued.
         """
         batch = self._entered()
         if batch.exchanged is not None:
@@ -256,10 +255,7 @@ class RoundRunner:
             rounds.committed(tokens_per_row)
 
     def retire(self, row: int) -> None:
-        """Make a row idle from the next round on.
-
-        The row's pages may be freed immediately, because later work runs in stream order.
-        """
+        """Make a row idle from the next round on. Its pages may be freed now, because of stream order."""
         rounds = self._entered().rounds
         if self._rows[row] is not None:
             self._rows[row] = None

@@ -1,5 +1,4 @@
-"""Sampling parameters of a batch as tensors, one row per tree node, cached by sequences and row counts.
-"""
+"""Sampling parameters of a batch as tensors, one row per tree node, cached by sequences and row counts."""
 
 from __future__ import annotations
 

@@ -58,8 +58,7 @@ class SyntheticAcceptance:
         self._thresholds.copy_(torch.tensor([_gumbel_quantile(share) for share in shares]))
 
     def mean(self, depth: int) -> float:
-        """Return the mean accept length, including the bonus token, in trees of this depth.
-        """
+        """Return the mean accept length, including the bonus token, in trees of this depth."""
         return 1.0 + sum(self._survival[:depth])
 
     def describe(self) -> str:

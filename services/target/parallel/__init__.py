@@ -1,2 +1,1 @@
-"""Tensor parallelism: starts the ranks, loads their shares of the weights, and ends all ranks together.
-"""
+"""Tensor parallelism: starts the ranks, loads their shares of the weights, and ends all ranks together."""

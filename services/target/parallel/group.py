@@ -2,8 +2,7 @@
 
 Rank 0 serves requests. The other ranks are processes that rank 0 or `torchrun` starts.
 
-1. Unless `torchrun` has done so, rank 0 starts the other ranks. All ranks connect to a common store. The
-   other ranks open control connections to rank 0.
+1. All ranks connect to a common store, and the other ranks open control connections to rank 0.
 2. The ranks form a process group (NCCL or Gloo), and each rank loads its share of the weights.
 3. In each step, rank 0 sends a command on the control connections. Then all ranks run the same collectives.
 
@@ -64,27 +63,19 @@ MEET_TIMEOUT_S = 180.0
 LOAD_TIMEOUT_S = 3600.0
 """Limit in seconds for a rank that hangs while it loads its weights. A dead rank is detected immediately."""
 END_GRACE_S = 5.0
-"""Seconds from the loss of a rank until this process is killed. Until then it may report and end orderly.
-"""
+"""Seconds from the loss of a rank until this process is killed, for an error report and an orderly end."""
 STOP_TIMEOUT_S = 10.0
 FAILED_STOP_TIMEOUT_S = 2.0
-"""Time in seconds that a broken group may take to stop.
-
-It is below `END_GRACE_S`, because otherwise a hung rank could outlive rank 0 and keep its memory.
-"""
+"""Seconds for a broken group to stop. Below `END_GRACE_S`, so that no hung rank outlives rank 0."""
 AWAKE_S = 0.01
-"""Busy-poll time of ranks on GPUs, in seconds.
-
-This time exceeds a step, so each rank uses one CPU core while tokens are decoded.
-"""
+"""Busy-poll time of ranks on GPUs in seconds. It exceeds a step, so decoding uses one CPU core per rank."""
 
 _log = get_logger("outrider.target")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The message to a rank that rank 0 starts: the settings, and the argument `random` of `start_group`.
-    """
+    """The message to a rank that rank 0 starts: the settings, and the argument `random` of `start_group`."""
 
     settings: TargetSettings
     random: Mapping[str, Any] | None = None
@@ -155,8 +146,8 @@ class RankGroup:
 def end_soon(error: OutriderError) -> None:
     """End this process within `END_GRACE_S`, even if its threads are blocked. The default failure handler.
 
-    A timer thread ends the process. An alarm signal ends a process whose interpreter is already shutting
-    down, because no Python thread runs then, although a library may still wait for the device.
+    A timer thread ends the process. An alarm signal covers an interpreter that is already shutting down,
+    because no Python thread runs then, although a library may still wait for the device.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
     _in(END_GRACE_S, lambda: os._exit(1))
@@ -367,10 +358,7 @@ def _join(ranks: Ranks) -> Store:
 
 
 def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:
-    """Start a rank on this host with `torchrun`'s environment variables.
-
-    The rank ends when its connection to rank 0 closes.
-    """
+    """Start a rank on this host with `torchrun`'s variables. It ends when rank 0 closes the connection."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,

@@ -1,5 +1,4 @@
-"""Entry point of a rank that rank 0 starts with ``python -m``. Reads an `Order` from standard input.
-"""
+"""Entry point of a rank that rank 0 starts with ``python -m``. Reads an `Order` from standard input."""
 
 from __future__ import annotations
 

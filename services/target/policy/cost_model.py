@@ -59,7 +59,7 @@ class StepCosts:
     - verify passes by (batch bucket, rows);
     - waits for a proposal by (depth, form), where the form is tree or chain;
     - overhead (scheduling, committing, delivering) as one number;
-    - rounds on the device, as a whole, by (batch bucket, nodes per row, depth).
+    - rounds on the device, as a whole, by (batch bucket, nodes per sequence, depth).
 
     Batch buckets are powers of 2. Shapes that were never executed are interpolated from their neighbours.
     """
@@ -140,9 +140,7 @@ class StepCosts:
         return self._plain[min(self._plain, key=lambda known: abs(known - batch_size))]
 
     def most_rows(self, batch_size: int) -> int:
-        """Return the number of rows of this batch bucket's largest measured pass, or at least
-        `batch_size`.
-        """
+        """Return the rows of the largest pass measured in this batch bucket, but at least `batch_size`."""
         on_device = (nodes * batch_size for nodes, _depth in self._rounds.get(power_of_2(batch_size), {}))
         return max(*self._verify.get(power_of_2(batch_size), {}), *on_device, batch_size, 1)
 
@@ -204,9 +202,7 @@ class StepCosts:
         return self.draft(depth, chain) + self.verify(batch_size, rows) + self._overhead
 
     def verify(self, batch_size: int, rows: int) -> float:
-        """Estimate the duration of a verify pass by interpolating between the plain step and measured
-        passes.
-        """
+        """Estimate the duration of a verify pass, interpolated between the plain step and measured passes."""
         plain = self.plain_step(batch_size)
         if plain is None:
             return 1.0 + UNSEEN_ROW_COST * rows
@@ -256,9 +252,7 @@ class Prior(Protocol):
         ...
 
     def rate(self, depth: int) -> float:
-        """Return the probability that the token at `depth`, from 1, is accepted if its parent was
-        accepted.
-        """
+        """Return the probability that a draft at `depth` (from 1) is accepted if its parent was accepted."""
         ...
 
 

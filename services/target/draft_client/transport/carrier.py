@@ -72,8 +72,7 @@ class Carrier(Protocol):
         ...
 
     def send(self, message: draft_pb2.SessionRequest) -> None:
-        """Send on the session stream without waiting. `ended`, not this method, reports a lost connection.
-        """
+        """Send on the session stream without waiting. `ended`, not this method, reports a lost connection."""
         ...
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
@@ -99,6 +98,5 @@ class Carrier(Protocol):
         ...
 
     def release(self) -> None:
-        """Free all resources. Call on the link's thread, after `close` and after all sends.
-        """
+        """Free all resources. Call on the link's thread, after `close` and after all sends."""
         ...

@@ -123,8 +123,7 @@ class IpcCarrier(Carrier):
             self.close()
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
-        """Send a ping over the bulk socket, because a thread of the draft always reads from that socket.
-        """
+        """Send a ping over the bulk socket, because a thread of the draft always reads from that socket."""
         try:
             self._session.flush()
             self._bulk.send(FrameKind.SESSION, message.SerializeToString())

@@ -61,8 +61,7 @@ The target sends notices, and switches the GPU back, only on hosts where waits b
 LEAST_TELLING_S, MOST_TELLING_S = 0.00005, 0.0003
 """Bounds for the measured time to send the notice, in seconds."""
 MOST_PRACTICE_BYTES = 64 * 1024
-"""Limit in bytes for the practice encoding, which must end before the state is complete.
-"""
+"""Limit in bytes for the practice encoding, which must end before the state is complete."""
 SHARE_OF_DRAFT = 0.5
 """Share of the draft's expected time after which the target requests the switch of the GPU back.
 
@@ -73,8 +72,7 @@ usual speed never sends its trees that early.
 MOST_TAKEN_S = 0.01
 """Longest measured time, in seconds, that is used as an expected time."""
 TAKEN = draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken()).SerializeToString()
-"""The draft's answer to the early notice, which only warms the code that receives trees.
-"""
+"""The draft's answer to the early notice, which only warms the code that receives trees."""
 SOON = draft_pb2.SessionRequest(round_soon=draft_pb2.RoundSoon()).SerializeToString()
 """The early notice, as an encoded message."""
 log = get_logger("outrider.target.draft")
@@ -283,8 +281,7 @@ class StreamRounds(RoundsChannel):
         coming.envelopes.state.seal(bytes(min(self._last_bytes, MOST_PRACTICE_BYTES)))
 
     def _call_back(self, relay: StreamRelay) -> None:
-        """Make a shared GPU switch back to this process as soon as the draft's pass ends.
-        """
+        """Make a shared GPU switch back to this process as soon as the draft's pass ends."""
         until = min(self._until, self._sent_at + self._drafted_s * SHARE_OF_DRAFT)
         while time.monotonic() < until:
             give_way()
@@ -320,8 +317,7 @@ class StreamRounds(RoundsChannel):
                 self._take_in(received)
 
     def _look(self) -> None:
-        """Process received messages and flush messages to be sent, so that no message waits in a queue.
-        """
+        """Process received messages and flush messages to be sent, so that no message waits in a queue."""
         for received in self._stream.poll():
             self._take_in(received)
 
@@ -340,6 +336,5 @@ class StreamRounds(RoundsChannel):
 
 
 def _reliable(seconds: float) -> float:
-    """Return a measured time if it is short enough to be used as an expected time, else 0.
-    """
+    """Return a measured time if it is short enough to be used as an expected time, else 0."""
     return seconds if seconds <= MOST_TAKEN_S else 0.0
