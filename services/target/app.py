@@ -51,26 +51,29 @@ from outrider.shared.spec.drafter import Drafter, DrafterState
 
 POLL_S = 0.02
 RECORD_LIMIT_S = 120.0
-"""Limit of the wait for graphs of a draft that connected while the other graphs were being recorded."""
+"""Longest wait for the graphs of a draft that connected while other graphs were being recorded."""
 
 _log = get_logger("outrider.target")
 
 DrafterFactory = Callable[[Decoder, CacheSizing], Drafter]
-"""Makes a drafter for a model. After loading its weights, it calls the `CacheSizing` to size its KV cache."""
+"""Makes a drafter for a model.
+
+After the drafter has loaded its weights, it calls the `CacheSizing` to size its KV cache.
+"""
 Result = TypeVar("Result")
 
 
 def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit code.
+    """Serve until SIGTERM or SIGINT, and return the exit code.
 
     Args:
         settings: Resolved.
-        make_drafter: Makes a drafter inside this process (the launcher injects it). By default the drafter
-            connects to `settings.draft`.
+        make_drafter: Makes a drafter inside this process. The launcher passes this function. By default, the
+            drafter is a client of the draft service at `settings.draft`.
 
     Raises:
         OutriderError: The settings, the checkpoint or the combination of target and draft cannot be served.
-            The message names the fix.
+            The message names a fix.
     """
     settings.check()
     ranks = settings.ranks()
@@ -140,7 +143,10 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
 
 
 async def _until(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
-    """Await `work` until it is done or the stop signal arrives; work on a thread then continues unawaited."""
+    """Await `work` until it is done or the stop signal arrives.
+
+    A stop signal does not end work that runs on another thread.
+    """
     task = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +160,7 @@ async def _until(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
 async def _drain(
     settings: TargetSettings, set_serving: Callable[[bool], Awaitable[None]], target: Target
 ) -> None:
-    """Report not serving, wait for the notice period, refuse new requests, and let running ones finish."""
+    """Drain: report "not serving", wait for the notice period, refuse new requests, and let others finish."""
     await set_serving(False)
     await asyncio.sleep(settings.drain_notice_s)
     target.engine.draining = True
@@ -170,7 +176,7 @@ class StandIn:
 
     Attributes:
         decoder: The model with random weights.
-        synthetic: Distribution of accepted drafts; None leaves acceptance to the model.
+        synthetic: The distribution of the number of accepted drafts. None uses the model's own decisions.
     """
 
     decoder: Decoder
@@ -182,11 +188,12 @@ class Target:
 
     Args:
         settings: Resolved.
-        make_drafter: See `run`.
+        make_drafter: Makes a drafter inside this process; see `run`.
         stand_in: Replaces the model of `settings.model`. Only `outrider bench` passes one.
         on_rank_lost: Called when another rank is lost; see `start_group`.
-        stopped: Returns True once the process must end. It is polled during warm-up, on the calling thread.
-            The rest of the warm-up is then skipped, and the target cannot serve.
+        stopped: Returns True once the process must end. The warm-up calls this function repeatedly, on the
+            calling thread. Once it returns True, the remaining warm-up is skipped, and the target cannot
+            serve.
     """
 
     def __init__(
@@ -209,7 +216,7 @@ class Target:
         decoder = prepare_decoder(
             settings, stand_in.decoder if stand_in is not None else self._load(settings, on_rank_lost)
         )
-        # FlashInfer allocates a workspace, so the backend is made before memory is divided.
+        # FlashInfer allocates a workspace, so create the attention backend before dividing the memory.
         attention = prepare_attention(settings, decoder)
         # 2. Load the draft and divide the remaining memory between both KV caches.
         planner = CachePlanner(
@@ -237,7 +244,7 @@ class Target:
         self._graphs = runner.graphs
         self.engine = _make_engine(settings, runner, self.drafter, graph_plan)
         with watched(decoder):
-            # With random weights, near-ties between logits would fail the parity check.
+            # Random weights produce near-ties between logits, which would fail the parity check.
             self._warm_up(settings, runner, graph_plan, parity=stand_in is None)
         # 4. Start the engine's thread.
         self._thread = EngineThread(
@@ -262,7 +269,7 @@ class Target:
         )
 
     def _load(self, settings: TargetSettings, on_rank_lost: FailureHandler) -> Decoder:
-        """Load the model, on all ranks if there are several."""
+        """Load the model. With tensor parallelism, load it on all ranks."""
         progress = _progress_logger(settings.model)
         if settings.tp == 1:
             return load_target_model(settings, progress)
@@ -293,9 +300,9 @@ class Target:
         return len(self._graphs.keys)
 
     async def wait_for_draft(self, timeout_s: float) -> None:
-        """Wait until the draft is ready, or give up and serve without it.
+        """Wait until the draft is ready, or give up and serve without a draft.
 
-        The time that graph recording already waited counts towards `timeout_s`.
+        The time that graph recording has already spent waiting for the draft counts towards `timeout_s`.
 
         Raises:
             OutriderError: The draft does not fit this target.
@@ -318,12 +325,12 @@ class Target:
             )
             return
         recorded, deadline = self.engine.ask_recorded(), time.monotonic() + RECORD_LIMIT_S
-        # Polled here rather than on a thread, which a stop would have to wait for.
+        # Poll on this thread, because a stop would have to wait for any other thread.
         while not recorded.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
 
     def shutdown(self) -> None:
-        """Stop the engine thread, then the drafter's connection, then the other ranks."""
+        """Stop the engine thread, close the drafter's connection, and then end the other ranks."""
         try:
             self._thread.stop()
             self.drafter.shutdown()
@@ -343,7 +350,7 @@ class Target:
 
 
 def _use_device(device: torch.device) -> None:
-    """Launch this thread's kernels on `device`."""
+    """Make `device` the current device of this thread."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

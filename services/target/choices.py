@@ -14,7 +14,7 @@ class Device(Enum):
 
 
 class Dtype(Enum):
-    """Type of weights and activations. AUTO means fp32 on a CPU and bf16 on CUDA."""
+    """Data type of weights and activations. AUTO means float32 on a CPU and bfloat16 on CUDA."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -23,9 +23,9 @@ class Dtype(Enum):
 
 
 class OverlapSchedule(Enum):
-    """Whether rounds stay on the device, each launched before the previous one is read.
+    """Whether rounds stay on the device, where each round is launched before the previous one is read.
 
-    AUTO means on a GPU.
+    AUTO keeps rounds on the device if the model runs on a GPU.
     """
 
     AUTO = "auto"
@@ -34,10 +34,10 @@ class OverlapSchedule(Enum):
 
 
 class RoundPlacement(Enum):
-    """Where rounds with a draft in another process run: through the host, or on both devices.
+    """Whether rounds with a draft in another process run through the host or on the devices.
 
-    Rounds on both devices use `shared.spec.device`.
-    AUTO keeps them on the device if the target uses a single GPU.
+    Rounds on the devices of target and draft use `shared.spec.device`. AUTO selects these rounds if the
+    target uses a single GPU.
     """
 
     AUTO = "auto"
@@ -46,14 +46,14 @@ class RoundPlacement(Enum):
 
 
 class Quantization(Enum):
-    """Precision of the layers' matrix products. NONE means the model's type."""
+    """Precision of the layers' matrix products. NONE uses the data type of the model."""
 
     NONE = "none"
     FP8 = "fp8"
 
 
 class KvCacheDtype(Enum):
-    """Type of K and V in the cache. AUTO means the model's type."""
+    """Data type of K and V in the cache. AUTO uses the data type of the model."""
 
     AUTO = "auto"
     FP8_E4M3 = "fp8_e4m3"

@@ -1,4 +1,4 @@
-"""The target's Prometheus metrics. Names use vLLM's stems, so that dashboards can be reused."""
+"""The target's Prometheus metrics. Names have the same stems as vLLM's, so that dashboards can be reused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ REASONS_OF_STATE = {
     DrafterState.DOWN: "draft_down",
 }
 
-# Fallback reasons of the engine, `DraftSessions` and the remote drafter. A draft's own reasons for a refusal
-# are added when they first occur.
+# Fallback reasons of the engine, `DraftSessions` and the remote drafter. The reasons of a draft that refuses
+# a session are added when they first occur.
 FALLBACK_REASONS = (
     *(
         state.value
@@ -39,7 +39,7 @@ MAX_DEPTHS = 16
 
 
 class TargetMetrics:
-    """The metrics of one engine, in a registry of their own. Engine thread only, except `render`."""
+    """The metrics of one engine, in a separate registry. Engine thread only, except for `render`."""
 
     def __init__(self) -> None:
         self.reset()
@@ -107,7 +107,8 @@ class TargetMetrics:
         self._preemptions_seen = 0
         self._positions = [self._per_pos.labels(str(position)) for position in range(MAX_DEPTHS)]
         self._depths = [self._accepted_at.labels(str(depth)) for depth in range(1, MAX_DEPTHS + 1)]
-        for reason in FALLBACK_REASONS:  # Create every series now: a rate over a missing series has no data.
+        # Create every series now, because a rate over a missing series has no data.
+        for reason in FALLBACK_REASONS:
             self._fallbacks.labels(reason)
 
     def first_token(self, sequence: Sequence, now: float) -> None:
@@ -118,7 +119,7 @@ class TargetMetrics:
         self._generated.inc()
 
     def more_tokens(self, count: int, seconds: float) -> None:
-        """Record `count` tokens that were delivered `seconds` after the previous ones."""
+        """Record `count` tokens that were delivered `seconds` after the previous delivery."""
         self._generated.inc(count)
         self._itl.observe(seconds / count)
 
@@ -158,7 +159,7 @@ class TargetMetrics:
                     self._depths[index].inc()
 
     def render(self, scheduler: Scheduler, state: DrafterState, resyncs: int, speedup: float | None) -> str:
-        """Return the metrics as Prometheus text. Gauges are set to their current values. Any thread."""
+        """Set the gauges to their current values, and return all metrics as Prometheus text. Thread-safe."""
         allocator = scheduler.allocator
         sequences = tuple(scheduler.active)
         self._running.set(len(sequences))

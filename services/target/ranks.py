@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel model as `torchrun`, or rank 0, describes them in environment variables."""
+"""Reads the ranks of a tensor-parallel model from environment variables of `torchrun` or rank 0."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from outrider.shared.base.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the ranks of a model.
+    """The position of this process among the ranks of a model.
 
     Attributes:
-        rank, size: This rank, and the number of ranks.
-        local_rank, local_size: The same among the ranks of this host.
-        host, port: Address of the store where the ranks meet; rank 0 runs on that host.
-        agent_store: Whether `torchrun` serves the store; otherwise rank 0 does.
+        rank, size: The rank of this process, and the number of ranks.
+        local_rank, local_size: The rank of this process among the ranks of this host, and their number.
+        host, port: Address of the store that all ranks connect to. Rank 0 runs on the host of the store.
+        agent_store: Whether `torchrun` serves the store. Otherwise rank 0 serves the store.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class Ranks:
         """Read the variables that `torchrun` sets.
 
         Raises:
-            ConfigurationError: A variable is not a number; the error names it.
+            ConfigurationError: A variable is not a number. The error names the variable.
         """
         return cls(
             rank=_environment_number("RANK"),

@@ -1,4 +1,8 @@
-"""A parsed request, the limits of its speculation, and the events that answer it. All are immutable."""
+"""A parsed request, the limits of its speculation, and the events that answer it. All types are immutable.
+
+`SpeculationLimits.resolve` fills in the defaults of speculation. A request without a `speculation` object
+gets mode `auto` and the target's default draft shape (`SpeculationLimits.default`).
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,14 @@ DEFAULT_SHAPE = DraftShape(depth=5, topk=4, max_nodes=16)
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """How one request uses speculation, within the server's caps.
+    """The speculation of one request, within the server's caps.
 
     Attributes:
-        mode: Fixed shape, chosen by the controller, or off.
-        shape: Shape of every round (`ON`), or the largest shape (`AUTO`).
+        mode: `ON` for a fixed shape, `AUTO` for shapes that the controller chooses, or `OFF`.
+        shape: The shape of every round (`ON`), or the largest shape of a round (`AUTO`).
         trace: Whether the client receives a trace of every round.
-        chain: Longest chain that `AUTO` may choose beyond those within `shape`; `NO_DRAFT` for none.
+        chain: The longest chain that `AUTO` may choose in addition to `shape`. `NO_DRAFT` allows no such
+            chain.
     """
 
     mode: SpeculationMode
@@ -37,14 +42,14 @@ class SpeculationParams:
 
     @property
     def forms(self) -> tuple[DraftShape, ...]:
-        """The largest tree and the longest chain that a round may have, or only one of them."""
+        """The largest tree and the longest chain that a round may have, or only one of these two shapes."""
         if self.shape.topk == 1:
             return (self.chain if self.chain.depth > self.shape.depth else self.shape,)
         return (self.shape, self.chain) if self.chain.drafts else (self.shape,)
 
     @property
     def most_nodes(self) -> int:
-        """Nodes of the largest round, including the root."""
+        """Number of nodes of the largest round, including the root."""
         return max(form.max_nodes for form in self.forms)
 
 
@@ -52,14 +57,14 @@ class SpeculationParams:
 class SpeculationLimits:
     """The server's default draft shape and its caps.
 
-    A request above a cap is refused, never clamped. A client that measures a shape must not measure another
-    one instead.
+    A request above a cap is refused instead of clamped, because a client that measures a shape must not get
+    results for another shape.
 
     Attributes:
-        default: Shape of requests that specify none.
-        max_steps, max_topk, max_nodes: Caps.
-        longest_chain: Depth of the longest chain that `AUTO` may choose if the request bounds neither depth
-            nor nodes. Chains within the request's own bounds are always allowed.
+        default: The shape of requests that do not specify a shape.
+        max_steps, max_topk, max_nodes: The caps on depth, branching and number of nodes.
+        longest_chain: Depth of the longest chain that `AUTO` may choose if the request limits neither depth
+            nor nodes. Chains within the request's own limits are always allowed.
     """
 
     default: DraftShape = DEFAULT_SHAPE
@@ -77,10 +82,13 @@ class SpeculationLimits:
         max_nodes: int | None = None,
         trace: bool = False,
     ) -> SpeculationParams:
-        """Fill in defaults and check the caps.
+        """Fill in the defaults for absent fields of a request's `speculation`, and check the caps.
+
+        The default of `mode` is `AUTO`. An absent `depth`, `topk` or `max_nodes` (None) gets its value from
+        `default`.
 
         Raises:
-            InvalidRequestError: A value is 0 or above its cap; the error names the field.
+            InvalidRequestError: A value is below 1 or above its cap. The error names the field.
         """
         for name, value, cap in (
             ("depth", depth, self.max_steps),
@@ -102,7 +110,7 @@ class SpeculationLimits:
         return SpeculationParams(mode, shape.bounded(), trace, chain)
 
     def _chain(self, depth: int | None, max_nodes: int | None) -> DraftShape:
-        """Return the longest chain within the request's bounds, or within the server's where it sets none."""
+        """Return the longest chain within the request's limits. The server's limits replace absent ones."""
         levels = max(self.default.depth, self.longest_chain) if depth is None else depth
         nodes = max(self.default.max_nodes, self.longest_chain + 1) if max_nodes is None else max_nodes
         levels = min(levels, nodes - 1)
@@ -114,15 +122,15 @@ class GenerationRequest:
     """A request for one sequence.
 
     Attributes:
-        request_id: Name given by the client, unique among the live requests of one stream.
-        prompt_ids: At least one token id.
+        request_id: The identifier that the client has chosen, unique among the live requests of one stream.
+        prompt_ids: The token ids of the prompt, at least one.
         max_new_tokens: Maximum number of emitted tokens, at least 1.
-        sampling: How tokens are sampled.
-        speculation: How drafts are used.
+        sampling: The sampling parameters.
+        speculation: The parameters of speculation.
         stop_token_ids: Tokens that end the sequence. The stop token is emitted as the last token.
         ignore_eos: Whether the model's end-of-sequence tokens do not end the sequence.
-        deadline: `time.monotonic()` at which the request fails; None for no deadline.
-        priority: Higher values are admitted first.
+        deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
+        priority: Requests with higher values are admitted first.
     """
 
     request_id: str
@@ -147,16 +155,17 @@ class TokensEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishedEvent:
-    """The request has finished; no event follows.
+    """The request has finished. No event follows.
 
     Attributes:
-        request_id: As in the request.
-        reason: Why it finished.
-        matched_token: The stop token that ended it, which was emitted; None if it ended otherwise.
-        prompt_tokens, completion_tokens: Number of tokens read and emitted.
-        speculation: Speculation statistics.
+        request_id: The identifier from the request.
+        reason: The reason why the request finished.
+        matched_token: The stop token that ended the request, which was also emitted. None if the request
+            ended for another reason.
+        prompt_tokens, completion_tokens: Number of prompt tokens, and number of emitted tokens.
+        speculation: Statistics of the request's speculation.
         queue_s, prefill_s, decode_s: Seconds in the queue, in prefill and in decoding.
-        cached_tokens: Prompt tokens read from a prefix cache; 0 without one.
+        cached_tokens: Number of prompt tokens read from a prefix cache. 0 without a prefix cache.
     """
 
     request_id: str
@@ -173,7 +182,7 @@ class FinishedEvent:
 
 @dataclass(frozen=True, slots=True)
 class FailedEvent:
-    """The request failed; no event follows."""
+    """The request has failed. No event follows."""
 
     request_id: str
     error: OutriderError = field(compare=False)

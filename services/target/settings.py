@@ -28,10 +28,14 @@ from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
 CUDA_PREFILL_TOKENS = 8192
-"""Matches SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on GPUs of this size."""
+"""Default prompt tokens per step on a GPU.
+
+The value equals the defaults of SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on large
+GPUs.
+"""
 CPU_PREFILL_TOKENS = 512
 AUTO_CHAIN_STEPS = 10
-"""Longest chain that `auto` chooses by default: few drafts are good enough for deeper ones."""
+"""Depth of the longest chain that `auto` chooses by default. Few drafts are good enough for longer chains."""
 
 
 class TargetSettings(ServiceSettings):
@@ -180,7 +184,7 @@ class TargetSettings(ServiceSettings):
                     f"{name} = {value} is above {cap_name} = {cap}; raise the cap or lower the default.",
                     field=name,
                 )
-        # The default is exempt: a chain uses only as many of its nodes as it needs.
+        # The default is exempt, because a chain uses only the nodes that it needs.
         if (
             self.topk == 1
             and self.num_draft_tokens > self.num_steps + 1
@@ -213,7 +217,7 @@ class TargetSettings(ServiceSettings):
         return self.draft_rounds is RoundPlacement.DEVICE
 
     def draft_address(self) -> str | None:
-        """Return the draft's address; None without a draft."""
+        """Return the address of the draft service, or None without a draft service."""
         if self.draft == "none" or self.speculative_algorithm is Algorithm.NONE:
             return None
         if self.draft.startswith("grpc://"):
@@ -228,7 +232,10 @@ class TargetSettings(ServiceSettings):
         )
 
     def limits(self) -> SpeculationLimits:
-        """Return the default tree shape and the caps. By default, `auto` may choose longer chains."""
+        """Return the default tree shape and the caps.
+
+        If `num_steps` is not set, `auto` may also choose chains that are deeper than the default shape.
+        """
         shape = DraftShape(self.num_steps, self.topk, self.num_draft_tokens)
         deepest = (
             self.num_steps if "num_steps" in self.model_fields_set else min(AUTO_CHAIN_STEPS, self.max_steps)
@@ -237,7 +244,7 @@ class TargetSettings(ServiceSettings):
         return SpeculationLimits(shape, self.max_steps, self.max_topk, self.max_nodes, min(deepest, most - 1))
 
     def ranks(self) -> Ranks | None:
-        """Return the ranks that `torchrun` or rank 0 describes; None if this process starts them itself.
+        """Return the ranks from the environment; None if this process must start the ranks itself.
 
         Raises:
             ConfigurationError: WORLD_SIZE in the environment is not `tp`, or a variable is not a number.
@@ -253,7 +260,10 @@ class TargetSettings(ServiceSettings):
         return ranks
 
     def torch_device(self) -> torch.device:
-        """Return the device on this machine. Ranks use consecutive GPUs from the named one, or the first."""
+        """Return the device on this machine.
+
+        Ranks use consecutive GPUs, starting at the configured GPU or, without one, at the first GPU.
+        """
         name = self.device
         if name == Device.AUTO.value:
             name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -266,7 +276,8 @@ class TargetSettings(ServiceSettings):
     def prefill_tokens(self) -> int:
         """Return the maximum number of prompt tokens per step.
 
-        A step reads the weights once for any number of tokens, so it should have enough to fill the device.
+        A step reads the weights once for any number of tokens, so it should have enough tokens to fill the
+        device.
         """
         return self.prefill_chunk or (
             CUDA_PREFILL_TOKENS if self.torch_device().type == "cuda" else CPU_PREFILL_TOKENS
@@ -275,12 +286,12 @@ class TargetSettings(ServiceSettings):
     def cpu_threads(self) -> int:
         """Return the number of CPU threads per forward pass.
 
-        With more threads than free cores, every step would wait for the slowest one.
+        With more threads than free cores, every step would wait for the slowest thread.
         """
         return self.threads or max(1, (os.cpu_count() or 1) // 2 // self.tp)
 
     def torch_dtype(self) -> torch.dtype | None:
-        """Return the dtype; None for the device's default."""
+        """Return the configured data type, or None for the device's default."""
         return None if self.dtype is Dtype.AUTO else getattr(torch, self.dtype.value)
 
     def _check_numerics(self) -> None:
@@ -317,7 +328,7 @@ class TargetSettings(ServiceSettings):
             )
 
     def _check_ineffective(self) -> None:
-        """Refuse options that have no effect in combination with the others."""
+        """Refuse options that have no effect in combination with the other options."""
         waits = self.attention_backend is AttentionKind.FLASHINFER
         overlaps = self.overlap_schedule is OverlapSchedule.ON
         for name, idle, why in (

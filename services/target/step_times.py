@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StepTimes:
-    """`time.monotonic()` at the end of each phase of a step, in order."""
+    """Times at which the phases of a step ended, in order, from `time.monotonic()`."""
 
     started: float
     announced: float = 0.0

@@ -1,6 +1,9 @@
 """Converts between the protobuf messages of the target's API and internal types; checks incoming requests.
 
-Only this file and the servicer use these messages.
+A request without a `speculation` object gets mode `auto`. `SpeculationLimits.resolve` fills in the target's
+default draft shape for the shape fields that a request leaves out.
+
+Only this file and the servicer use the protobuf messages.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ REASONS = {
 def request_from_proto(
     message: target_pb2.GenerateRequest, limits: SpeculationLimits, vocab_size: int
 ) -> GenerationRequest:
-    """Parse and check a request. Absent sampling fields are neutral; an absent seed is drawn at random.
+    """Parse and check a request, and fill in defaults for absent fields.
+
+    An absent sampling field leaves the model's distribution unchanged, and an absent seed is drawn at random.
+    An absent `speculation.mode` means `auto`.
 
     Args:
         message: The request as received.
@@ -54,7 +60,7 @@ def request_from_proto(
         vocab_size: Size of the model's vocabulary.
 
     Raises:
-        InvalidRequestError: A field is invalid; the error names it.
+        InvalidRequestError: A field is invalid; the error names the field.
     """
     if not message.request_id or len(message.request_id) > MAX_REQUEST_ID_LENGTH:
         raise InvalidRequestError(

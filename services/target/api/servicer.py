@@ -1,6 +1,6 @@
 """The target's gRPC service: accepts requests on asyncio and streams events that the engine thread produces.
 
-Also pauses a direct client's request while more than 64 KiB of its tokens are unread.
+Also pauses the request of a client that calls `Generate` directly while over 64 KiB of its tokens are unread.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["Target"].full_name
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The parts of a started target that the service answers from.
+    """The parts of a started target that the servicer uses to answer calls.
 
     Attributes:
-        engine: Generates tokens; its thread runs.
+        engine: Generates tokens. The engine's thread must be running.
         decoder: The model, for its configuration and the weights that a draft borrows.
-        limits: Default draft shape and caps of requests.
+        limits: The default draft shape of requests, and the caps on their shapes.
         model_id: Name of the model as reported to clients.
         max_running_requests: Maximum number of sequences processed at the same time.
         describe_draft: Returns the draft's algorithm and model id.
@@ -58,11 +58,13 @@ def register(servicer: TargetServicer, server: grpc.aio.Server) -> None:
 
 
 class StreamSink(EventSink):
-    """Passes events from the engine thread to the coroutine of one call. Wakes the event loop once per step.
+    """Passes events from the engine thread to the coroutine of one call.
+
+    Wakes the event loop at most once per engine step.
 
     Args:
-        on_backlog: Called with True when more than 64 KiB are unread, and with False once at most half of
-            that is unread.
+        on_backlog: Called with True when more than 64 KiB are unread, and with False when at most 32 KiB are
+            unread again.
     """
 
     def __init__(self, on_backlog: Callable[[bool], None] | None = None) -> None:
@@ -74,13 +76,13 @@ class StreamSink(EventSink):
         self._backlog = False
 
     def deliver(self, events: Seq[Event]) -> None:
-        """Queue the events of one engine step. Any thread."""
+        """Queue the events of one engine step. May be called from any thread."""
         # A closed event loop has no reader left, so the events can be dropped.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.put, events)
 
     def put(self, events: Seq[Event]) -> None:
-        """Queue events. Event loop only."""
+        """Queue events. Call on the event loop only."""
         self._unread += _size(events)
         self._queue.put_nowait(events)
         if self._on_backlog and not self._backlog and self._unread > MAX_UNREAD_BYTES:
@@ -88,12 +90,12 @@ class StreamSink(EventSink):
             self._on_backlog(True)
 
     def close(self) -> None:
-        """End `batches` once the queued events are read. Event loop only."""
+        """End `batches` once the queued events are read. Call on the event loop only."""
         self._closed = True
         self._queue.put_nowait(())
 
     async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield events in order; those that arrived since the last read are merged into one batch."""
+        """Yield events in order, in lists of all events that arrived since the previous list."""
         while not self._closed or not self._queue.empty():
             merged: list[Event] = list(await self._queue.get())
             while not self._queue.empty():
@@ -124,8 +126,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     ) -> AsyncIterator[target_pb2.SessionReply]:
         """Serve one gateway's stream of requests.
 
-        The end of the call cancels its live requests. If the client only closes its sending side, they are
-        served to the end.
+        The end of the call cancels the stream's live requests. If the client only closes its sending side,
+        these requests are served to the end.
         """
         serving = self._get()
         session = _Session(serving)
@@ -145,14 +147,14 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         serving = self._get()
         engine = serving.engine
         parsed = request_from_proto(request, serving.limits, engine.limits.vocab_size)
-        # Whichever deadline is earlier applies: the call's or the one in the message.
+        # The call and the message may each set a deadline; the earlier one applies.
         remaining = context.time_remaining()
         if remaining is not None:
             deadline = time.monotonic() + remaining
             parsed = replace(
                 parsed, deadline=deadline if parsed.deadline is None else min(parsed.deadline, deadline)
             )
-        handle = 0  # the sink needs the handle, and `submit` needs the sink
+        handle = 0  # The sink needs the handle, but `submit`, which returns the handle, needs the sink.
         sink = StreamSink(lambda paused: engine.pause(handle) if paused else engine.resume(handle))
         handle = engine.submit(parsed, sink)
         try:
@@ -224,7 +226,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
     ) -> AsyncIterator[target_pb2.GetTensorReply]:
         """Stream a weight that the draft borrows, in chunks."""
         weight = self._get().decoder.weight(request.name)
-        # Copying a chunk to the host takes long, so it happens on a worker thread.
+        # Copying a chunk to the host takes long, so a worker thread copies it.
         chunks = split_tensor(request.name, weight)
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield target_pb2.GetTensorReply(chunk=chunk)
@@ -236,13 +238,13 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
 
 
 class _Session:
-    """One gateway's stream: maps the gateway's request ids to the engine's handles of live requests."""
+    """One gateway's stream. Maps the gateway's request ids to the engine's handles of live requests."""
 
     def __init__(self, serving: Serving) -> None:
         self.sink = StreamSink()
         self._serving = serving
         self._handles: dict[str, int] = {}
-        self._refused: set[int] = set()  # ids of queued events of requests that never reached the engine
+        self._refused: set[int] = set()  # object ids of queued events whose requests never reached the engine
         self._half_closed = False
 
     async def read(self, requests: AsyncIterable[target_pb2.SessionRequest]) -> None:
@@ -262,7 +264,7 @@ class _Session:
         self._close_if_done()
 
     def forget_ended(self, events: Iterable[Event]) -> None:
-        """Drop the names of requests whose last event is being sent."""
+        """Forget the ids of requests whose last event is being sent."""
         for event in events:
             if id(event) in self._refused:
                 self._refused.remove(id(event))
@@ -287,7 +289,7 @@ class _Session:
             self._handles[message.request_id] = engine.submit(request, self.sink)
         except OutriderError as error:
             event = FailedEvent(message.request_id, error)
-            # By object id: the request id may belong to another request, which continues.
+            # Events are matched by object id, because a live request may have the same request id.
             self._refused.add(id(event))
             self.sink.put([event])
 

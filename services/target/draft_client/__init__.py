@@ -1,1 +1,1 @@
-"""The target's client of a draft in another process: connection, sessions, requests, tree checks."""
+"""The target's client of a draft in another process: connection, sessions, requests, checks of trees."""

@@ -1,9 +1,9 @@
-"""Waits for the draft's trees up to each row's deadline, and decides what happens when an answer is late.
+"""Waits for the draft's trees until each row's deadline, and decides what happens when an answer is late.
 
-- A late row gets no drafts in this round. The reason is "late", or "warming" if the draft has not answered
-  for its session yet.
-- If a row without a deadline is late, or the draft has been silent for too long, the draft is faulty.
-- Otherwise a late answer for a known session counts as a miss for the circuit breaker.
+- A row whose answer is late gets no drafts in this round. The reason is "warming" if the draft has never
+  answered for the row's session, and "late" otherwise.
+- The draft counts as faulty if a late row has no deadline, or if the draft has been silent for too long.
+- Otherwise, the circuit breaker counts a miss if the draft has answered for the late row's session before.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class AnswerWait:
     """Waits for the trees of one draft. Engine thread only.
 
     Args:
-        deadlines: How long to wait.
-        breaker: Counts misses.
+        deadlines: Determines how long to wait for each row.
+        breaker: Counts missed deadlines.
         connection: Returns the current connection, or None.
-        take_reply: Waits up to the given seconds for a message and processes it.
+        take_reply: Waits up to the given number of seconds for a message and processes the message.
         on_fault: Called when the draft is faulty.
     """
 
@@ -47,7 +47,7 @@ class AnswerWait:
         self._on_fault = on_fault
 
     def run(self, awaited: list[tuple[ProposalRow, DraftSession]], deadline_s: float | None) -> bool:
-        """Process messages until every awaited row is answered or its time is over.
+        """Process messages until every awaited row has an answer or its deadline has passed.
 
         Returns:
             False if a late answer counts against the draft.
@@ -74,7 +74,7 @@ class AnswerWait:
     def _give_up(
         self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool, pong_s: float
     ) -> bool:
-        """End a wait in which some rows got no answer. Return False if that counts against the draft."""
+        """End a wait in which some rows got no answer. Return False if this counts against the draft."""
         now = time.monotonic()
         for _row, session in open_rows:
             session.reason = "late" if session.warm else "warming"
@@ -91,7 +91,7 @@ class AnswerWait:
             )
             self._on_fault()
             return False
-        # The draft may take its time to open a session; only a late answer for an open one is a miss.
+        # Opening a session may take long, so only a late answer for an open session counts as a miss.
         late = any(session.warm for _row, session in open_rows)
         if late:
             self._breaker.miss(now)

@@ -1,4 +1,4 @@
-"""Circuit breaker for a draft that misses deadlines: stops asking it, backs off, and tries it again."""
+"""Circuit breaker for a draft that misses deadlines: stops requests to the draft, backs off, and retries."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ MISSES_TO_OPEN = 3
 FIRST_BACKOFF_S = 0.1
 LAST_SLOW_BACKOFF_S = 0.2
 LAST_FAULTY_BACKOFF = 10.0
-"""Longest back-off of a faulty draft, in fault deadlines.
+"""Longest back-off of a faulty draft, as a multiple of the fault deadline.
 
-If a draft answers pings but nothing else, rows without a deadline then lose less than a tenth of their time.
+Because of this length, rows without a deadline lose less than a tenth of their time to a draft that only
+answers pings.
 """
 
 
 class BreakerState(Enum):
-    """CLOSED: the draft is asked. OPEN: it is not. HALF_OPEN: it answered a ping; one sequence tries it."""
+    """State of the circuit breaker for one draft.
+
+    - CLOSED: the draft receives requests.
+    - OPEN: the draft receives no requests.
+    - HALF_OPEN: the draft has answered a ping, and a single sequence sends it a trial request.
+    """
 
     CLOSED = "closed"
     OPEN = "open"
@@ -23,27 +29,28 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """Opens after three missed deadlines in a row, or immediately on a fault.
+    """Stops requests to a draft after three missed deadlines in a row, or immediately after a fault.
 
-    After a back-off, a sign of life (an answered ping) makes it half-open; an answer in time closes it.
+    After a back-off, an answered ping makes the breaker half-open. An answer in time closes the breaker.
 
-    A missed deadline may only mean that the draft is too slow to be worth waiting for. `faulty` marks the
-    other case: rows without a deadline give up on the draft only if it is faulty.
+    A draft that misses a deadline may only be too slow to be worth waiting for, so rows without a deadline
+    still wait for this draft. These rows stop waiting only if the draft is `faulty`.
 
-    The first fault may be a short pause of the draft, so it is asked again as soon as it shows life. Each
-    further fault without an answer in between costs another deadline; from then on the back-off is at least
-    one deadline and doubles.
+    The first fault may be a short pause of the draft, so the draft is tried again as soon as it answers a
+    ping. Each further fault without an answer in between costs another fault deadline. From the second fault
+    on, the back-off is therefore at least one fault deadline, and each further fault doubles it.
 
-    `sign_of_life` may be called from any thread. It only moves OPEN to HALF_OPEN.
+    `sign_of_life` may be called from any thread, because it only changes OPEN to HALF_OPEN.
 
     Args:
-        fault_deadline_s: Longest time that a draft may owe an answer before `trip` is called.
+        fault_deadline_s: Time in seconds after which an outstanding answer is a fault. The caller then calls
+            `trip`.
 
     Attributes:
         state: The current state.
-        faulty: True since the last fault, until an answer or a new connection.
-        faults: Faults in a row, counted over all connections.
-        fault_deadline_s: As given.
+        faulty: True from a fault until the next answer or new connection.
+        faults: Number of faults since the last answer, over all connections.
+        fault_deadline_s: The constructor's argument.
     """
 
     def __init__(self, fault_deadline_s: float) -> None:
@@ -75,7 +82,7 @@ class Breaker:
 
     @property
     def refuses_all(self) -> bool:
-        """True if even rows without a deadline must do without the draft."""
+        """True if even rows without a deadline must not wait for the draft."""
         return self.faulty and self.state is BreakerState.OPEN
 
     def _open(self, now: float) -> None:
@@ -84,19 +91,19 @@ class Breaker:
         self.state = BreakerState.OPEN
 
     def success(self) -> None:
-        """Record an answer in time, and close."""
+        """Record an answer in time, and close the breaker."""
         self.reset()
         self.faults = 0
         self._backoff_s = FIRST_BACKOFF_S
 
     def reset(self) -> None:
-        """Close for a new connection, possibly to another draft. `faults` stays until an answer."""
+        """Close the breaker for a new connection, possibly to another draft. Keep `faults`."""
         self._misses = 0
         self.faulty = False
         self.state = BreakerState.CLOSED
 
     def wants_probe(self, now: float) -> bool:
-        """Return True if the draft should be pinged."""
+        """Return True if the breaker is open, the back-off is over and the draft should be pinged."""
         return self.state is BreakerState.OPEN and now >= self._closed_until
 
     def sign_of_life(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""One connection to a draft over any transport: its carrier and the results of the handshake."""
+"""One connection to a draft over any transport: the carrier of messages and the results of the handshake."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Connection:
     Attributes:
         hello: The draft's answer to Hello; None before the handshake.
         spec: The features that the draft wants; None before the handshake.
-        ended: Set once the connection has ended.
+        ended: An event that is set once the connection has ended.
         last_pong: Nonce of the last answered ping.
         last_sign_s: `time.monotonic()` of the last answered ping.
-        carrier: Carries the messages.
-        send, receive, close: The carrier's methods.
+        carrier: Carries the messages of the connection.
+        send, receive, close: The carrier's methods of the same names.
     """
 
     def __init__(self, carrier: Carrier) -> None:

@@ -8,22 +8,22 @@ from outrider.services.target.draft_client.session import DraftSession
 from outrider.shared.spec.drafter import ProposalRow
 
 WARMING_PATIENCE = 5.0
-"""Fault deadlines that a draft may take to open a session, as long as it answers pings."""
+"""Longest time to open a session, as a multiple of the fault deadline, for a draft that answers pings."""
 
 
 @dataclass(slots=True)
 class AnswerDeadlines:
-    """Deadlines for answers of one draft. Engine thread only. Times are `time.monotonic()`.
+    """Deadlines for the answers of one draft. Engine thread only. Times are values of `time.monotonic()`.
 
-    The engine waits in one round for the first answer of a new session, but no longer: the draft may be
-    computing the prompt, or may have stopped. In later rounds it only uses trees that have arrived meanwhile.
-    A slow prompt on the draft therefore delays no further round.
+    The engine waits for the first answer of a new session in one round only, because the draft may be
+    computing the prompt or may have stopped. Later rounds do not wait until the session has had its first
+    answer, so a prompt that takes the draft long delays a single round.
 
     Attributes:
-        fault_deadline_s: A draft that owes an answer for longer is faulty.
-        heard_s: When the last message arrived, not counting answered pings.
-        owed_s: Since when a first answer is owed and no message has arrived, for any session, even one that
-            has ended since; None if none is owed.
+        fault_deadline_s: Time in seconds after which an outstanding answer makes the draft faulty.
+        heard_s: Time at which the last message other than a pong arrived.
+        owed_s: Time of the earliest request since the last message whose session had no answer yet, even if
+            this session has ended since. None if there is no such request.
     """
 
     fault_deadline_s: float
@@ -31,7 +31,7 @@ class AnswerDeadlines:
     owed_s: float | None = None
 
     def asked(self, now: float) -> None:
-        """Record that a tree was requested for a session that has had no answer yet."""
+        """Record a request for a tree in a session that has had no answer yet."""
         if self.owed_s is None:
             self.owed_s = now
 
@@ -46,17 +46,17 @@ class AnswerDeadlines:
 
         Args:
             row: The requested row.
-            session: Its session.
-            started: When this wait began.
-            deadline_s: How long waiting can pay off; None for no deadline.
-            pong_s: When the draft last answered a ping.
+            session: The session of the row.
+            started: Time at which this wait began.
+            deadline_s: Longest wait that can pay off, in seconds. None sets no deadline.
+            pong_s: Time at which the draft last answered a ping.
         """
         if deadline_s is not None and not row.must_wait:
             return started if session.in_vain else started + deadline_s
         return started + self.fault_deadline_s if session.warm else self._opened_by(started, pong_s)
 
     def is_over(self, now: float, pong_s: float) -> bool:
-        """Return True if the draft owes first answers and has shown no life for a fault deadline."""
+        """Return True if the draft owes first answers and has been silent for a whole fault deadline."""
         return self.owed_s is not None and now >= max(self.owed_s, pong_s) + self.fault_deadline_s
 
     def _opened_by(self, since: float, pong_s: float) -> float:

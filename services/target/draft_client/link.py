@@ -1,7 +1,8 @@
-"""Keeps the target connected to a remote draft: connects, shakes hands, pings, and reconnects.
+"""Keeps the target connected to a remote draft: connects, performs the handshake, pings and reconnects.
 
-The engine thread never waits here: it checks in every step which `Connection` is current. Nothing else keeps
-an ended connection, so drafts that come and go cost no memory, however long the engine is idle.
+The engine thread never waits for this module. It checks in every step which `Connection` is current. Only the
+link and the engine keep references to a connection, so drafts that connect and disconnect cost no memory,
+however long the engine is idle.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ REFUSED_RETRY_S = 1.0
 PROBE_INTERVAL_S = 0.1
 KEEP_ALIVE_S = 3.0
 MAX_PROJECTOR_BYTES = 1 << 30
-"""Limit for the projector tensors that a draft sends."""
+"""Limit for the total size of the projector tensors that a draft sends."""
 
 _log = logging.getLogger("outrider.target.draft")
 
@@ -43,16 +44,16 @@ Weight = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TargetIdentity:
-    """Describes a target in its Hello.
+    """Describes a target in its Hello message to a draft.
 
     Attributes:
-        target_id: Unique per process.
+        target_id: Identifier of the target, unique per process.
         fingerprint: Fingerprint of the target's weights.
         vocab_size, hidden_size, num_layers: Sizes of the target's model.
         feature_dtype: Data type of the feature rows that the target sends.
         model_type: Family of the target's model.
         tokenizer: Fingerprint of the target's tokenizer.
-        algorithm: The expected algorithm of the draft; AUTO accepts any.
+        algorithm: The algorithm that the draft must use. AUTO accepts any algorithm.
     """
 
     target_id: str
@@ -69,7 +70,7 @@ class TargetIdentity:
     def of(
         cls, decoder: Decoder, tokenizer: str = "", algorithm: Algorithm = Algorithm.AUTO
     ) -> TargetIdentity:
-        """Describe a loaded model; `tokenizer` is the `tokenizer_fingerprint` of its folder."""
+        """Describe a loaded model. `tokenizer` is the `tokenizer_fingerprint` of the model's folder."""
         config = decoder.config
         sizes = (config.vocab_size, config.hidden_size, config.num_layers)
         return cls(
@@ -87,11 +88,11 @@ def _check_algorithm(asked: Algorithm, found: str) -> None:
     """Check that the draft's algorithm is the one that this target expects.
 
     Raises:
-        ConfigurationError: It is not. The message names both.
+        ConfigurationError: The algorithms differ. The message names the two algorithms.
     """
     wanted = {
         Algorithm.NEXTN: (Algorithm.MTP.value,),
-        # Without a draft head, EAGLE drafts with the target's own MTP layers.
+        # Without a draft head, the algorithm EAGLE uses the target's own MTP layers.
         Algorithm.EAGLE: (Algorithm.EAGLE.value, Algorithm.MTP.value),
     }.get(asked, (asked.value,))
     if asked is not Algorithm.AUTO and found not in wanted:
@@ -104,19 +105,20 @@ def _check_algorithm(asked: Algorithm, found: str) -> None:
 
 
 class DraftLink:
-    """Maintains one connection on a thread of its own.
+    """Maintains the connection to one draft on a separate thread.
 
     Args:
         address: The draft's address, for logs.
         identity: Describes this target.
         weight: Returns tensors of the target for drafts that borrow them.
-        breaker: Is notified of answered pings.
+        breaker: Receives a `sign_of_life` call for each answered ping.
         make_carrier: Makes the carrier of the next connection.
 
     Attributes:
         connection: The current connection, ready for use, or None.
         ever_connected: True once a connection has been made.
-        refusal: Why the draft and this target do not match; None if they do or no draft has answered.
+        refusal: The reason why the draft and this target do not match. None if they match, or if no draft has
+            answered.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class DraftLink:
         self._thread = threading.Thread(target=self._keep_connected, name="draft-link", daemon=True)
 
     def start(self) -> None:
-        """Start to connect."""
+        """Start the thread that connects."""
         self._thread.start()
 
     def close(self) -> None:
@@ -171,7 +173,7 @@ class DraftLink:
                 connection.carrier.release()
 
     def _converse(self, connection: Connection) -> None:
-        """Run one connection from the handshake to its end. Return or raise when it is over."""
+        """Run one connection from the handshake to its end, and then return or raise an exception."""
         if self._closed.is_set():
             return
         self._shake_hands(connection)
@@ -220,7 +222,10 @@ class DraftLink:
         connection.hello = ack
 
     def _feature_spec(self, carrier: Carrier, ack: draft_pb2.HelloAck) -> FeatureSpec:
-        """Return the features that the draft wants. Fetch the projector's weights once per fingerprint."""
+        """Return the features that the draft wants.
+
+        Fetch the projector's weights only if their fingerprint is new.
+        """
         key = f"{ack.projector_fingerprint}/{list(ack.aux_layer_ids)}/{ack.feature_size}"
         known = self._specs.get(key)
         if known is not None:
@@ -262,13 +267,13 @@ class DraftLink:
             )
 
     def _probe(self, connection: Connection) -> None:
-        """Ping the draft while the breaker is open, and otherwise now and then to renew the sessions' lease.
+        """Ping the draft, often while the breaker is open, and otherwise to renew the sessions' lease.
 
-        At most one ping is unanswered at a time, so that a stopped draft does not find a backlog.
+        At most one ping is unanswered at a time, so that a paused draft finds no backlog when it resumes.
         """
         nonce = 0
         last_ping = time.monotonic()
-        # Short enough that a draft that is alive answers before it counts as faulty.
+        # The interval is short enough for a live draft to answer a ping before the draft counts as faulty.
         interval_s = min(KEEP_ALIVE_S, self._breaker.fault_deadline_s / 2)
         while not connection.ended.wait(PROBE_INTERVAL_S):
             now = time.monotonic()

@@ -1,7 +1,8 @@
-"""Decides when start-up stops waiting for a draft: sooner if nothing listens at its address.
+"""Decides when start-up stops waiting for a draft: sooner if nothing listens at the draft's address.
 
-A draft's socket listens once its weights are loaded. The draft answers once it is warmed up. Start-up
-therefore waits longer for a draft that listens, which is about to be ready, than for one that may never come.
+A draft listens on its socket as soon as its weights are loaded, and answers as soon as it is warmed up.
+Start-up therefore waits longer for a draft that already listens, because such a draft will be ready soon. A
+draft that does not listen may never start.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ from collections.abc import Callable
 from outrider.shared.rpc.address import grpc_address
 
 ABSENT_S = 20.0
-"""Grace period in which a draft need not listen: target and draft start together, and one may load longer."""
+"""Time that a draft may take until it listens.
+
+Target and draft may start together, and one may take longer to load than the other.
+"""
 LOOK_S = 1.0
 CONNECT_S = 0.25
 
 
 class Reachability:
-    """Decides when to give up a draft that does not listen.
+    """Decides when to stop waiting for a draft that does not listen.
 
     Args:
-        address: The draft's address; None if there is no address to try.
-        now: Returns monotonic seconds.
+        address: The draft's address. None if there is no address to connect to.
+        now: Returns the time of a monotonic clock, in seconds.
     """
 
     def __init__(self, address: str | None, now: Callable[[], float] = time.monotonic) -> None:
@@ -34,9 +38,9 @@ class Reachability:
         self._listens = False
 
     def is_long(self) -> bool:
-        """Return True if nothing listens and `ABSENT_S` have passed since the first call.
+        """Return True if nothing listens and at least `ABSENT_S` have passed since the first call.
 
-        Connects at most once per `LOOK_S`.
+        The method tries to connect at most once per `LOOK_S`.
         """
         now = self._now()
         if self._since is None:

@@ -3,12 +3,12 @@
 The draft receives:
 
 - RoundsEnter when a batch starts;
-- RoundsNext for each round as soon as it is enqueued here, so that the draft can enqueue its part. It also
-  carries the tokens of the rounds that have been read since the last message;
-- RoundsLeave at the end.
+- RoundsNext for each round as soon as the target has enqueued the round, so that the draft can enqueue its
+  part. RoundsNext also carries the tokens of the rounds that were read since the last message;
+- RoundsLeave when the batch ends.
 
-When the rounds end, the tokens and features of the last round stay pending in the sessions, as after a round
-through the host.
+When the batch ends, the tokens and features of the last round stay pending in the sessions, as they do after
+a round through the host.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 @dataclass(frozen=True, slots=True)
 class TreesBuffer:
-    """Device memory that receives the trees of rounds of one size.
+    """Device memory that receives the trees of rounds with one number of rows and one tree size.
 
     Attributes:
         trees: The received trees.
-        expected: ``[1] int32``; the round number that the trees must carry.
+        expected: ``[1] int32``; the round number that the header of the trees must contain.
     """
 
     trees: TreesBlob
@@ -50,7 +50,7 @@ class TreesBuffer:
 
 
 def size_message(shape: DraftShape, state: RoundState) -> draft_pb2.RoundsEnter:
-    """Return a RoundsEnter message without rows. It names a size of rounds."""
+    """Return a RoundsEnter message without rows, which announces a size of rounds."""
     return draft_pb2.RoundsEnter(
         shape=draft_pb2.Shape(depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes),
         batch=state.bs,
@@ -61,16 +61,19 @@ def size_message(shape: DraftShape, state: RoundState) -> draft_pb2.RoundsEnter:
 
 
 ENTER_LIMIT_S = 0.2
-"""Longest wait for the answer to RoundsEnter, which the draft sends once it has processed the prompts."""
+"""Longest wait for the answer to RoundsEnter. The draft answers once it has processed the prompts."""
 MAX_ROUND_NUMBER = 1 << 30
-"""Numbers restart here, after months of rounds: half the range of int32, below a mailbox's end words."""
+"""Largest round number, reached after months of rounds.
+
+It is half the range of int32, because a mailbox uses larger numbers to mark its end.
+"""
 
 
 class ExchangeNumbers:
     """Issues round numbers. A number is not reused before `restart`.
 
-    Therefore a header of an older connection never matches. Numbers ascend during a connection, because
-    streams wait for a number "or greater".
+    The header of a message from an older connection therefore never matches. Numbers ascend during a
+    connection, because streams wait for a given number or a greater one.
     """
 
     def __init__(self) -> None:
@@ -78,11 +81,11 @@ class ExchangeNumbers:
 
     @property
     def spent(self) -> bool:
-        """True if it is time to `restart`. Rounds in flight may still take numbers."""
+        """True if numbers must `restart`. Rounds in flight may still take numbers."""
         return self._last >= MAX_ROUND_NUMBER
 
     def restart(self) -> None:
-        """Start again at 1, for a connection that has seen no number."""
+        """Start again at 1. The connection must not have used any number yet."""
         self._last = 0
 
     def take(self) -> int:
@@ -95,22 +98,22 @@ class RemoteBatch(ExchangedBatch):
     """One batch of rounds on the device whose drafts come from another process.
 
     Args:
-        channel: Carries states and trees; None to record rounds without a connection.
-        sessions: In the order of the state's rows, each with 1 to R pending tokens.
-        shape: Shape of every tree.
+        channel: Carries states and trees. None records rounds without a connection.
+        sessions: The sessions in the order of the state's rows. Each has 1 to R pending tokens.
+        shape: The shape of every tree.
         buffer: Receives the trees.
         vocab_size: The target's vocabulary size.
         patience_s: Longest wait for the trees of a round.
         numbers: Issues round numbers.
-        left: Called at the end with the RoundsLeave message for the draft.
+        left: Called at the end of the batch with the RoundsLeave message for the draft.
 
     Attributes:
-        id: Identifies this batch to the draft.
-        answered: True once the draft has answered RoundsEnter. Before that, the wait for trees also covers
-            the draft's remaining preparations.
-        ended: True if the draft wants the rounds to end or does not know them.
-        num_exchanged: Number of rounds so far.
-        patient: True if the last round could wait for the full `patience_s`.
+        id: The identifier of this batch in messages to the draft.
+        answered: True once the draft has answered RoundsEnter. Until then, the wait for trees includes the
+            time that the draft still needs to prepare.
+        ended: True if the draft wants this batch to end or does not know this batch.
+        num_exchanged: Number of rounds exchanged so far.
+        patient: True if the wait for the last round's trees was allowed to take the full `patience_s`.
     """
 
     def __init__(
@@ -158,7 +161,7 @@ class RemoteBatch(ExchangedBatch):
     def fill(self, state: RoundState) -> None:
         """Copy the pending tokens and features into the first rows of the state, in stream order.
 
-        They stay pending until a round was read.
+        The tokens and features stay pending until a round has been read.
         """
         self._state = state
         pending = [session for session in self._sessions if session is not None]
@@ -170,7 +173,7 @@ class RemoteBatch(ExchangedBatch):
     def reserve(self, committed_upper: Sequence[int]) -> bool:
         """Note the bounds for the next RoundsNext.
 
-        Return False if the draft has ended the rounds, was late, or has lost a session, and once the numbers
+        Return False if the draft has ended the batch, was late or has lost a session, or if the round numbers
         are used up.
         """
         self._upper = committed_upper
@@ -179,7 +182,7 @@ class RemoteBatch(ExchangedBatch):
         return all(session is None or session.live for session in self._sessions)
 
     def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
-        """Send RoundsNext and the state; receive the trees in stream order."""
+        """Send RoundsNext and the state, and receive the trees in stream order."""
         assert self._channel is not None, "rounds without a connection are only recorded"
         message = draft_pb2.RoundsNext(
             rounds=self.id,
@@ -203,7 +206,7 @@ class RemoteBatch(ExchangedBatch):
             self._channel.carry(wanted)
 
     def draft(self, state: RoundState) -> DraftBatch:
-        """Enqueue the check of the received trees. Late or invalid trees are replaced by their roots."""
+        """Enqueue the check of the received trees, which replaces late or invalid trees by their roots."""
         trees = self._buffer.trees
         checked = tree_check(
             trees.number,
@@ -236,11 +239,11 @@ class RemoteBatch(ExchangedBatch):
             self._sessions[row] = None
 
     def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """Return False: the draft's own tables are made for the rows of `enter`."""
+        """Return False, because the draft has made its tables for the rows of `enter`."""
         return False
 
     def leave(self) -> None:
-        """End the rounds and leave the tokens of the last round pending in the sessions.
+        """End the batch and leave the tokens of the last round pending in the sessions.
 
         The draft receives all earlier tokens that it has not received yet.
         """

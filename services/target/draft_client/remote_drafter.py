@@ -2,11 +2,11 @@
 
 This is the engine's side of the draft protocol, a state machine that only the engine thread drives.
 
-A session is *live* once Open was sent over the current connection. Commits of a live session are kept until a
-frame carries them; they are cumulative. The engine reopens a session from its feature plane if the session
-falls too far behind or the draft has lost it.
+A session is *live* once Open was sent over the current connection. The commits of a live session are merged
+and kept until they are sent in a frame. If a session falls too far behind, or if the draft has lost the
+session, the engine reopens it from the feature plane.
 
-No fault of the draft raises an exception: the affected rows get single-node trees and a reason.
+No fault of the draft raises an exception. The affected rows get single-node trees and a fallback reason.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import HostTree, pad_trees
 
 HOST = torch.device("cpu")
-"""Trees are made on the host. The pass that verifies them uploads them with its other inputs."""
+"""Trees are built on the host. The verify pass uploads them with its other inputs."""
 MAX_PENDING_TOKENS = 256
-"""Pending tokens of a session, above which they are sent without a request, or the session is lost."""
+"""Limit for a session's pending tokens. Above it, they are sent without a request, or the session is lost."""
 BAD_TREES_TO_TRIP = 3
-"""Invalid trees in a row that make the draft faulty."""
+"""Number of invalid trees in a row that make the draft faulty."""
 FAULTS_TO_RECONNECT = 3
-"""Faults in a row after which to reconnect: the state that both sides keep per connection may be damaged."""
+"""Number of faults in a row after which to reconnect, because the state of the connection may be damaged."""
 NO_DEADLINE_US = 0
 FIRST_EPOCH = 1
 REJECTED_FOR_S = 5.0
-"""Pause before a refused session is offered again, if the refusal names no time."""
+"""Pause in seconds before a refused session is offered again, if the refusal contains no time."""
 
 _log = logging.getLogger("outrider.target.draft")
 
 
 class RemoteDrafter(Drafter, DeviceDrafter):
-    """Drafts in another process. Engine thread only, except for `state`, `describe` and `refusal`.
+    """A drafter in another process. Engine thread only, except for `state`, `describe` and `refusal`.
 
     Args:
         address: The draft's address.
         identity: Describes the target.
         weight: Returns tensors of the target for drafts that borrow them.
         device: The target's device.
-        fault_deadline_s: A draft that owes an answer for longer is faulty.
-        rounds: Keep rounds on the device if the transport can.
+        fault_deadline_s: Time in seconds after which an outstanding answer makes the draft faulty.
+        rounds: Keep rounds on the device if the transport supports them.
     """
 
     def __init__(
@@ -104,23 +104,23 @@ class RemoteDrafter(Drafter, DeviceDrafter):
         return DrafterState.DOWN if self._breaker.refuses_all else DrafterState.ON
 
     def refusal(self) -> OutriderError | None:
-        """Return why the draft and this target do not match; None if they do or no draft has answered."""
+        """Return why the draft and this target do not match; None if they match or no draft has answered."""
         return self._link.refusal
 
     def describe(self) -> tuple[str, str]:
-        """Return the draft's algorithm and model id. Both are empty before the first connection."""
+        """Return the draft's algorithm and model id, or two empty strings before the first connection."""
         return self._hello.algorithm, self._hello.model_id
 
     # ---- engine thread
 
     def feature_spec(self) -> FeatureSpec | None:
-        """Return the features to capture. Also process messages: the engine calls this in every step."""
+        """Return the features to capture. Also process messages, because every step calls this method."""
         self._drain()
         return self._spec
 
     @property
     def device_resident(self) -> bool:
-        """True if rounds can stay on the device now; False for a while after late rounds or a fault."""
+        """True if rounds can stay on the device now. False during the pause after late rounds or a fault."""
         connection = self._connection
         return (
             connection is not None
@@ -158,11 +158,11 @@ class RemoteDrafter(Drafter, DeviceDrafter):
                 continue
             connection.send(open_message(sequence))
             session.live = True
-            # A draft that followed the sequence before may have kept rows; its OpenAck says how many.
+            # A draft that followed the sequence before may have kept rows. OpenAck contains their number.
             session.acked = connection.carrier.rows_follow_open and sequence.fence.epoch == FIRST_EPOCH
 
     def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        """Send feature rows of a prompt, or keep them until the draft has opened the session."""
+        """Send the feature rows of a prompt, or keep the rows until the draft has opened the session."""
         session = self._sessions.get(session_id)
         if session is not None and session.live and not session.acked:
             self._drain()
@@ -175,7 +175,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
         session.send_rows(connection, self._identity.target_id, base, rows)
 
     def commit(self, result: Commits) -> None:
-        """Keep commits until the next frame, and send prompt rows that have been computed by now."""
+        """Keep commits until the next frame, and send prompt rows that the device has finished."""
         self._drain()
         for commit in result.commits:
             session = self._sessions.get(commit.fence.session_id)
@@ -193,8 +193,8 @@ class RemoteDrafter(Drafter, DeviceDrafter):
                     session.send_unasked(connection, result.round)
 
     def announce(self, request: ProposalRequest) -> None:
-        """Request trees: send one frame with the pending commits of all requested rows."""
-        # 1. Take in messages: a row may be obsolete, or its session lost.
+        """Request trees in one frame, which also contains the pending commits of all requested rows."""
+        # 1. Process messages first, because they may make a row obsolete or report a lost session.
         self._announced = request
         self._drain()
         connection = self._usable()
@@ -202,7 +202,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
         features: list[torch.Tensor] = []
         deadline_us = NO_DEADLINE_US if request.deadline_s is None else int(request.deadline_s * 1e6)
 
-        # 2. Add each row that can be drafted now; note the reason for the others.
+        # 2. Add each row that can be drafted now. For each other row, note the reason.
         asked = 0
         for row in request.rows:
             session = self._sessions.get(row.fence.session_id)
@@ -223,13 +223,13 @@ class RemoteDrafter(Drafter, DeviceDrafter):
             send_frame(connection, frame, features)
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
-        """Return one tree per row, waiting at most until the deadline."""
-        # 1. Announce the request, unless the engine already did.
+        """Wait at most until the deadline, and return one tree per row."""
+        # 1. Announce the request, unless the engine has already announced it.
         if self._announced is not request:
             self.announce(request)
         self._announced = None
 
-        # 2. Wait for the rows without an answer.
+        # 2. Wait for the trees that have not arrived.
         rows = [(row, self._sessions.get(row.fence.session_id)) for row in request.rows]
         awaited = [
             (row, session)
@@ -240,7 +240,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
         if in_time and any(session is not None and session.tree is not None for _row, session in rows):
             self._breaker.success()
 
-        # 3. Collect the trees; rows without one get their root.
+        # 3. Collect the trees. A row without a tree gets a single-node tree.
         trees: list[HostTree] = []
         for row, session in rows:
             tree = session.tree if session is not None else None
@@ -250,7 +250,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
         return pad_trees(trees, HOST, self._draft_ms)
 
     def wants_reopen(self) -> Sequence[int]:
-        """Return the lost sessions, except those that the draft refused recently; none while it is away."""
+        """Return the lost sessions, without those refused recently; return none without a connection."""
         if self._usable() is None:
             return ()
         now = time.monotonic()
@@ -276,7 +276,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
     # ---- messages
 
     def _take_reply(self, connection: Connection, timeout_s: float) -> bool:
-        """Wait for one message and process it. Return False if the connection has ended."""
+        """Wait for one message and process the message. Return False if the connection has ended."""
         reply = connection.receive(timeout_s)
         if reply is not None:
             self._handle(connection, reply)
@@ -285,7 +285,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
         return not connection.ended.is_set()
 
     def _fault(self) -> None:
-        """Leave a faulty draft alone for a while. Reconnect after some faults in a row."""
+        """Stop requests to a faulty draft for a while. Reconnect after several faults in a row."""
         self._breaker.trip(time.monotonic())
         self._patience.owed_s = None
         if self._breaker.faults % FAULTS_TO_RECONNECT == 0 and self._connection is not None:
@@ -293,7 +293,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
             self._connection.close()
 
     def _drain(self) -> None:
-        """Adopt the link's current connection and process all messages that have arrived."""
+        """Switch to the link's current connection and process all messages that have arrived."""
         connection = self._link.connection
         if connection is not None and connection.ended.is_set():
             connection = None
@@ -311,7 +311,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
             connection.close()
 
     def _go_over(self, connection: Connection | None) -> None:
-        """Switch to another connection or to none. The sessions of the previous one are lost."""
+        """Switch to another connection or to none. The sessions of the previous connection are lost."""
         self._connection = connection
         if connection is not None:
             assert connection.hello is not None
@@ -358,7 +358,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
         session.opened(self._connection, self._identity.target_id, ack.have_len)
 
     def _take_tree(self, tree: draft_pb2.Tree) -> None:
-        """Keep a tree that answers the current request; drop late, repeated and outdated ones."""
+        """Keep a tree that answers the current request. Drop late, repeated and outdated trees."""
         session = self._sessions.get(tree.fence.session_id)
         if session is None or not session.live or session.fence.epoch != tree.fence.epoch:
             return
@@ -381,7 +381,7 @@ class RemoteDrafter(Drafter, DeviceDrafter):
     def _obstacle(
         self, session: DraftSession, row: ProposalRow, connection: Connection | None, asked: int
     ) -> str:
-        """Return the reason why a row cannot be requested now, or an empty string."""
+        """Return the reason why no tree can be requested for a row now, or an empty string."""
         if connection is None:
             return DrafterState.DOWN.value
         if not session.live:

@@ -22,13 +22,13 @@ from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftShape
 
 FIRST_PAUSE_S = 0.1
-"""First pause after late or refused rounds. Each further pause doubles."""
+"""First pause in seconds after late or refused rounds. Each further pause is twice as long."""
 SHORT_PAUSE_S = 1.0
-"""A late acceptance ends a pause early, unless the next pause would be longer than this."""
+"""A late acceptance ends the current pause early if the next pause would be at most this long, in seconds."""
 LAST_PAUSE_S = 5.0
-"""Longest pause."""
+"""Longest pause in seconds."""
 GOOD_ROUNDS = 64
-"""Rounds in a row that reset the pause of a draft that was late."""
+"""Number of rounds in time, in a row, after which the next pause is the first pause again."""
 
 _log = logging.getLogger("outrider.target.draft")
 
@@ -40,7 +40,7 @@ class Residency:
         device: The target's device.
         vocab_size: The target's vocabulary size.
         patience_s: Longest time that the draft may take for any answer.
-        on_fault: Called when a wait without a deadline ended without trees.
+        on_fault: Called when a wait that has no deadline returned no trees.
     """
 
     def __init__(
@@ -54,18 +54,18 @@ class Residency:
         self._buffers: dict[tuple[int, int], TreesBuffer] = {}
         self._sizes: list[draft_pb2.RoundsEnter] = []
         self._rounds: RemoteBatch | None = None
-        # Sizes for which the draft has started rounds over this connection and since the last pause: rows,
-        # columns, shape and the bit length of the longest sequence. A longer sequence may force the draft to
-        # record a graph.
+        # Sizes for which the draft has started rounds over this connection since the last pause. A size
+        # consists of rows, columns, shape and the bit length of the longest sequence, because a longer
+        # sequence may force the draft to record a graph.
         self._welcome: set[tuple[int, int, DraftShape, int]] = set()
         self._answer: draft_pb2.RoundsEntered | None = None
-        self._awaited = False  # whether `enter` waits for the answer
+        self._awaited = False  # whether `enter` waits for the draft's answer
         self._unanswered: int | None = None
         self._pause_s = FIRST_PAUSE_S
         self._not_before = 0.0
 
     def is_open(self, connection: Connection) -> bool:
-        """Return True if rounds may start or continue over a connection."""
+        """Return True if rounds may start or continue over this connection."""
         if connection.carrier.rounds is None:
             return False
         if self._rounds is not None:
@@ -75,9 +75,9 @@ class Residency:
         return not connection.ended.is_set() and time.monotonic() >= self._not_before
 
     def for_capture(self, connection: Connection | None, shape: DraftShape, state: RoundState) -> RemoteBatch:
-        """Return rounds without sessions and without a draft, to be recorded.
+        """Return a batch for recording, without sessions and without a connection.
 
-        The draft receives their size, so that it records its part, too.
+        The draft receives the size of the batch, so that the draft also records its part.
         """
         size = size_message(shape, state)
         if size not in self._sizes:
@@ -87,7 +87,7 @@ class Residency:
         return self._make(None, (), shape, state)
 
     def connected(self, connection: Connection) -> None:
-        """Send a new draft the sizes that are recorded here."""
+        """Send a new draft the sizes of all rounds that this target has recorded."""
         self._welcome.clear()
         self._tell(connection, self._sizes)
 
@@ -99,18 +99,18 @@ class Residency:
         state: RoundState,
         take_reply: Callable[[Connection, float], bool],
     ) -> RemoteBatch | None:
-        """Start rounds. Return None if the draft cannot take part; it is then not asked again for a while.
+        """Start rounds. If the draft cannot take part, return None and pause before the next attempt.
 
-        If the draft has accepted this size before and has no prompt rows to receive, do not wait for its
-        answer. Should it refuse, the first round has no trees.
+        If the draft has accepted this size before and has no prompt rows to receive, do not wait for the
+        draft's answer. If the draft then refuses, the first round has no trees.
 
         Args:
             connection: A usable connection.
-            sessions: Live sessions with 1 to R pending tokens and their features.
-            shape: Shape of every tree.
-            state: A state of idle rows. It is filled whether the draft accepts or not.
-            take_reply: Waits up to the given seconds for a message and processes it. Returns False if the
-                connection has ended.
+            sessions: Live sessions with 1 to R pending tokens each, and the features of these tokens.
+            shape: The shape of every tree.
+            state: A state of idle rows. The call fills this state even if the draft refuses.
+            take_reply: Waits up to the given number of seconds for a message and processes the message.
+                Returns False if the connection has ended.
         """
         # 1. Check that the state and the trees fit into the channel.
         channel = connection.carrier.rounds
@@ -120,12 +120,12 @@ class Residency:
         if not channel.mend() or not channel.fits(state.packed, buffer.trees.blob):
             self._pause("the batch is too large, or the last rounds are not over")
             return None
-        # 2. Ask the draft, and fill the state while it prepares.
+        # 2. Send RoundsEnter, and fill the state while the draft prepares.
         rounds = self._rounds = self._make(connection, sessions, shape, state)
         self._answer = None
         connection.send(draft_pb2.SessionRequest(rounds_enter=rounds.entering(state)))
         rounds.fill(state)
-        # 3. Wait for the answer, unless it is most likely yes.
+        # 3. Wait for the answer, unless the draft will most likely accept.
         longest = max((session.fence.committed_len for session in sessions), default=0)
         size = (state.bs, state.columns, shape, longest.bit_length())
         self._awaited = size not in self._welcome or connection.carrier.rows_behind
@@ -143,7 +143,7 @@ class Residency:
         return None
 
     def hear(self, reply: draft_pb2.SessionReply) -> None:
-        """Process the draft's answer to RoundsEnter, or its request to end the rounds."""
+        """Process the draft's answer to RoundsEnter, or the draft's request to end the rounds."""
         rounds, entered, ended = self._rounds, reply.rounds_entered, reply.rounds_ended
         if rounds is not None and reply.HasField("rounds_entered") and entered.rounds == rounds.id:
             self._answer = entered
@@ -155,8 +155,8 @@ class Residency:
         elif reply.HasField("rounds_entered") and entered.rounds == self._unanswered:
             self._unanswered = None
             if entered.accepted and self._pause_s <= SHORT_PAUSE_S:
-                # The draft was late because it had to record this size or process long prompts. It will be in
-                # time from now on, so end the pause.
+                # The draft was late because it had to record this size or process long prompts. Later rounds
+                # of this size will be in time, so end the pause.
                 self._not_before = 0.0
         elif rounds is not None and reply.HasField("rounds_ended") and ended.rounds == rounds.id:
             if not rounds.ended:
@@ -170,10 +170,9 @@ class Residency:
                 connection.send(draft_pb2.SessionRequest(rounds_prepare=size))
 
     def _restart_numbers(self, connection: Connection) -> None:
-        """Close the connection, so that numbers can restart; the link makes a new one.
+        """Close the connection, so that the link opens a new one and round numbers can restart.
 
-        The old connection's streams and slots have seen greater numbers. Trees that have arrived are
-        discarded.
+        The old connection's streams and slots contain greater numbers. Trees that have arrived are discarded.
         """
         _log.info("round numbers restart over a new connection")
         connection.close()

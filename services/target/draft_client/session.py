@@ -1,4 +1,4 @@
-"""The target's record of one sequence that a remote draft follows: pending commits, rows, awaited tree."""
+"""The target's record of a sequence that a remote draft follows: pending commits, rows, awaited tree."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ _log = logging.getLogger("outrider.target.draft")
 
 
 class DraftSession:
-    """A sequence that the draft follows.
+    """One session: a sequence for which the draft keeps state.
 
     Attributes:
         fence: The latest committed state.
-        live: True if Open was sent over the current connection and the draft has not lost the session since.
-        acked: True if the draft has opened the session, or if rows cannot overtake Open.
-        held: Rows that wait until the session is acked, each with its first position.
+        live: True if Open was sent over the current connection and the draft has not lost the session
+            afterwards.
+        acked: True if the draft has opened the session, or if feature rows cannot overtake the Open message.
+        held: Tensors of feature rows that wait until `acked` is True, each with the position of its first
+            row.
         lost: True if the engine must reopen the session.
-        warm: True if the draft has answered for the session since it was opened.
-        in_vain: True if a wait for the session's first answer has timed out.
-        base_len: committed_len before the first pending commit.
-        token_ids: Tokens of the commits that were not sent yet.
-        features: Feature rows of these commits.
-        wanted: Request with the fence and shape that an answer must match; None if no answer is awaited.
-        tree: The answer.
-        reason: Why the last proposal was empty.
-        rejected_until: Time until which a full draft must not be offered this session again.
+        warm: True if the draft has answered a request since the session was opened.
+        in_vain: True if a wait for the session's first answer timed out.
+        base_len: The value of committed_len before the first pending commit.
+        token_ids: Tokens of the pending commits, i.e. those that were not sent yet.
+        features: Feature rows of the pending commits.
+        wanted: The request with the fence and shape that an answer must match. None if no answer is awaited.
+        tree: The tree that answers the request; None before the answer.
+        reason: The reason why the last proposal contained no drafts.
+        rejected_until: Time until which the session must not be offered again to a draft that was full.
     """
 
     __slots__ = (
@@ -82,20 +84,21 @@ class DraftSession:
         self.features.clear()
 
     def answered(self) -> None:
-        """Record that the draft has sent a tree, in time or not: waiting for this session pays off."""
+        """Record that the draft has sent a tree, even if late. Waiting for this session is useful now."""
         self.warm, self.in_vain = True, False
 
     def can_enter(self, columns: int, feature_size: int) -> bool:
         """Return True if rounds on the device can start with the pending commits.
 
-        They must consist of 1 to `columns` tokens, each with its feature row if there are features.
+        The pending commits must contain 1 to `columns` tokens. If there are features, each token must have a
+        row.
         """
         rows = sum(part.shape[0] for part in self.features)
         ready = self.live and self.acked and 1 <= len(self.token_ids) <= columns
         return ready and (not feature_size or rows == len(self.token_ids))
 
     def take_tree(self, tree: draft_pb2.Tree, vocab_size: int) -> bool:
-        """Keep a tree that answers the current request. Return False if it answers no current request.
+        """Keep a tree that answers the current request. Return False if the tree answers another request.
 
         Raises:
             ProtocolError: The tree is invalid.
@@ -114,7 +117,7 @@ class DraftSession:
         return True
 
     def reject(self, reason: str, until: float) -> None:
-        """Lose the session because the draft refused it. Do not offer it again before `until`."""
+        """Lose the session because the draft has refused it. Do not offer it to the draft before `until`."""
         self.lose(reason or "rejected")
         self.rejected_until = until
 
@@ -136,7 +139,7 @@ class DraftSession:
     def take_request(
         self, row: ProposalRow, deadline_us: int, frame_features: list[torch.Tensor]
     ) -> draft_pb2.Commit:
-        """Like `take_commit`, but also request a tree, which becomes the awaited answer."""
+        """Return the message of `take_commit`, with a request for a tree, and await this tree."""
         self.wanted = row
         commit = self.take_commit(frame_features)
         shape = draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes)
@@ -146,7 +149,7 @@ class DraftSession:
         return commit
 
     def send_rows(self, connection: Connection, target_id: str, base: int, rows: torch.Tensor) -> None:
-        """Send feature rows, or hold them back until the draft has opened the session."""
+        """Send feature rows, or keep the rows until the draft has opened the session."""
         if not self.acked:
             self.held.append((base, rows))
             return
@@ -156,12 +159,13 @@ class DraftSession:
         connection.carrier.send_rows(place, rows)
 
     def opened(self, connection: Connection, target_id: str, have_len: int) -> None:
-        """Record that the draft has opened the session, and send the rows that were held back.
+        """Record that the draft has opened the session, and send the rows in `held`.
 
         Args:
             connection: The current connection.
             target_id: This target's id.
-            have_len: Positions whose rows the draft already has; these rows are skipped.
+            have_len: Number of first positions whose rows the draft already has. These rows are not sent
+                again.
         """
         self.acked = True
         held, self.held = self.held, []
@@ -171,7 +175,7 @@ class DraftSession:
                 self.send_rows(connection, target_id, base + known, rows[known:])
 
     def send_unasked(self, connection: Connection, round_number: int) -> None:
-        """Send the pending commits without asking for a tree."""
+        """Send the pending commits without a request for a tree."""
         features: list[torch.Tensor] = []
         commit = self.take_commit(features)
         commit.want = draft_pb2.WANT_NOTHING
@@ -192,7 +196,7 @@ def open_message(sequence: SequenceOpen) -> draft_pb2.SessionRequest:
 
 
 def send_frame(connection: Connection, frame: draft_pb2.TargetFrame, features: list[torch.Tensor]) -> None:
-    """Send a frame with the feature rows of its commits. Disconnect if the draft has damaged its mailbox."""
+    """Send a frame with the feature rows of its commits. Disconnect if the draft has damaged the mailbox."""
     if features:
         try:
             frame.features.CopyFrom(connection.carrier.tensors.write(features))

@@ -1,4 +1,4 @@
-"""Validates the trees that a remote draft sends: parents, depth, size and vocabulary."""
+"""Checks the trees that a remote draft sends: parents, depth, size and vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.shared.spec.trees import HostTree
 
 
 def check_tree(tree: draft_pb2.Tree, root_token: int, shape: DraftShape, vocab_size: int) -> HostTree:
-    """Return the tree with its root, depths and ancestor masks.
+    """Check a tree and return it with its root, depths and ancestor masks.
 
     Raises:
         ProtocolError: A parent does not precede its child, a token is outside the vocabulary, or the tree is
@@ -44,6 +44,6 @@ def check_tree(tree: draft_pb2.Tree, root_token: int, shape: DraftShape, vocab_s
 
 
 def fits(shape: DraftShape, hello: draft_pb2.HelloAck) -> bool:
-    """Return True if the draft, according to its HelloAck, can make trees of this shape."""
+    """Return True if the draft can make trees of this shape, according to the draft's HelloAck."""
     caps = ((shape.depth, hello.max_steps), (shape.topk, hello.max_topk), (shape.max_nodes, hello.max_nodes))
     return all(not cap or value <= cap for value, cap in caps)

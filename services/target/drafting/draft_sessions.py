@@ -1,4 +1,4 @@
-"""Opens, closes and resyncs the drafter's sessions; adopts its feature spec; sends features and commits."""
+"""Opens, closes and reopens the drafter's sessions; adopts its feature spec; sends features and commits."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class DraftSessions:
     A sequence is `drafted` from its admission until it ends or is retracted.
 
     Attributes:
-        num_resyncs: Sessions that were opened again because the drafter had lost them.
-        misfit: Why the drafter's features do not fit this model; None if they do.
+        num_resyncs: Number of times that a session was reopened because the drafter had lost it.
+        misfit: The reason why the drafter's features do not fit this model. None if the features fit.
     """
 
     def __init__(self, drafter: Drafter, runner: ModelRunner, scheduler: Scheduler) -> None:
@@ -39,7 +39,7 @@ class DraftSessions:
         """Adopt the drafter's feature spec when it becomes known or changes.
 
         Running sequences whose features were not captured under this spec are prefilled again, which changes
-        no token, and are drafted from then on.
+        no token. From then on, these sequences get drafts.
 
         Returns:
             True if the spec has changed.
@@ -72,7 +72,7 @@ class DraftSessions:
         return self._drafter.feature_spec() is not self._offered
 
     def follow(self, plan: StepPlan) -> None:
-        """Close retracted sequences, open admitted ones, and reopen those that the drafter has lost."""
+        """Close the sessions of retracted sequences, open those of admitted ones, reopen lost sessions."""
         for sequence in plan.retracted:
             self.unfollow(sequence)
         for sequence in plan.admitted:
@@ -88,12 +88,12 @@ class DraftSessions:
 
     @property
     def settled(self) -> bool:
-        """True if `refresh` and `follow` would find nothing new: no other spec and no lost sequence."""
+        """True if `refresh` would find no other spec, and `follow` no lost session."""
         self._hear()
         return not self._lost and not self.outdated
 
     def obstacle(self, sequence: Sequence) -> str:
-        """Return the reason why a sequence cannot be drafted now, or an empty string."""
+        """Return the reason why a sequence cannot get drafts now, or an empty string."""
         if self.misfit is not None:
             return "misfit"
         state = self._drafter.state()
@@ -104,10 +104,13 @@ class DraftSessions:
         return ""
 
     def send_prefill_features(self, chunk: PrefillChunk) -> torch.Tensor | None:
-        """Send the feature rows of a finished chunk. The last row of a prompt travels with its first commit.
+        """Send the feature rows of a finished chunk.
+
+        The last row of a prompt is not sent here, because the first commit carries this row.
 
         Returns:
-            The row for the first commit, ``[1, feature_size]``; None if there is none.
+            The row for the first commit, ``[1, feature_size]``. None if this chunk does not end the prompt or
+            has no feature rows.
         """
         sequence = chunk.sequence
         if not sequence.drafted or sequence.feature_len != chunk.stop or not self._wants_features:
@@ -123,7 +126,7 @@ class DraftSessions:
     def commit(
         self, sequence: Sequence, base_len: int, token_ids: list[int], features: torch.Tensor | None
     ) -> Commit | None:
-        """Build the commit of a sequence that continues; None if the drafter does not follow the sequence."""
+        """Return the commit of a sequence that continues; None if the drafter does not follow it."""
         if not sequence.drafted or (self._wants_features and features is None):
             return None
         return Commit(sequence.fence(), base_len, token_ids, features)
@@ -135,9 +138,9 @@ class DraftSessions:
             self._drafter.close([sequence.session_id])
 
     def catch_up(self, sequence: Sequence, base_len: int) -> Commit | None:
-        """Build one commit of all tokens since `base_len`, after rounds that sent the drafter no commits.
+        """Return one commit of all tokens since `base_len`, after rounds that sent the drafter no commits.
 
-        It carries the stored feature rows. Return None if there is nothing to send.
+        The commit carries the stored feature rows. Return None if there is nothing to send.
         """
         if not sequence.drafted or sequence.committed_len == base_len:
             return None

@@ -1,4 +1,4 @@
-"""The drafter of a server without a draft: plain decoding."""
+"""The drafter of a server without a draft, which makes every round plain decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.shared.spec.trees import root_trees
 
 
 class NoDrafter(Drafter):
-    """Proposes single-node trees, follows no sequence and captures no features."""
+    """A drafter that proposes only single-node trees, follows no sequence and wants no features."""
 
     device_resident = False
 
@@ -31,7 +31,7 @@ class NoDrafter(Drafter):
         return "none", ""
 
     def feature_spec(self) -> FeatureSpec | None:
-        """Return None: no features are wanted."""
+        """Return None, because this drafter wants no features."""
         return None
 
     def state(self) -> DrafterState:

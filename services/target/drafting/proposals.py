@@ -1,4 +1,4 @@
-"""Requests trees from the drafter: chooses tree shapes, announces, collects trees, counts fallbacks."""
+"""Requests trees from the drafter: chooses tree shapes, announces, collects the trees, counts fallbacks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 from outrider.shared.spec.trees import root_trees, scatter_trees
 
 HOST = torch.device("cpu")
-"""Single-node trees are made on the host: they are uploaded with the other inputs of a pass."""
+"""Single-node trees are built on the host, because they are uploaded with the other inputs of a pass."""
 
 ANSWERED = ("", "empty_tree")
-"""Fallback reasons that still count as an answer: the drafter answered, though with the root alone."""
+"""Fallback reasons of a drafter that has answered, but with a single-node tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """An announced request.
+    """An announced request for trees.
 
     Attributes:
-        request: The request as sent.
-        rows: Index in the batch of each row of the request.
-        depth: Depth of the deepest tree.
-        announced_at: `time.monotonic()` of the announcement.
+        request: The request as sent to the drafter.
+        rows: The batch index of each row of the request.
+        depth: Depth of the deepest requested tree.
+        announced_at: Time of the announcement, from `time.monotonic()`.
     """
 
     request: ProposalRequest
@@ -45,7 +45,7 @@ class Proposal:
         return {place for place, row in zip(self.rows, self.request.rows, strict=True) if row.shape.topk == 1}
 
     def among(self, decodes: Seq[Sequence]) -> Proposal | None:
-        """Return the part of the proposal that applies to a slightly different batch; None if no row does."""
+        """Return the part of the proposal for the rows of another batch; None if that batch has none."""
         places = {sequence.session_id: index for index, sequence in enumerate(decodes)}
         found = [places.get(row.fence.session_id) for row in self.request.rows]
         rows = [place for place in found if place is not None]
@@ -56,7 +56,7 @@ class Proposal:
 
 
 class Proposals:
-    """Chooses how much each sequence drafts, asks the drafter, and counts fallbacks. Engine thread only.
+    """Chooses a tree shape for each sequence, requests trees, and counts fallbacks. Engine thread only.
 
     Attributes:
         most_on_device: Largest batch whose rounds may stay on the device.
@@ -78,7 +78,7 @@ class Proposals:
         self.most_on_device = 0
 
     def announce(self, decodes: Seq[Sequence], round_number: int) -> Proposal | None:
-        """Choose every row's tree shape and announce the rows that can have drafts, if there are any."""
+        """Choose the tree shape of every row, and announce a request for the rows that can have drafts."""
         shapes = self._shapes(decodes)
         rows = [index for index, shape in enumerate(shapes) if shape.drafts]
         if not rows:
@@ -104,7 +104,7 @@ class Proposals:
         return Proposal(request, rows, max(shapes[index].depth for index in rows), announced_at)
 
     def collect(self, proposal: Proposal | None, decodes: Seq[Sequence]) -> DraftBatch:
-        """Return one tree per sequence: the drafter's, or the root alone."""
+        """Return one tree per sequence: the drafter's tree, or a single-node tree."""
         roots = [sequence.tokens[-1] for sequence in decodes]
         if proposal is None:
             return root_trees(roots, HOST)
@@ -122,15 +122,15 @@ class Proposals:
     def timed(
         self, proposal: Proposal | None, decodes: Seq[Sequence], drafts: DraftBatch, wait_s: float
     ) -> Proposal | None:
-        """Return the proposal if the wait for it measures the cost of a proposal, else None.
+        """Return the proposal if `wait_s` is a valid measurement of the cost of a proposal, else None.
 
-        It does not if the drafter still owes the answer and the wait ended before the deadline.
+        The measurement is invalid if the drafter has not answered and the wait ended before the deadline.
 
         Args:
-            proposal: The proposal just collected, before anything else is announced.
+            proposal: The proposal that was just collected. Nothing must have been announced afterwards.
             decodes: The batch.
             drafts: The result of `collect`.
-            wait_s: How long the batch waited for the proposal.
+            wait_s: Time in seconds that the batch waited for the proposal.
         """
         if proposal is None or drafts.tokens.shape[1] > 1:
             return proposal
@@ -142,9 +142,9 @@ class Proposals:
         return proposal if answered else None
 
     def common_shape(self, decodes: Seq[Sequence]) -> DraftShape | None:
-        """Return the one tree shape with which all these sequences can stay on the device, or None.
+        """Return the common tree shape with which these sequences can stay on the device, or None.
 
-        `NO_DRAFT` stands for plain decoding. Like `announce`, this counts the fallbacks.
+        `NO_DRAFT` stands for plain decoding. Like `announce`, this method counts fallbacks.
         """
         if any(sequence.request.speculation.trace for sequence in decodes):
             return None
@@ -172,7 +172,7 @@ class Proposals:
     def may_stay_on_device(self, decodes: Seq[Sequence]) -> bool:
         """Return True if the next round of these sequences may run on the device.
 
-        Nothing should be announced ahead of such a round.
+        Do not announce a request ahead of such a round.
         """
         if not self._drafter.device_resident or len(decodes) > self.most_on_device:
             return False
@@ -185,15 +185,15 @@ class Proposals:
         return len(kinds) == 1
 
     def wait_limit_s(self, decodes: Seq[Sequence]) -> float | None:
-        """Return the longest time that the device may wait for the trees of a batch; None for no limit."""
+        """Return the limit in seconds of the device's wait for a batch's trees; None for no limit."""
         if any(sequence.controller_row is None for sequence in decodes):
             return None
         return self._controller.wait_cap_s([self._bound(sequence) for sequence in decodes], len(decodes))
 
     def _plain_by_choice(self, decodes: Seq[Sequence], wanting: Seq[Sequence]) -> DraftShape | None:
-        """Return `NO_DRAFT` if the controller chooses no drafts for all rows of a remote draft.
+        """Return `NO_DRAFT` if the draft is remote and the controller chooses no drafts for any row.
 
-        Otherwise keep its choice for the next `announce` and return None.
+        Otherwise return None and keep the controller's choice for the next `announce`.
         """
         if any(sequence.controller_row is None for sequence in wanting):
             return None

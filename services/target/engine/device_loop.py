@@ -3,13 +3,13 @@
     device    | round n          | round n + 1      | round n + 2
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
-The loop starts when every decoding sequence can have the same tree shape and the drafter, if any, lives on
-the device. It stops when other work comes up: a new sequence, another shape, no free page, or a prefill. The
-engine enqueues that prefill before it reads the last round.
+The loop starts when every decoding sequence can have the same tree shape and the drafter, if there is one,
+can draft on the device. The loop stops for a new sequence, another shape, a prefill, or when no page is free.
+The engine enqueues the prefill before it reads the last round.
 
-The host sees the end of a sequence one round late. It drops the tokens of that extra round, so they are
-never emitted, billed or cached. The row stays idle until the remaining sequences fit into the next smaller
-batch; they then move there in stream order.
+The host sees the end of a sequence one round late. The host drops the tokens of that extra round, so these
+tokens are never emitted, billed or cached. The ended sequence's row stays idle until the remaining sequences
+fit into the next smaller batch. The remaining sequences then move to that batch in stream order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.shared.spec.drafter import Commit, Commits, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CATCH_UP_TOKENS = 128
-"""Plain rounds send a drafter that follows their sequences one commit per this many tokens."""
+"""Number of tokens per commit that plain rounds send to a drafter that follows their sequences."""
 
 _log = logging.getLogger("outrider.target")
 
@@ -40,9 +40,9 @@ class OverlapPlan:
     """Configures which rounds stay on the device.
 
     Attributes:
-        batch_sizes: Sizes to pad batches to, ascending. Larger batches run through the host.
-        columns: Maximum number of tokens of a round with the default shape: its depth + 1.
-        recorded: Largest batch whose rounds are recorded as CUDA graphs; None for all.
+        batch_sizes: Sizes to pad batches to, ascending. Batches above the largest size run through the host.
+        columns: Maximum number of tokens per row of a round with the default shape, which is its depth + 1.
+        recorded: Largest batch whose rounds are recorded as CUDA graphs. None records all batches.
     """
 
     batch_sizes: tuple[int, ...]
@@ -55,7 +55,7 @@ class DeviceLoop:
 
     Args:
         rounds: Enqueues and reads rounds.
-        batch_sizes: Sizes to pad batches to, ascending. Larger batches run through the host.
+        batch_sizes: Sizes to pad batches to, ascending. Batches above the largest size run through the host.
         parts: The engine's parts.
     """
 
@@ -76,12 +76,12 @@ class DeviceLoop:
 
     @property
     def drafts(self) -> bool:
-        """True if the current rounds on the device, or else the last ones, use drafts."""
+        """True if the current or, between batches, the last rounds on the device use drafts."""
         return self._shape.drafts
 
     @property
     def takes_prefilled(self) -> bool:
-        """True if a sequence can join right after its prefill: without a draft, or with one on the device."""
+        """True if no remote draft takes part, so that a sequence can join right after its prefill."""
         return self._parts.drafter.device_resident or self._parts.drafter.state() is DrafterState.NONE
 
     @property
@@ -127,11 +127,11 @@ class DeviceLoop:
         return True
 
     def step(self) -> bool:
-        """Launch the next round and finish the previous one.
+        """Launch the next round and finish the previous round.
 
         Returns:
-            False if no further round can be launched. Call `drain` next; other work may be enqueued before
-            it.
+            False if no further round can be launched. The caller must then call `drain`, and may enqueue
+            other work before that call.
         """
         if not (self._stays() and self._launch()):
             return False
@@ -139,17 +139,17 @@ class DeviceLoop:
         if not self._places:
             self._leave()
         else:
-            self._rounds.carry()  # last, because it may wait: the tokens are on their way to the clients
+            self._rounds.carry()  # last, because this call may wait: the tokens have already been passed on
         return True
 
     def drain(self) -> None:
-        """Finish the rounds in flight and leave the device."""
+        """Finish the rounds in flight and end the rounds on the device."""
         while self._rounds.in_flight and self._places:
             self._finish(self._rounds.read())
         self._leave()
 
     def abandon(self) -> None:
-        """Leave after a failure. Results in flight are dropped; all sequences have ended."""
+        """End the rounds after a failure that has ended all sequences. Drop the results in flight."""
         if self._rounds.active:
             try:
                 self._leave()
@@ -157,7 +157,7 @@ class DeviceLoop:
                 _log.exception("the drafter could not end its rounds on the device")
 
     def retire(self, sequence: Sequence) -> None:
-        """Remove a sequence that is about to end. Sequences of other batches are ignored."""
+        """Remove a sequence that is about to end. Ignore sequences of other batches."""
         row = self._places.pop(sequence.session_id, None)
         if row is not None:
             self._sequences[row] = None
@@ -181,7 +181,7 @@ class DeviceLoop:
         )
 
     def _drafter_falls_behind(self, decoding: Seq[Sequence]) -> bool:
-        """Return True if the drafter lags so far behind plain rounds that it should catch up."""
+        """Return True if the drafter lags so far behind the plain rounds that a commit should be sent."""
         if self._shape.drafts:
             return False
         return any(
@@ -190,14 +190,14 @@ class DeviceLoop:
         )
 
     def _worth_another(self) -> bool:
-        """Return True if a sequence may outlive the rounds in flight, each of which adds a token or more."""
+        """Return True if a sequence may continue after the rounds in flight, at one token or more a round."""
         return any(
             sequence is not None and sequence.remaining > self._rounds.in_flight
             for sequence in self._sequences
         )
 
     def _launch(self) -> bool:
-        """Enqueue a round, unless those in flight end every sequence. Return False if there is no room."""
+        """Enqueue a round unless those in flight end every sequence. Return False if no page is free."""
         if not self._worth_another():
             return True
         if not self._fits_its_bucket():
@@ -214,7 +214,7 @@ class DeviceLoop:
         return self._rounds.launch(upper, self._wait_limit_s)
 
     def _fits_its_bucket(self) -> bool:
-        """Move to a smaller batch if enough rows have ended. Return False if the drafter cannot."""
+        """Move to a smaller batch if enough rows have ended. Return False if the drafter cannot move."""
         bs = self._halved()
         if bs == self._bs:
             return True
@@ -234,7 +234,7 @@ class DeviceLoop:
         )
 
     def _finish(self, finished: FinishedRound) -> None:
-        """Advance the sequences by a round that was read, deliver its tokens and update the controller."""
+        """Process a round that was read: advance the sequences, deliver tokens, and update the controller."""
         kept: list[list[int]] = [[] for _ in self._sequences]
         executed: list[ExecutedRow] = []
         before = list(self._sequences)
@@ -283,7 +283,7 @@ class DeviceLoop:
     def _leave(self) -> None:
         remaining = [sequence for sequence in self._sequences if sequence is not None]
         self._rounds.leave()
-        if not self._shape.drafts:  # plain rounds have sent the drafter no commits
+        if not self._shape.drafts:  # Plain rounds have sent no commits to the drafter.
             commits = [
                 self._parts.follower.catch_up(sequence, self._entered_len[sequence.session_id])
                 for sequence in remaining
@@ -294,7 +294,7 @@ class DeviceLoop:
         self._sequences, self._places, self._entered_len = [], {}, {}
 
     def _halved(self) -> int:
-        """Return the smallest size, by repeated halving, that holds the remaining rows.
+        """Halve the batch size while the remaining rows still fit, and return the result.
 
         Halving keeps the number of distinct sizes and of moves small.
         """

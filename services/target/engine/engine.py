@@ -1,7 +1,7 @@
 """The target's engine and its `step`: receive, schedule, announce, deliver, prefill, propose, verify, commit.
 
-The draft works on a round from `announce` on, while the target delivers the events of the previous round and
-prefills prompts. A round without draft nodes is plain decoding through the same code.
+The draft starts to work on a round at `announce`. Meanwhile the target delivers the events of the previous
+round and prefills prompts. A round without draft nodes is plain decoding through the same code.
 
 All state belongs to the engine thread. Other threads only append to the inbox.
 """
@@ -46,7 +46,7 @@ from outrider.shared.spec.tree import DraftShape
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
 LOOK_S = 1.0
-"""Poll interval of an idle engine for a newly connected draft, for which it would record graphs."""
+"""Poll interval at which an idle engine checks for a new draft, which needs other CUDA graphs."""
 
 
 class TargetEngine(Steppable):
@@ -59,13 +59,13 @@ class TargetEngine(Steppable):
         scheduler: Owns the KV pages and decides which sequences run.
         drafter: Proposes trees.
         limits: Checks requests on arrival.
-        metrics: Prometheus metrics; new ones by default.
-        controller: Chooses how much to draft; a new one by default.
+        metrics: Prometheus metrics. By default, the engine creates new metrics.
+        controller: Chooses how much to draft. By default, the engine creates a new controller.
         wake: Wakes the engine thread.
-        overlap: Which rounds stay on the device; None sends every round through the host.
+        overlap: Configures which rounds stay on the device. None runs every round through the host.
 
     Attributes:
-        draining: True from the start of a shutdown: new requests are refused.
+        draining: True from the start of a shutdown. The engine then refuses new requests.
         again: Records CUDA graphs again after the draft has changed.
     """
 
@@ -120,7 +120,7 @@ class TargetEngine(Steppable):
     # ---- any thread
 
     def submit(self, request: GenerationRequest, sink: EventSink) -> int:
-        """Queue a request; its events are delivered to `sink`.
+        """Queue a request. The engine delivers the request's events to `sink`.
 
         Returns:
             A handle for `cancel`, `pause` and `resume`.
@@ -150,17 +150,17 @@ class TargetEngine(Steppable):
         return sequence.session_id
 
     def cancel(self, handle: int, keep_tokens: int | None = None) -> None:
-        """End a request. Unknown handles are ignored.
+        """End a request. Ignore unknown handles.
 
         Args:
-            handle: From `submit`.
-            keep_tokens: Tokens to bill if a stop string ended the text; None if the client cancels.
+            handle: The handle that `submit` returned.
+            keep_tokens: Number of tokens to bill if a stop string ended the text. None if the client cancels.
         """
         self._inbox.append(Cancel(handle, keep_tokens))
         self.wake()
 
     def pause(self, handle: int) -> None:
-        """Skip a request while its reader is slow. It keeps its KV pages unless other requests need them."""
+        """Pause a request whose reader is slow. It keeps its KV pages unless other requests need them."""
         self._inbox.append(Pause(handle, True))
 
     def resume(self, handle: int) -> None:
@@ -178,7 +178,7 @@ class TargetEngine(Steppable):
         )
 
     def stats(self) -> EngineStats:
-        """Return a snapshot. It is cheap, and approximate while the engine runs."""
+        """Return a snapshot of load and speculation. The values are approximate while the engine runs."""
         scheduler = self._scheduler
         return EngineStats(
             running=len(scheduler.active),
@@ -199,13 +199,16 @@ class TargetEngine(Steppable):
         return len(self._live) + sum(isinstance(message, Submit) for message in tuple(self._inbox))
 
     def ask_recorded(self) -> threading.Event:
-        """Return an event that is set once all graphs for the current draft are recorded. Any thread."""
+        """Return an event that is set once all graphs for the current draft are recorded. Thread-safe."""
         asked = self.again.ask()
         self.wake()
         return asked
 
     def forget_warm_up(self) -> None:
-        """Reset all counters, but keep the costs that the controller has learned. No request may be live."""
+        """Reset all counters, but keep the costs that the controller has learned.
+
+        Call only while no request is live.
+        """
         self.controller.forget_acceptance()
         self.metrics.reset()
         self._delivery.start_counting()
@@ -214,7 +217,7 @@ class TargetEngine(Steppable):
     def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
         """Return functions that each record one CUDA graph for a batch size and tree shape.
 
-        Call them on the engine thread, or before it runs.
+        Call these functions on the engine thread, or before the engine thread runs.
         """
         self._follower.refresh()
         if self._loop is not None and self._loop.takes(shape):
@@ -224,7 +227,7 @@ class TargetEngine(Steppable):
         return host_recordings(self._runner, bs, shape)
 
     def prefill_recording(self, size: int) -> Callable[[], None]:
-        """Return a function that records the pass over prompts of up to `size` tokens. See `recordings`."""
+        """Return a function that records the pass over prompts of up to `size` tokens, as in `recordings`."""
         self._follower.refresh()
         return lambda: self._runner.capture_prefill(size)
 
@@ -236,16 +239,16 @@ class TargetEngine(Steppable):
         return self._loop is not None and self._loop.active
 
     def has_work(self) -> bool:
-        """Return True if `step` has anything to do, including graphs to record while no request is live."""
+        """Return True if `step` has work, including graphs to record while no request is live."""
         if self._inbox or self._delivery.pending or self.on_device or self._scheduler.has_work():
             return True
         return not self._live and (self.again.waiting or (self.again.planned and self._follower.outdated))
 
     def next_wakeup(self) -> float | None:
-        """Return when the engine must wake up: at the earliest deadline, or to poll for a changed draft."""
+        """Return the time at which the engine must wake up, for a request's deadline or to poll the draft."""
         if self._live or not self.again.planned or self._drafter.state() is DrafterState.NONE:
             return self._expiry.next_due
-        # Poll while a draft is connected, too: another draft may replace it.
+        # Poll even while a draft is connected, because another draft may replace it.
         return time.monotonic() + LOOK_S
 
     def step(self) -> None:
@@ -254,7 +257,7 @@ class TargetEngine(Steppable):
         started = time.monotonic()
         self._receive(started)
 
-        # 2. Continue the rounds on the device, if there are any. In the steady state this is the whole step.
+        # 2. Continue the rounds on the device, if there are any. In the steady state, the step ends here.
         if (
             self._loop is not None
             and self._loop.active
@@ -262,7 +265,8 @@ class TargetEngine(Steppable):
         ):
             return
 
-        # 3. Adopt a changed draft. Its graphs are recorded one per step, and only while no request is live.
+        # 3. Adopt a changed draft. Each step records one of the new graphs, and only while no request is
+        # live.
         if self._follower.refresh():
             self.again.renew()
         if not self._live and self.again.waiting and not self._delivery.pending:
@@ -275,7 +279,8 @@ class TargetEngine(Steppable):
         loop, prefills = None if self._host.announced else self._loop, plan.prefills
 
         # 5. Prefill now if the sequences can join rounds on the device afterwards. Otherwise the draft is in
-        #    another process: announce first (step 7), so that it drafts while the target prefills.
+        # another process. In that case announce first (step 7), so that the draft works while the target
+        # prefills.
         if loop is not None and loop.takes_prefilled:
             self._delivery.flush()
             if prefills:
@@ -303,9 +308,9 @@ class TargetEngine(Steppable):
             self._host.run(plan.decodes, proposal, times)
 
     def _leaves_and_enters(self, loop: DeviceLoop, now: float) -> bool:
-        """End the rounds on the device and start new ones that include newly arrived prompts.
+        """End the rounds on the device and start new rounds that include newly arrived prompts.
 
-        The prompts are enqueued behind the running round, so the device does not idle.
+        The prompts are enqueued behind the running round, so that the device does not idle.
 
         Returns:
             True if new rounds have started. Otherwise the step continues on the host.
@@ -326,9 +331,9 @@ class TargetEngine(Steppable):
         return entered
 
     def step_failed(self, error: Exception) -> None:
-        """Fail the requests in the batch after an exception; queued requests stay.
+        """Fail the requests in the batch after an exception. Queued requests stay in the queue.
 
-        An UnavailableError (a lost rank) keeps its code and reason, so that clients retry.
+        The error of a lost rank, an `UnavailableError`, keeps its code and reason, so that clients retry.
         """
         code, reason = (
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)

@@ -18,7 +18,7 @@ from outrider.shared.spec.drafter import Drafter
 
 @dataclass(slots=True)
 class EngineParts:
-    """The parts of one engine. All of them belong to the engine thread.
+    """The parts of one engine. Only the engine thread may use these parts.
 
     Attributes:
         drafter: Proposes trees.
@@ -28,7 +28,7 @@ class EngineParts:
         proposals: Requests trees from the drafter.
         controller: Chooses how much to draft.
         metrics: Counts rounds.
-        poisoned: Called with a sequence whose logits are NaN or infinite; fails it.
+        poisoned: Called with a sequence whose logits are NaN or infinite. The function fails that sequence.
         forget: Called with every sequence that has ended.
         counter: Counts the engine's rounds.
     """

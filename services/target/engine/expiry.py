@@ -1,4 +1,4 @@
-"""Finds requests whose deadline has passed or whose reader was paused too long, and when the next is due."""
+"""Finds requests whose deadline has passed or that were paused too long, and the time of the next check."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ class Expiry:
     """Tracks the earliest time at which a live request may have to end. Engine thread only.
 
     Attributes:
-        next_due: `time.monotonic()` of the next check, or None. It may be too early, but is never too late.
+        next_due: Time of the next check, from `time.monotonic()`, or None. The check may be too early, but
+            never too late.
     """
 
     def __init__(self) -> None:
         self.next_due: float | None = None
 
     def due_at(self, moment: float | None) -> None:
-        """Check requests at `moment` at the latest; None changes nothing."""
+        """Schedule a check at `moment` or earlier. None changes nothing."""
         if moment is not None and (self.next_due is None or moment < self.next_due):
             self.next_due = moment
 
     def clear(self) -> None:
-        """Forget all due times, because no request is live."""
+        """Cancel the next check. Call when no request is live."""
         self.next_due = None
 
     def overdue(
         self, live: Iterable[Sequence], now: float, pause_timeout_s: float
     ) -> Iterator[tuple[Sequence, OutriderError]]:
-        """Yield the requests that have to end now, each with its error. Update `next_due` for the others."""
+        """Yield the requests that must end now, each with its error. Update `next_due` for all others."""
         if self.next_due is None or now < self.next_due:
             return
         self.next_due = None

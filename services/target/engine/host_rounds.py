@@ -4,8 +4,8 @@
     host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
     remote draft                           | extend by n, draft n + 1  |
 
-The announcement follows the end of a verify pass immediately, because a draft in another process idles until
-it arrives. Everything that can wait, such as delivery, comes later.
+The announcement is sent immediately after a verify pass, because a draft in another process idles until the
+announcement arrives. Work that can wait, such as delivery, is done later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.shared.spec.drafter import Commit, Commits, DrafterState
 class _Early:
     """An announcement for the sequences that are expected to decode next.
 
-    `proposal` is None if none of them wanted drafts.
+    `proposal` is None if none of these sequences wanted drafts.
     """
 
     session_ids: list[int]
@@ -36,7 +36,7 @@ class _Early:
 
 
 class HostRounds:
-    """Runs the rounds of one engine in which the host takes part. Engine thread only.
+    """Runs those rounds of one engine that go through the host. Engine thread only.
 
     Args:
         runner: Runs the forward passes.
@@ -51,15 +51,15 @@ class HostRounds:
 
     @property
     def announced(self) -> bool:
-        """True if the drafter already works on a round."""
+        """True if the drafter is already working on a round."""
         return self._early is not None and self._early.proposal is not None
 
     def drop(self) -> None:
-        """Discard the early announcement, because its sequences continue on the device or have failed."""
+        """Discard the early announcement. Call if its sequences continue on the device or have failed."""
         self._early = None
 
     def announce(self, decodes: Seq[Sequence]) -> Proposal | None:
-        """Request trees for the sequences that decode now, unless an early announcement already did."""
+        """Request trees for the sequences that decode now, unless an early announcement has done so."""
         early, self._early = self._early, None
         if not self._drafts:
             return None
@@ -73,7 +73,7 @@ class HostRounds:
         return self._parts.proposals.announce(decodes, self._parts.counter.value)
 
     def run(self, decodes: Seq[Sequence], proposal: Proposal | None, times: StepTimes) -> None:
-        """Wait for the proposal, verify it, commit and deliver the chosen tokens."""
+        """Wait for the proposal, verify it, and then commit and deliver the chosen tokens."""
         # 1. Propose: wait for the drafter's trees.
         drafts = self._parts.proposals.collect(proposal, decodes)
         times.proposed = time.monotonic()
@@ -127,7 +127,8 @@ class HostRounds:
         if self._drafts:
             self._parts.controller.observe(executed)
             if timed is not None:
-                # Without an answer, the draft would have needed longer than the wait: count it double.
+                # Without an answer, the draft would have needed longer than the measured time, so count that
+                # time double.
                 answered = max(outcome.num_nodes for outcome in outcomes) > 1
                 self._parts.controller.costs.observe_answer(
                     (times.proposed - timed.announced_at) * (1.0 if answered else 2.0)

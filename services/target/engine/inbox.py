@@ -16,7 +16,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Ends a request. Tokens after `keep_tokens` are not billed."""
+    """Ends a request. The request is not billed for tokens after `keep_tokens`."""
 
     session_id: int
     keep_tokens: int | None

@@ -1,4 +1,4 @@
-"""Emits token, finish and error events, one delivery per step; ends sequences and frees their KV pages."""
+"""Emits token, finish and error events in one delivery per step; ends sequences and frees their KV pages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from outrider.shared.base.generation import FinishReason, RoundTrace
 
 
 class OutputProcessor:
-    """Collects the events of a step and delivers them together. Every sequence ends here and frees its pages.
+    """Collects the events of a step and delivers them together. Ends every sequence and frees its pages.
 
     Attributes:
-        generated_tokens: Tokens emitted since the start or the last `start_counting`.
-        totals: Speculation statistics of the ended sequences over the same time.
+        generated_tokens: Number of tokens emitted since the start or the last `start_counting`.
+        totals: Speculation statistics of the sequences that have ended since then.
         before_end: Called with every sequence before it ends.
     """
 
@@ -60,7 +60,7 @@ class OutputProcessor:
                 sink.deliver(events)
 
     def tokens(self, sequence: Sequence, step: Advance, trace: RoundTrace | None) -> bool:
-        """Emit the tokens that a prefill or round kept. Return True if the sequence ended with them."""
+        """Emit the tokens that a prefill or round kept. Return True if these tokens ended the sequence."""
         now = time.monotonic()
         if not sequence.first_token_at:
             sequence.first_token_at = now
@@ -80,7 +80,7 @@ class OutputProcessor:
         return True
 
     def cancel(self, sequence: Sequence, keep_tokens: int | None) -> None:
-        """End a sequence at the client's request. Tokens after `keep_tokens` are not billed."""
+        """End a sequence at the client's request, without billing for tokens after `keep_tokens`."""
         emitted = sequence.committed_len - sequence.prompt_len
         kept = emitted if keep_tokens is None else min(keep_tokens, emitted)
         sequence.stats.tokens_cut += emitted - kept

@@ -26,7 +26,7 @@ from outrider.shared.spec.drafter import Commit, EagerDrafter
 
 @dataclass(frozen=True, slots=True)
 class PrefillPass:
-    """Prompt chunks in flight, and the first tokens of the prompts that they complete."""
+    """Prompt chunks in flight, and the first tokens after those prompts that the chunks complete."""
 
     chunks: Seq[PrefillChunk]
     chosen: ChosenTokens
@@ -38,8 +38,8 @@ class Prefill:
     Args:
         runner: Runs the forward passes.
         parts: The engine's parts.
-        host: Sends commits to the drafter.
-        expects_drafts: Returns True if sequences in mode `auto` will probably be drafted in their first
+        host: Sends the first commits to the drafter.
+        expects_drafts: Returns True if sequences in mode `auto` will probably use drafts in their first
             round.
     """
 
@@ -82,7 +82,7 @@ class Prefill:
         """Record what a chunk has stored and send its feature rows to the drafter.
 
         Returns:
-            The last row of the prompt, which travels with the first commit; None for earlier chunks.
+            The last row of the prompt, for the first commit. None for earlier chunks.
         """
         sequence = chunk.sequence
         if self._runner.captures and sequence.wants_drafts and sequence.feature_len == chunk.start:

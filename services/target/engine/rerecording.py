@@ -1,4 +1,4 @@
-"""Re-records CUDA graphs after the draft has changed, one at a time, while the target has no live request."""
+"""Records CUDA graphs again after the draft has changed, one graph at a time, while no request is live."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outrider.shared.engine.graphs import GraphCache
 _log = logging.getLogger("outrider.target")
 
 Plan = Callable[[], Iterable[Callable[[], None]]]
-"""Returns functions that each record one graph, or do nothing if the graph exists."""
+"""Returns functions that each record one graph, or do nothing if that graph exists."""
 
 
 class Rerecording:
-    """The graphs that are left to record. Engine thread only, except for `ask`.
+    """The list of graphs that are not recorded yet. Engine thread only, except for `ask`.
 
     Args:
         graphs: The target's CUDA graphs.
@@ -32,32 +32,32 @@ class Rerecording:
 
     @property
     def planned(self) -> bool:
-        """True if graphs are to be recorded again after a change of the draft."""
+        """True if `follow` was called, so that graphs are recorded again after a change of the draft."""
         return self._plan is not None
 
     @property
     def waiting(self) -> bool:
-        """True if graphs are left to record, or a caller of `ask` waits for an answer."""
+        """True if graphs are left to record, or if a caller of `ask` waits for its event."""
         return bool(self._pieces or self._asked)
 
     def ask(self) -> threading.Event:
-        """Return an event that is set once no graph is left to record. Any thread."""
+        """Return an event that is set once no graph is left to record. May be called from any thread."""
         asked = threading.Event()
         self._asked.append(asked)
         return asked
 
     def follow(self, plan: Plan) -> None:
-        """Set the graphs to record after every change of the draft from now on."""
+        """Set the plan of graphs to record after each future change of the draft."""
         self._plan = plan
 
     def renew(self) -> None:
-        """Start over, because the draft's features have changed."""
+        """Plan all graphs again, because the draft's features have changed."""
         if self._plan is not None:
             self._started = time.monotonic()
             self._pieces = deque(self._plan())
 
     def record_next(self) -> None:
-        """Record one graph, if any is left. A request that arrives meanwhile waits only for this one."""
+        """Record one graph, if any is left. A request that arrives meanwhile waits for this graph only."""
         if self._pieces:
             with self._graphs.keeping():
                 self._pieces.popleft()()

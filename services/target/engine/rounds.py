@@ -1,4 +1,4 @@
-"""Cuts a round's tokens at stop tokens and the length limit; summarises rounds for trace and controller."""
+"""Cuts a round's tokens at stop tokens and the length limit; summarizes rounds for trace and controller."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Advance:
     """Progress of one sequence in one round.
 
     Attributes:
-        kept: Tokens that are kept and emitted.
-        num_cut: Tokens dropped after a stop token or the length limit.
-        finish: Why the sequence ends with these tokens; None if it continues.
-        matched_token: The stop token that ended it, if one did.
+        kept: The tokens that are kept and emitted.
+        num_cut: Number of tokens that were dropped after a stop token or the length limit.
+        finish: The reason why the sequence ends with these tokens. None if the sequence continues.
+        matched_token: The stop token that ended the sequence. None if no stop token did.
     """
 
     kept: list[int]
@@ -39,9 +39,9 @@ class Advance:
 
 
 def advance(sequence: Sequence, emitted: list[int]) -> Advance:
-    """Append chosen tokens to a sequence, up to the first stop token or its length limit.
+    """Append chosen tokens to a sequence, up to the first stop token or the sequence's length limit.
 
-    Dropped tokens do not count in lengths, usage or noise positions.
+    Lengths, usage and noise positions do not include dropped tokens.
     """
     kept, finish, matched = emitted, None, None
     stop_ids, remaining = sequence.stop_ids, sequence.remaining
@@ -90,15 +90,15 @@ def executed_step(
     chains: Collection[int],
     times: StepTimes,
 ) -> ExecutedStep:
-    """Summarise a step for the controller.
+    """Summarize a step for the controller.
 
     Args:
         decodes: The batch.
-        outcomes: One per sequence.
+        outcomes: One outcome per sequence.
         drafts: The verified trees.
-        depth: Depth of the deepest requested tree; 0 if none was requested.
-        chains: Rows that requested chains.
-        times: Timestamps of the step.
+        depth: Depth of the deepest requested tree. 0 if no tree was requested.
+        chains: The rows that requested chains.
+        times: The timestamps of the step.
     """
     offered = [0] * len(decodes) if depth == 0 else drafts.depths.amax(dim=1).tolist()
     return ExecutedStep(

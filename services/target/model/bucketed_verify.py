@@ -17,17 +17,17 @@ from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.tree import DraftBatch
 
 LEAST_CONTEXT = 1024
-"""Context tokens that the narrowest page table covers. Shorter contexts share its graph."""
+"""Number of context tokens that the narrowest page table covers. Shorter contexts share the same graph."""
 MAX_PADDING = 2.0
-"""A graph is used if padding at most doubles the number of nodes (this is the factor)."""
+"""Largest factor by which padding may multiply the number of nodes of a pass that uses a graph."""
 FREE_ROWS = 64
-"""A pass of up to this many rows costs about as much as a single row, so padding up to here is free."""
+"""Number of rows up to which padding is free, because a pass costs about as much as a single row."""
 
 
 def table_pages(sequences: Seq[Sequence], page_size: int, nodes: int) -> int:
-    """Return the number of columns of a page table for these leases, with room to grow.
+    """Return the number of columns of a page table for the leases of these sequences, with room to grow.
 
-    It is a power of two, so that few graphs serve all contexts.
+    The number is a power of two, so that few graphs serve all contexts.
     """
     most = max((len(sequence.lease.pages) for sequence in sequences if sequence.lease is not None), default=0)
     least = -(-max(LEAST_CONTEXT, nodes) // page_size)
@@ -35,13 +35,13 @@ def table_pages(sequences: Seq[Sequence], page_size: int, nodes: int) -> int:
 
 
 class BucketedVerify:
-    """Runs `verify_step` on trees from the host. Engine thread only; under inference mode.
+    """Runs `verify_step` on trees from the host. Engine thread only, under inference mode.
 
     Args:
         model: Returns the model to run, with or without feature rows.
         graphs: Records and replays the passes.
         buckets: Sizes to pad batches and trees to.
-        max_depth: Depth of the deepest tree that is verified without a cut.
+        max_depth: Depth of the deepest tree whose accepted path is never cut.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class BucketedVerify:
         """Verify one tree per sequence.
 
         Returns:
-            The outcome of each sequence, and a copy of the accepted nodes' feature rows,
-            ``[bs, R, feature_size]``, if they are captured.
+            The outcome of each sequence, and a copy of the accepted nodes' feature rows, ``[bs, R,
+            feature_size]``. None in place of the copy if no features are captured.
         """
         bs, nodes = self._buckets.batch_size(len(sequences)), self._buckets.num_nodes(drafts.tokens.shape[1])
         assert bs is not None
@@ -86,11 +86,11 @@ class BucketedVerify:
         return [row for row in rows if row is not None], features
 
     def capture(self, bs: int, nodes: int, mode: SamplingMode, capture: bool) -> None:
-        """Record the pass of one size before it is needed."""
+        """Record the pass of one size before the pass is needed."""
         self._prepare(self._at(*self._key(bs, nodes, ())), mode, capture)
 
     def _on_host(self, packed: torch.Tensor) -> torch.Tensor:
-        """Copy the result of a pass to the host and wait for it. Pinned memory avoids a staging copy."""
+        """Copy the result of a pass to pinned host memory, which avoids a staging copy, and wait."""
         if not packed.is_cuda:
             return packed
         size = (packed.shape[0], packed.shape[1])

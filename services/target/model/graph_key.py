@@ -1,4 +1,4 @@
-"""Keys of the target's CUDA graphs: rounds on the device, verify passes and prompt passes."""
+"""Keys of the target's CUDA graphs for rounds on the device, verify passes and prompt passes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class GraphKey(NamedTuple):
     Attributes:
         kind: "round" for a round on the device, "verify" for the verify pass of a host round, "prefill" for a
             pass over a prompt.
-        rows: Sequences of a batch, or tokens of a prompt.
-        nodes: Nodes of each tree, including the root.
-        pages: Columns of the page table.
-        mode: Sampling mode; None where the graph serves every mode.
+        rows: Number of sequences of a batch, or of tokens of a prompt.
+        nodes: Number of nodes of each tree, including the root.
+        pages: Number of columns of the page table.
+        mode: The sampling mode. None if the graph serves every mode.
         shape: Shape of the draft trees of a round.
-        columns: Maximum number of tokens that a round may choose.
+        columns: Maximum number of tokens that a round may choose per row.
         capture: True if feature rows are computed and stored.
-        drafter: The drafter's own part of the key, see `ResidentBatch.key`.
+        drafter: The drafter's part of the key, from `ResidentBatch.key`.
         draft_dependent: True if the graph reads the drafter's tensors, the feature plane or the projector.
-            Such graphs become invalid when another draft connects; those of plain decoding stay valid.
+            Such graphs become invalid when another draft connects. Graphs of plain decoding stay valid.
     """
 
     kind: Literal["round", "verify", "prefill"]

@@ -1,7 +1,7 @@
 """Per-batch inputs of a verify pass at fixed addresses: page table, limits, sampling parameters, trees.
 
-All of them lie in one buffer, so that a single copy from the host loads them. The copy is in stream order, so
-a pass that still runs does not see the new values.
+All inputs are in one buffer, so that a single copy from the host loads every input. The copy is in stream
+order, so a pass that still runs does not see the new values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outrider.shared.base.generation import SamplingParams
 from outrider.shared.spec.tree import DraftBatch, mask_words
 
 STAGES = 4
-"""Pinned buffers used in turn, because a copy may still be in flight when the next one is prepared."""
+"""Number of pinned buffers, used in turn, because a copy may still be in flight when the next is prepared."""
 
 
 class SamplingMode(Enum):
-    """The sampling code that a batch needs. A CUDA graph contains the code of one mode."""
+    """The sampling code that a batch needs. A CUDA graph contains the code of a single mode."""
 
     GREEDY = "greedy"
     NOISE = "noise"
@@ -68,22 +68,22 @@ class _HostTrees:
 
 
 class InputBatch:
-    """The inputs of one batch size. Rows past the sequences are idle: their limit is 0.
+    """The inputs of one batch size. Rows after the last sequence are idle, which means that their limit is 0.
 
     Args:
-        bs: Rows.
-        nodes: Tree nodes per row; sampling parameters are repeated for each node.
-        pages: Columns of the page table.
-        page_size: Tokens per page.
+        bs: Number of rows.
+        nodes: Number of tree nodes per row. Sampling parameters are repeated for each node.
+        pages: Number of columns of the page table.
+        page_size: Number of tokens per page.
         device: Device of the tensors.
 
     Attributes:
-        page_table: ``[bs, pages] int32``.
-        limits: ``[bs] int32``; the length at which each sequence ends, or 0 for idle rows. A round runs for a
-            row while its committed_len is below this limit.
-        committed_lens: ``[bs] int32``, as of `load`; 1 for idle rows.
-        query_start: ``[bs + 1] int32``, multiples of `nodes`.
-        trees: ``[bs, nodes]``, as of `load`; single-node trees where none were loaded.
+        page_table: ``[bs, pages] int32``; the page ids of each row's lease.
+        limits: ``[bs] int32``; the length at which each sequence ends, or 0 for idle rows. A row takes part
+            in rounds while its committed_len is below this limit.
+        committed_lens: ``[bs] int32``; the value at the time of `load`, or 1 for idle rows.
+        query_start: ``[bs + 1] int32``; multiples of `nodes`.
+        trees: ``[bs, nodes]``; the trees that `load` has copied, or else single-node trees.
         nothing, ones, no_parent: ``[bs] int32`` constants 0, 1 and -1.
     """
 
@@ -93,7 +93,7 @@ class InputBatch:
         self.pages = pages
         self.page_size = page_size
         rows = bs * nodes
-        # 64-bit seeds come first, because they need alignment.
+        # Seeds come first, because 64-bit values need alignment.
         sizes = {
             "seeds": 2 * rows,
             "limits": bs,
@@ -137,7 +137,7 @@ class InputBatch:
         )
         self._top_k, self._choices = host["top_k"], host["choices"]
         self._table = host["page_table"].reshape(bs, pages)
-        self._held = [0] * bs  # per row, pages already in the table
+        self._held = [0] * bs  # number of each row's pages that are already in the table
         self.limits, self.committed_lens = tensors["limits"], tensors["committed_lens"]
         self.page_table = tensors["page_table"].view(bs, pages)
         self.trees = DraftBatch(
@@ -175,7 +175,7 @@ class InputBatch:
 
     @property
     def first_rows(self) -> SamplingTensors:
-        """The sampling parameters of each sequence once: ``[bs]`` views."""
+        """Views of the sampling parameters with one row per sequence, ``[bs]``."""
         rows, step = self._rows, self.nodes
         return replace(
             rows,
@@ -188,12 +188,12 @@ class InputBatch:
         )
 
     def load(self, sequences: Seq[Sequence | None], drafts: DraftBatch | None = None) -> None:
-        """Upload the inputs of the sequences. None is an idle row, and so are all rows past the list.
+        """Upload the inputs of the sequences. None makes a row idle, and all rows after the list are idle.
 
         Args:
-            sequences: One per row.
-            drafts: Their trees. Trees in host memory travel with the other inputs; trees on the device are
-                copied there.
+            sequences: One sequence per row.
+            drafts: The trees of the sequences. Trees in host memory are uploaded with the other inputs. Trees
+                on the device are copied on the device.
         """
         self._clear()
         if drafts is not None and not drafts.tokens.is_cuda:
@@ -209,7 +209,7 @@ class InputBatch:
             _copy_trees(self.trees, drafts)
 
     def refresh(self, sequences: Seq[Sequence | None]) -> None:
-        """Upload the changes since `load`: rows that ended and pages that were added."""
+        """Upload the rows that have ended and the pages that were added since `load`."""
         changed = False
         for row, sequence in enumerate(sequences):
             if sequence is None:
@@ -250,7 +250,7 @@ class InputBatch:
         self._held = [0] * self.bs
 
     def _upload(self) -> None:
-        """Copy the host buffer to the device. On a CPU the two are the same memory."""
+        """Copy the host buffer to the device. On a CPU, the two buffers are the same memory."""
         if not self._pinned:
             return
         stage = self._stage = (self._stage + 1) % STAGES
@@ -261,7 +261,7 @@ class InputBatch:
 
 
 def _copy_trees(static: DraftBatch, drafts: DraftBatch) -> None:
-    """Copy trees into their fixed place, which must contain single-node trees."""
+    """Copy trees into tensors with fixed addresses, which must contain single-node trees."""
     bs, width, words = drafts.ancestors.shape
     static.num_nodes[:bs].copy_(drafts.num_nodes)
     static.tokens[:bs, :width].copy_(drafts.tokens)

@@ -1,6 +1,6 @@
 """Runs the target model: prefills prompt chunks, verifies trees, samples tokens, stores K/V and feature rows.
 
-Only this module touches the model's tensors. The engine handles token ids, lengths and feature rows.
+The engine passes and receives only token ids, lengths, trees and feature rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from outrider.shared.spec.tree import DraftBatch
 class ChosenTokens:
     """Chosen tokens that are being copied to the host.
 
-    `wait` waits for the copy only, not for work that was enqueued after it.
+    `wait` waits for the copy only, not for work that was enqueued after the copy.
     """
 
     _tokens: torch.Tensor
@@ -63,19 +63,20 @@ class ChosenTokens:
 
 
 class ModelRunner:
-    """Runs the decoder on the KV pool. Engine thread only; everything under inference mode.
+    """Runs the decoder on the KV pool. Engine thread only, under inference mode.
 
     Args:
         decoder: The model.
         pool: Stores K/V and feature rows.
         attention: Computes attention.
         synthetic: Replaces the model's choice of how many drafts a round accepts. Only benchmarks with random
-            weights pass one.
-        graphs: Records and replays passes; by default nothing is recorded.
-        buckets: Sizes that `verify` pads batches to, so that they can be recorded. None runs every batch
-            unpadded.
+            weights pass this argument.
+        graphs: Records and replays passes. By default, nothing is recorded.
+        buckets: Sizes to which `verify` pads batches, so that their passes can be recorded. None disables
+            padding.
         max_depth: Depth of the deepest tree that a request may ask for.
-        prefill_sizes: Rows of the passes over short prompts that may be recorded, ascending; none by default.
+        prefill_sizes: Numbers of rows, ascending, of the passes over short prompts that may be recorded. By
+            default, no such pass is recorded.
     """
 
     def __init__(
@@ -110,12 +111,12 @@ class ModelRunner:
         return self._projector is not None
 
     def set_feature_spec(self, spec: FeatureSpec | None) -> None:
-        """Start, change or stop capturing features. Rows stored before are invalid; the caller discards them.
+        """Start, change or stop capturing features. The caller must discard rows that were stored before.
 
         Raises:
-            CheckpointError: The spec does not fit this model. Capturing is then off.
+            CheckpointError: The spec does not fit this model. No features are captured then.
         """
-        # These graphs read the projector and the feature plane. Graphs of plain decoding read neither and
+        # The dropped graphs read the projector or the feature plane. Graphs of plain decoding do not, so they
         # stay.
         self.graphs.drop(
             [key for key in self.graphs.keys if isinstance(key, GraphKey) and key.draft_dependent]
@@ -136,20 +137,21 @@ class ModelRunner:
         self.pool.resize_features(spec.feature_size)
 
     def step_model(self, capture: bool) -> StepModel:
-        """Return the inputs of `verify_step`; `capture` also computes feature rows."""
+        """Return the model and memory for `verify_step`. `capture` also computes feature rows."""
         return StepModel(
             self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic
         )
 
     def prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
-        """Prefill prompt chunks and wait for their tokens. See `begin_prefill`."""
+        """Prefill prompt chunks like `begin_prefill`, and wait for their tokens."""
         return self.begin_prefill(chunks).wait()
 
     @torch.inference_mode()
     def begin_prefill(self, chunks: Seq[PrefillChunk]) -> ChosenTokens:
-        """Enqueue prompt chunks in one pass, causal within each. Does not wait for rounds in flight.
+        """Enqueue prompt chunks in one pass without waiting for rounds in flight.
 
-        Stores K/V, and feature rows for sequences that want them.
+        Attention is causal within each chunk. The pass stores K/V, and feature rows for sequences that want
+        them.
 
         Returns:
             The token at index committed_len for each chunk that completes its prompt, in order.
@@ -186,13 +188,14 @@ class ModelRunner:
     def verify(
         self, sequences: Seq[Sequence], drafts: DraftBatch
     ) -> tuple[list[Outcome], list[torch.Tensor | None]]:
-        """Verify one tree per sequence in one pass. A single-node tree is a step of plain decoding.
+        """Verify one tree per sequence in one pass. For a single-node tree, this is a plain decoding step.
 
-        Afterwards the K/V of the k accepted nodes, and their feature rows where wanted, are stored at token
-        indices ``[cached_len, cached_len + k + 1)``.
+        Afterwards, the K/V of the root and the k accepted nodes is stored at token indices ``[cached_len,
+        cached_len + k + 1)``. If the sequence wants feature rows, these are stored at the same indices.
 
         Returns:
-            The outcome of each sequence, and its new feature rows ``[k + 1, feature_size]`` or None.
+            The outcome of each sequence, and the sequence's new feature rows ``[k + 1, feature_size]`` or
+            None.
         """
         width = drafts.tokens.shape[1]
         counts = [1] * len(sequences) if width == 1 else drafts.num_nodes.tolist()
@@ -288,7 +291,7 @@ class ModelRunner:
             accepted = row[2 : 2 + row[0]]
             moved = moved or any(node != index for index, node in enumerate(accepted, 1))
             outcomes.append(Outcome(count, accepted, row[1 + width : 2 + width + row[0]]))
-        if moved:  # A path of first children is already in place.
+        if moved:  # The K/V of a path of first children is already in its final slots.
             self.pool.compact(batch.page_table, batch.prefix_lens, verified.path, verified.num_accepted)
         return outcomes
 

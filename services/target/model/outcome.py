@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FAILED_TOKEN = -1
-"""Emitted in place of a token whose logits are not finite numbers."""
+"""Value that is emitted in place of a token whose logits are not finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One row of a verified batch, before the cut at stop tokens and the length limit.
+    """The result of one row of a verified batch, before it is cut at stop tokens and the length limit.
 
     Attributes:
-        num_nodes: Nodes of the row's tree, including the root.
+        num_nodes: Number of nodes of the row's tree, including the root.
         accepted: Indices of the accepted nodes in path order, without the root.
         emitted: Tokens of the accepted nodes, then the bonus token, or `FAILED_TOKEN` if the logits of the
             bonus token are not finite numbers.

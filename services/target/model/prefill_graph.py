@@ -1,7 +1,7 @@
 """Replays CUDA graphs for short prompts, whose many small kernels take longer to launch than to run.
 
-Prompts are padded to a few sizes, each recorded once. Longer prompts keep the device busy anyway, and several
-prompts together run as one unrecorded pass.
+Prompts are padded to a few sizes, and each size is recorded once. Longer prompts are not recorded, because
+their kernels run longer than they take to launch. Several prompts together run as one unrecorded pass.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.recorded_rows import RecordedRows
 
 LONGEST_CONTEXT = 1024
-"""Context tokens that the page table covers. Attention is always planned for this length."""
+"""Number of context tokens that the page table covers. Attention is always planned for this length."""
 _EXTRA_WORDS = 8
-"""int32 words: seed, position and feature-slot mask of 8 bytes each, then temperature and choice."""
+"""int32 words: two each for seed, position and feature-slot mask, one each for temperature and choice."""
 
 
 class PrefillGraph(RecordedRows["_Inputs"]):
-    """Runs single prompt chunks through graphs. Engine thread only; under inference mode.
+    """Runs single prompt chunks through graphs. Engine thread only, under inference mode.
 
     Args:
         model: Returns the model to run, with or without feature rows.
         graphs: Records and replays the passes.
-        sizes: Rows of the recorded passes, ascending.
+        sizes: Numbers of rows of the recorded passes, ascending.
     """
 
     def __init__(self, model: Callable[[bool], StepModel], graphs: GraphCache, sizes: Seq[int]) -> None:
@@ -47,11 +47,11 @@ class PrefillGraph(RecordedRows["_Inputs"]):
         return self._takes(chunks[0].start, chunks[0].stop - chunks[0].start)
 
     def run(self, chunk: PrefillChunk, features: bool) -> torch.Tensor:
-        """Enqueue a chunk that `takes` accepts. Store its K/V, and its feature rows if `features` is set.
+        """Enqueue a chunk that `takes` accepts. Store its K/V and, if `features` is True, its feature rows.
 
         Returns:
-            A copy of the token after the chunk, ``[1] int64``. It is valid only for the last chunk of a
-            prompt.
+            A copy of the token after the chunk, ``[1] int64``. This token is valid only for the last chunk of
+            a prompt.
         """
         size = self._size_for(chunk.stop - chunk.start)
         self._at(size).load(chunk, features)
@@ -117,6 +117,7 @@ class _Inputs:
             rows.tokens, rows.positions, model.attention, model.pool, aux_layer_ids
         )
         if projector is not None:
-            # The mask is 0, which leaves a slot as it is, or -1, which turns it into -1: no features wanted.
+            # The mask is 0 or -1. A mask of 0 keeps the slots. A mask of -1 turns every slot into -1, so that
+            # no features are stored.
             model.pool.store_some_features(projector(output), rows.batch.slots | self._hidden_slots)
         return model.decoder.choose(output.hidden[-1:], self._sampling, self._position)

@@ -1,15 +1,16 @@
-"""Enqueues rounds that stay on the device, as CUDA graphs where possible; reads each back one round late.
+"""Enqueues rounds that stay on the device, as CUDA graphs where possible; reads each result one round late.
 
 A round is one piece of device work, replayed from a CUDA graph where possible:
 
 1. Make ended rows idle.
 2. Draft.
 3. Verify and walk the tree.
-4. Compact the K/V, store features.
-5. Write the `RoundState` that the next round starts from.
+4. Compact the K/V and store the features.
+5. Write the `RoundState`, the input of the next round.
 
-The host adds pages and removes rows in stream order. If the draft is in another process, the recorded part
-starts after its trees have arrived; the exchange before it is enqueued separately in each round.
+The host adds pages and removes rows in stream order. If the draft is in another process, the exchange with
+the draft is enqueued separately in each round. The recorded part of the round starts after the draft's trees
+have arrived.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from outrider.shared.spec.resident import DeviceDrafter, ExchangedBatch, Residen
 from outrider.shared.spec.tree import DraftShape
 
 RESULTS_KEPT = 5
-"""Places for results, used in turn: two rounds may be in flight, and a recording runs two more."""
+"""Number of result buffers, used in turn. Two rounds may be in flight, and a recording runs two more."""
 MOST_TABLES = 512
-"""Limit for the number of input tables, about 10 KiB each. Above it, tables that no graph reads are freed."""
+"""Number of input tables, of about 10 KiB each, above which tables that no graph reads are freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """A batch, fixed from `enter` to `leave`.
+    """The properties of a batch that are fixed from `enter` to `leave`.
 
     Attributes:
         shape: Shape of the draft trees.
         mode: Sampling mode.
         capture: True if feature rows are computed and stored.
         state: The state between two rounds.
-        rounds: The drafter's side of the rounds; None without drafts.
-        exchanged: The same object, if the draft is in another process; else None.
+        rounds: The drafter's part of the rounds. None without drafts.
+        exchanged: The same object as `rounds` if the draft is in another process, else None.
     """
 
     shape: DraftShape
@@ -63,11 +64,11 @@ class _Batch:
 
 
 class _Results:
-    """A ring in host memory that the rounds of one size write their results to.
+    """A ring of buffers in host memory for the results of the rounds of one size.
 
     Args:
-        bs: Rows of the rounds' state.
-        columns: Columns of the rounds' state.
+        bs: Number of rows of the rounds' state.
+        columns: Number of columns of the rounds' state.
         device: Device of the rounds.
     """
 
@@ -79,16 +80,16 @@ class _Results:
         self._next = 0
 
     def post(self, packed: torch.Tensor) -> None:
-        """Write a round's result to the next place. This is part of the round and may be recorded."""
+        """Write a round's result to the next buffer. This write is part of the round and may be recorded."""
         post_round(packed, self._ring, self._turn)
 
     def take(self) -> torch.Tensor:
-        """Return the place that the round enqueued last writes to."""
+        """Return the buffer to which the latest enqueued round writes."""
         place, self._next = self._next, (self._next + 1) % RESULTS_KEPT
         return self._ring[place]
 
     def recorded(self) -> None:
-        """Skip the places that the trial runs of a recording have used. Waits for the device."""
+        """Skip the buffers that the trial runs of a recording have used. Wait for the device."""
         self._next = int(self._turn)
 
 
@@ -107,8 +108,8 @@ class FinishedRound:
     """The result of one round on the host.
 
     Attributes:
-        rows: One outcome per sequence of `enter` or `move`; None for a row that was idle.
-        seconds: Device time of the round.
+        rows: One outcome per sequence of the last `enter` or `move`. None for a row that was idle.
+        seconds: Device time of the round, in seconds.
     """
 
     rows: list[Outcome | None]
@@ -116,14 +117,14 @@ class FinishedRound:
 
 
 class RoundRunner:
-    """Enqueues and reads the rounds of one batch. Engine thread only; under inference mode.
+    """Enqueues and reads the rounds of one batch. Engine thread only, under inference mode.
 
     Args:
         runner: The model.
         graphs: Records and replays rounds.
-        drafter: Drafts on the device; None without drafts.
-        columns: R of drafted rounds; deeper shapes use more.
-        recorded: Largest batch to record; None for all.
+        drafter: The drafter whose rounds stay on the device. None without drafts.
+        columns: R, the maximum number of tokens per row, of rounds with drafts. Deeper shapes use a larger R.
+        recorded: Largest batch to record. None records all batches.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class RoundRunner:
         self._current: InputBatch | None = None
         self._rows: list[Sequence | None] = []
         self._enqueued: deque[_Enqueued] = deque()
-        # Keys of rounds that have already run with a draft in another process.
+        # Graph keys of rounds that have already run with a draft in another process.
         self._tried: set[GraphKey] = set()
         self._last_read = 0.0
 
@@ -156,7 +157,7 @@ class RoundRunner:
 
     @property
     def in_flight(self) -> int:
-        """Number of rounds that were enqueued but not read."""
+        """Number of rounds that were enqueued but not read yet."""
         return len(self._enqueued)
 
     @property
@@ -166,7 +167,7 @@ class RoundRunner:
 
     @torch.inference_mode()
     def enter(self, sequences: Seq[Sequence], bs: int, shape: DraftShape) -> bool:
-        """Load a batch, padded to `bs` rows. Return False if the drafter cannot take it now."""
+        """Load a batch, padded to `bs` rows. Return False if the drafter cannot take part now."""
         assert self._batch is None
         capture = self._runner.captures and any(sequence.has_features for sequence in sequences)
         state = self._state(bs, shape)
@@ -194,11 +195,11 @@ class RoundRunner:
     def launch(
         self, committed_upper: Seq[int], wait_limit_s: Callable[[], float | None] = lambda: None
     ) -> bool:
-        """Enqueue one round. Return False if the drafter has no room for it.
+        """Enqueue one round. Return False if the drafter has no room for another round.
 
         Args:
-            committed_upper: For every row of `enter`, see `ResidentBatch.reserve`. The leases must have room
-                for these tokens and a tree.
+            committed_upper: An upper bound of committed_len for every row; see `ResidentBatch.reserve`. The
+                leases must have room for these tokens and a tree.
             wait_limit_s: Returns the longest wait for a draft in another process, see
                 `ExchangedBatch.exchange`.
         """
@@ -227,10 +228,9 @@ class RoundRunner:
         return True
 
     def carry(self, wanted: bool = True) -> None:
-        """Do the host's part of the last enqueued round, see `ExchangedBatch.carry`.
+        """Do the host's part of the last enqueued round; see `ExchangedBatch.carry`.
 
-        Call it after the previous round was read, which is complete by then, but before the next round is
-        enqueued and before this one is read.
+        Call after the previous round was read, but before this round is read or another round is enqueued.
         """
         batch = self._entered()
         if batch.exchanged is not None:
@@ -249,13 +249,13 @@ class RoundRunner:
         return FinishedRound(rows, seconds)
 
     def committed(self, tokens_per_row: Seq[Seq[int]]) -> None:
-        """Report the tokens of a round that was read to the drafter; empty for rows that ended."""
+        """Pass the tokens of a round that was read to the drafter, with no tokens for rows that ended."""
         rounds = self._entered().rounds
         if rounds is not None:
             rounds.committed(tokens_per_row)
 
     def retire(self, row: int) -> None:
-        """Make a row idle from the next round on. Its pages may be freed now: the stream keeps the order."""
+        """Make a row idle from the next round on. Its pages may be freed now, because of stream order."""
         rounds = self._entered().rounds
         if self._rows[row] is not None:
             self._rows[row] = None
@@ -264,10 +264,10 @@ class RoundRunner:
 
     @torch.inference_mode()
     def move(self, rows: Seq[int], bs: int) -> bool:
-        """Continue with these rows only, none of which has ended, padded to a smaller `bs`.
+        """Continue with these rows only, padded to a smaller `bs`. None of these rows has ended.
 
-        Everything is enqueued behind the rounds in flight, without waiting for them. From now on, results and
-        all calls use the new row numbers.
+        The move is enqueued behind the rounds in flight, without waiting for these rounds. Later results and
+        calls use the new row numbers.
 
         Returns:
             False if the drafter cannot move.
@@ -290,7 +290,7 @@ class RoundRunner:
         return True
 
     def leave(self) -> None:
-        """End the batch. Unread rounds are dropped; this is allowed only if all their rows have ended."""
+        """End the batch and drop unread rounds. Rounds may only be unread if all their rows have ended."""
         self.carry(wanted=False)
         rounds = self._entered().rounds
         self._enqueued.clear()
@@ -302,7 +302,7 @@ class RoundRunner:
 
     @torch.inference_mode()
     def capture(self, bs: int, shape: DraftShape, mode: SamplingMode, capture: bool) -> None:
-        """Record the round of one size before it is needed."""
+        """Record the round of one size before the round is needed."""
         state = self._state(bs, shape)
         tables = self._tables_for(
             bs, shape.max_nodes, table_pages((), self._runner.pool.page_size, shape.max_nodes)
@@ -319,7 +319,7 @@ class RoundRunner:
             self._batch = None
 
     def _round(self) -> None:
-        """Run the part of a round that can be recorded. All its tensors keep their addresses."""
+        """Run the part of a round that can be recorded. All tensors of this part keep their addresses."""
         batch, tables = self._entered(), self._current
         assert tables is not None
         state = batch.state
@@ -353,7 +353,7 @@ class RoundRunner:
         )
 
     def _ready(self, batch: _Batch, key: GraphKey) -> Callable[[], None]:
-        """Return a function that enqueues the round: a graph, or single kernels for rare or large sizes."""
+        """Return a function that enqueues the round as a graph or, for rare or large sizes, as kernels."""
         if (self._recorded is not None and batch.state.bs > self._recorded) or not self._graphs.due(key):
             return self._round
         if not self._graphs.holds(key):
@@ -361,7 +361,7 @@ class RoundRunner:
         return lambda: self._graphs.run(key, self._round)
 
     def _capture(self, batch: _Batch, key: GraphKey) -> None:
-        """Record with idle rows, then restore the state."""
+        """Record the round with idle rows, then restore the state."""
         state = batch.state
         fields = (state.committed_lens, state.tokens, state.counts, state.features)
         held = [field.clone() for field in fields]
@@ -372,7 +372,7 @@ class RoundRunner:
             field.copy_(value)
 
     def _renew_tables(self, batch: _Batch) -> None:
-        """Upload ended rows and added pages. Use wider tables if a lease has outgrown the current ones."""
+        """Upload ended rows and added pages. Use wider tables if a lease has outgrown the current tables."""
         assert self._current is not None
         remaining = [sequence for sequence in self._rows if sequence is not None]
         tables = self._current
@@ -415,7 +415,7 @@ class RoundRunner:
         return found
 
     def _forget_unused(self) -> None:
-        """Free tables that no graph reads. Clients choose the shapes, so the number of tables is bounded."""
+        """Free tables that no graph reads, because clients choose the shapes and could fill the memory."""
         keys = {key for key in self._graphs.keys if isinstance(key, GraphKey)}
         self._tried &= keys
         used = {(key.rows, key.nodes, key.pages) for key in keys if key.kind == "round"}
@@ -448,7 +448,7 @@ def _load(state: RoundState, tables: InputBatch) -> None:
 
 
 def _take_rows(state: RoundState, source: RoundState, rows: Seq[int]) -> None:
-    """Copy `rows` of one state to the first rows of another."""
+    """Copy `rows` of one state to the first rows of another state."""
     index = upload(rows, torch.int64, state.counts.device)
     for mine, theirs in (
         (state.committed_lens, source.committed_lens),

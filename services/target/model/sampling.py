@@ -1,4 +1,4 @@
-"""Sampling parameters of a batch as tensors, one row per tree node, cached per batch composition."""
+"""Sampling parameters of a batch as tensors, one row per tree node, cached by sequences and row counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CACHED_BATCHES = 64
 
 
 class SamplingBatches:
-    """Builds and caches `SamplingTensors`. A batch of known sequences and row counts costs one lookup."""
+    """Builds and caches `SamplingTensors`. A batch with known sequences and row counts costs one lookup."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

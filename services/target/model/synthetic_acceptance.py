@@ -1,8 +1,9 @@
 """Synthetic acceptance for benchmarks: draws the number of accepted drafts from a given distribution.
 
-With random weights no draft is ever right. Synthetic acceptance makes it possible to measure the speed at a
-given accept length without a trained pair. Only `outrider bench` uses it: no flag, setting or request of a
-server does. Results measured with it carry the label that `describe` returns.
+With random weights, no draft is ever right. Synthetic acceptance makes it possible to measure the speed at a
+given accept length without a trained pair of target and draft. Only `outrider bench` uses synthetic
+acceptance. No flag, setting or request of a server can enable it. Results measured with synthetic acceptance
+have the label that `describe` returns.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ MAX_LEVELS = 16
 
 
 class SyntheticAcceptance:
-    """Rewrites a verified batch's chosen tokens on the device so that a drawn number of drafts is accepted.
+    """Rewrites a batch's chosen tokens on the device so that a randomly drawn number of drafts is accepted.
 
-    The draw depends only on (seed, position), like all noise, so that a run is repeatable. It can be captured
-    into a CUDA graph.
+    Like all noise, the drawn number depends only on (seed, position), so that a run is repeatable. The
+    rewrite can be captured into a CUDA graph.
 
     Args:
-        rates: For i = 1, 2 …, the probability that draft i of a path is accepted, given that those before it
-            were. Deeper drafts are never accepted.
+        rates: For i = 1, 2 …, the probability that draft i of a path is accepted if all drafts before it were
+            accepted. Drafts deeper than the number of rates are never accepted.
         vocab_size: The target's vocabulary size.
         device: The target's device.
 
     Raises:
-        ConfigurationError: A rate is outside 0…1, or there are too few or too many rates.
+        ConfigurationError: A rate is outside 0…1, or the number of rates is wrong.
     """
 
     def __init__(self, rates: Sequence[float], vocab_size: int, device: torch.device | str) -> None:
@@ -41,10 +42,10 @@ class SyntheticAcceptance:
         self.set_rates(rates)
 
     def set_rates(self, rates: Sequence[float]) -> None:
-        """Change the distribution. The tensor keeps its address, so that recorded graphs use the new rates.
+        """Change the rates. Their tensor keeps its address, so that recorded graphs use the new rates.
 
         Raises:
-            ConfigurationError: As in the constructor.
+            ConfigurationError: A rate or the number of rates is invalid, as in the constructor.
         """
         if not 0 < len(rates) <= MAX_LEVELS or not all(0.0 <= rate <= 1.0 for rate in rates):
             raise ConfigurationError(
@@ -57,7 +58,7 @@ class SyntheticAcceptance:
         self._thresholds.copy_(torch.tensor([_gumbel_quantile(share) for share in shares]))
 
     def mean(self, depth: int) -> float:
-        """Return the mean accept length in trees of this depth, including the bonus token."""
+        """Return the mean accept length, including the bonus token, in trees of this depth."""
         return 1.0 + sum(self._survival[:depth])
 
     def describe(self) -> str:
@@ -67,10 +68,12 @@ class SyntheticAcceptance:
     def __call__(
         self, chosen: torch.Tensor, drafts: DraftBatch, positions: torch.Tensor, seeds: torch.Tensor
     ) -> torch.Tensor:
-        """Return the tokens to walk by, ``[bs, N] int64``. With single-node trees, return `chosen` unchanged.
+        """Return the tokens that decide which drafts are accepted, ``[bs, N] int64``.
+
+        With single-node trees, return `chosen` unchanged.
 
         Args:
-            chosen: ``[bs, N] int64``; the model's choice after each node, padded.
+            chosen: ``[bs, N] int64``; the token that the model chose after each node, padded.
             drafts: The trees.
             positions: ``[bs] int64``; index of the token after each root (committed_len).
             seeds: ``[bs] int64``; the requests' seeds.
@@ -97,8 +100,8 @@ def rates_of_mean(accept_length: float) -> list[float]:
     The accept length is then always the ``floor`` or ``ceil`` of the mean, as in vLLM's simulated acceptance.
 
     Args:
-        accept_length: Mean tokens per round, including the bonus token; at least 1. Trees that are not deep
-            enough accept less.
+        accept_length: Mean number of tokens per round, including the bonus token; at least 1. Trees that are
+            not deep enough have a lower mean.
 
     Raises:
         ConfigurationError: The accept length is below 1 or above `MAX_LEVELS` + 1.
@@ -115,7 +118,7 @@ def rates_of_mean(accept_length: float) -> list[float]:
 
 
 def _gumbel_quantile(share: float) -> float:
-    """Return the value that standard Gumbel noise stays below with probability `share`."""
+    """Return the value below which standard Gumbel noise lies with probability `share`."""
     if share <= 0.0:
         return -math.inf
     return math.inf if share >= 1.0 else -math.log(-math.log(share))

@@ -1,7 +1,8 @@
-"""One verify pass entirely on the device: from trees and input tables to accepted tokens, without the host.
+"""One verify pass that runs entirely on the device, from trees and input tables to accepted tokens.
 
-It can therefore be recorded into a CUDA graph; on a CPU the same code runs directly. Idle rows, and columns
-past a tree's nodes, are computed like all others, but store and accept nothing.
+The pass does not need the host, so it can be recorded into a CUDA graph. On a CPU, the same code runs
+directly. Idle rows and columns after a tree's last node are computed like all others, but store and accept
+nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class VerifiedStep:
     """The result of a pass.
 
     Attributes:
-        packed: ``[bs, 2 + 2 R] int32`` for the host, see `unpack`.
-        features: ``[bs, C, feature_size]`` with C = min(N, R): rows of the root and the accepted nodes, then
-            arbitrary values; None without a projector.
+        packed: ``[bs, 2 + 2 R] int32`` for the host, which decodes it with `unpack`.
+        features: ``[bs, C, feature_size]`` with C = min(N, R). Contains the feature rows of the root and the
+            accepted nodes, followed by arbitrary values. None without a projector.
     """
 
     packed: torch.Tensor
@@ -47,7 +48,7 @@ class VerifiedStep:
 
 
 def unpack(rows: list[list[int]]) -> list[Outcome | None]:
-    """Decode `VerifiedStep.packed`; None for an idle row."""
+    """Decode `VerifiedStep.packed` into one outcome per row. The outcome of an idle row is None."""
     columns = (len(rows[0]) - 2) // 2
     return [
         None
@@ -74,13 +75,13 @@ def verify_step(
         model: The model and memory to run with.
         tables: The batch's inputs, with the same number of nodes as `drafts` has columns.
         mode: Sampling mode of the batch.
-        live: ``[bs] int32``; rows where it is 0 are idle.
+        live: ``[bs] int32``; 0 for idle rows.
         committed_lens: ``[bs] int32``.
         drafts: The trees, padded to the nodes of `tables`.
-        columns: R. A path with more tokens is cut, which does not change the output tokens.
-        state: Where to write the state that the next round starts from, see `accept_round`; None for no
-            state.
-        features_out: ``[bs, C or more, feature_size]``; where to write the feature rows. None allocates them.
+        columns: R, the maximum number of tokens per row. A longer path is cut. The rest is generated in later
+            rounds, so the output tokens do not change.
+        state: Receives the state for the next round; see `accept_round`. None writes no state.
+        features_out: ``[bs, C or more, feature_size]``; receives the feature rows. None allocates a tensor.
     """
     # 1. Plan: place each row's nodes behind its cached tokens.
     bs, nodes = drafts.tokens.shape
@@ -108,7 +109,7 @@ def verify_step(
     if nodes > 1 and model.synthetic is not None:
         chosen = model.synthetic(chosen, drafts, placed.next_positions[::nodes], tables.first_rows.seeds)
 
-    # 3. Accept: walk the trees, then move the accepted K/V to its place.
+    # 3. Accept: walk the trees, then move the K/V of the accepted nodes to their final slots.
     trees = drafts.tokens, drafts.parents, drafts.num_nodes
     accepted = accept_round(
         live, placed.cached_lens, *trees, chosen, tables.page_table, page_size, columns, state
@@ -137,7 +138,7 @@ def root_batch(roots: torch.Tensor, tables: InputBatch) -> DraftBatch:
 
 
 def _picked(output: DecoderOutput, rows: torch.Tensor, final_hidden: bool) -> DecoderOutput:
-    """Return only those output rows that features are computed from."""
+    """Return only those output rows from which features are computed."""
     if final_hidden or output.aux is None:
         return DecoderOutput(output.hidden[rows], None)
     return DecoderOutput(output.hidden[:0], output.aux[rows])

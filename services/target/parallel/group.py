@@ -1,13 +1,13 @@
 """Starts and ends the ranks of a tensor-parallel target, and runs the ranks other than 0.
 
-Rank 0 serves. The other ranks are processes that rank 0 starts, or that `torchrun` started.
+Rank 0 serves requests. The other ranks are processes that rank 0 or `torchrun` starts.
 
-1. Rank 0 starts the other ranks. All meet at a store and open control connections to rank 0.
-2. They form a process group (NCCL or Gloo), and each rank loads its share of the weights.
-3. Steps: rank 0 sends a command on the control connections, then all ranks run the same collectives.
+1. All ranks connect to a common store, and the other ranks open control connections to rank 0.
+2. The ranks form a process group (NCCL or Gloo), and each rank loads its share of the weights.
+3. In each step, rank 0 sends a command on the control connections. Then all ranks run the same collectives.
 
-If a rank dies or stops, rank 0 ends, and the other ranks end with rank 0. A partial model cannot answer
-requests; the supervisor restarts the target as a whole.
+If a rank dies or stops, rank 0 ends, and all other ranks end with rank 0, because a partial model cannot
+answer requests. The supervisor then restarts the whole target.
 """
 
 from __future__ import annotations
@@ -61,27 +61,27 @@ LOOPBACK = "127.0.0.1"
 STORE_PREFIX = "outrider"
 MEET_TIMEOUT_S = 180.0
 LOAD_TIMEOUT_S = 3600.0
-"""Limit for a rank that hangs while it reads its checkpoint. The death of a rank is noticed immediately."""
+"""Limit in seconds for a rank that hangs while it loads its weights. A dead rank is detected immediately."""
 END_GRACE_S = 5.0
-"""Time for an error report and an orderly end after a rank was lost; then the process is killed."""
+"""Seconds from the loss of a rank until this process is killed, for an error report and an orderly end."""
 STOP_TIMEOUT_S = 10.0
 FAILED_STOP_TIMEOUT_S = 2.0
-"""The same for a broken group. Below `END_GRACE_S`: a hung rank could outlive rank 0 and keep its memory."""
+"""Seconds for a broken group to stop. Below `END_GRACE_S`, so that no hung rank outlives rank 0."""
 AWAKE_S = 0.01
-"""Busy-poll time of ranks on GPUs. It exceeds a step, so each uses one CPU core while tokens are decoded."""
+"""Busy-poll time of ranks on GPUs in seconds. It exceeds a step, so decoding uses one CPU core per rank."""
 
 _log = get_logger("outrider.target")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The message to a rank that rank 0 starts: the settings, and `random` as in `start_group`."""
+    """The message to a rank that rank 0 starts: the settings, and the argument `random` of `start_group`."""
 
     settings: TargetSettings
     random: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
-        """Serialize to one line of JSON."""
+        """Return the message as one line of JSON."""
         return json.dumps({"settings": self.settings.model_dump(mode="json"), "random": self.random})
 
     @classmethod
@@ -96,7 +96,7 @@ class Order:
 
 
 class RankGroup:
-    """All ranks of one model, as rank 0 controls them.
+    """Rank 0's control over all ranks of one model.
 
     Attributes:
         decoder: Runs each call on all ranks.
@@ -116,19 +116,19 @@ class RankGroup:
 
     @property
     def failure(self) -> OutriderError | None:
-        """The error that broke the group; None while it works."""
+        """The error that broke the group. None while the group works."""
         return self._lead.failure
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids of the ranks that this process started, from rank 1 on."""
+        """Process ids of the ranks that this process has started, in order from rank 1."""
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        """End the other ranks, and wait for those that this process started.
+        """End the other ranks, and wait for the ranks that this process has started.
 
-        All ranks must leave NCCL together: each one's exit blocks until the others leave too. If a rank does
-        not leave within `STOP_TIMEOUT_S`, this process exits as well.
+        All ranks must leave NCCL together, because a rank that leaves blocks until the other ranks leave,
+        too. If a rank does not leave within `STOP_TIMEOUT_S`, this process exits without leaving NCCL.
         """
         self._lead.close()
         if self.failure is None:
@@ -138,7 +138,7 @@ class RankGroup:
         _end(self._processes, STOP_TIMEOUT_S if self.failure is None else FAILED_STOP_TIMEOUT_S)
 
     def _give_up(self) -> None:
-        """Exit without leaving NCCL, which would wait forever for a rank that does not leave."""
+        """Exit without leaving NCCL. Leaving would block forever, because another rank does not leave."""
         _end(self._processes, 0.0)
         os._exit(1)
 
@@ -146,8 +146,8 @@ class RankGroup:
 def end_soon(error: OutriderError) -> None:
     """End this process within `END_GRACE_S`, even if its threads are blocked. The default failure handler.
 
-    The alarm covers a process that is already shutting down: no Python thread runs there, while a library may
-    still wait for the device.
+    A timer thread ends the process. An alarm signal covers an interpreter that is already shutting down,
+    because no Python thread runs then, although a library may still wait for the device.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
     _in(END_GRACE_S, lambda: os._exit(1))
@@ -170,8 +170,8 @@ def start_group(
     """Start all ranks and load the model on them. Called by rank 0.
 
     Args:
-        settings: With `tp` above 1.
-        on_failure: Called from another thread if the group breaks later. It must end this process.
+        settings: The target's settings, with `tp` above 1.
+        on_failure: Called from another thread if the group breaks later. The function must end this process.
         progress: Receives the loading progress of rank 0.
         random: The content of config.json for a model with random weights; None to load `settings.model`.
 
@@ -180,7 +180,7 @@ def start_group(
         CheckpointError: Rank 0 cannot load the checkpoint.
         OutriderError: Another rank failed or did not connect.
     """
-    # 1. Check the configuration before any process is started.
+    # 1. Check the configuration before starting any process.
     order = Order(settings, random)
     device, ranks = settings.torch_device(), settings.ranks()
     dtype = settings.torch_dtype() or default_dtype(device)
@@ -205,7 +205,7 @@ def start_group(
 
     def failed(error: OutriderError) -> None:
         on_failure(error)
-        # This process may end without reaching `RankGroup.close`, so end the ranks from a timer.
+        # This process may end without reaching `RankGroup.close`, so a timer ends the other ranks.
         _in(FAILED_STOP_TIMEOUT_S, lambda: _end(processes, 0.0))
 
     lead = Lead(connections, failed, settings.tp_timeout_s, bounded=device.type == "cpu")
@@ -222,7 +222,7 @@ def start_group(
                     field="model",
                 )
     except BaseException as error:
-        failure = lead.failure  # a failed rank may have caused the error on this one
+        failure = lead.failure  # the failure of another rank may have caused the error on this rank
         lead.close()
         _end(processes)
         if failure is not None and isinstance(error, Exception):
@@ -240,9 +240,9 @@ def start_group(
 
 
 def run_rank(order: Order, ranks: Ranks) -> int:
-    """Serve as rank 1 or above until rank 0 sends a stop; return the exit code."""
+    """Serve as rank 1 or above until rank 0 sends a stop command, and return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # rank 0 drains first and then sends a stop
+        signal.signal(number, signal.SIG_IGN)  # rank 0 drains first and then sends the stop command
     settings, device = order.settings, order.settings.torch_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -314,7 +314,7 @@ def _join_group(
 
 
 def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Popen[bytes]]]:
-    """Open the store on rank 0. Start the other ranks unless `torchrun` did."""
+    """Open the store on rank 0. Start the other ranks unless `torchrun` has started them."""
     if ranks is not None:
         return _join(ranks), []
     store = _local_store()
@@ -324,7 +324,7 @@ def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Pop
 
 
 def _local_store() -> TCPStore:
-    """Open a store that only this host can reach. Without the listener, it would listen on all addresses."""
+    """Open a store that only this host can reach. Without its own listener, it would use all addresses."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         return TCPStore(
             LOOPBACK,
@@ -337,7 +337,7 @@ def _local_store() -> TCPStore:
 
 
 def _join(ranks: Ranks) -> Store:
-    """Connect to the store. Rank 0 also serves it, unless `torchrun` does.
+    """Connect to the store. Rank 0 also serves the store, unless `torchrun` does.
 
     Raises:
         UnavailableError: The store cannot be reached.
@@ -358,7 +358,7 @@ def _join(ranks: Ranks) -> Store:
 
 
 def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:
-    """Start a rank of this host with `torchrun`'s variables. It ends when its connection to rank 0 closes."""
+    """Start a rank on this host with `torchrun`'s variables. It ends when rank 0 closes the connection."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -371,7 +371,7 @@ def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "outrider.services.target.parallel.rank_main"],
         stdin=subprocess.PIPE,
         env={**os.environ, **NO_MULTICAST, **{name: str(value) for name, value in variables.items()}},
-        start_new_session=True,  # a terminal's Ctrl-C must reach rank 0 only
+        start_new_session=True,  # Ctrl-C in a terminal must reach rank 0 only
     )
     assert process.stdin is not None
     process.stdin.write(order.to_json().encode() + b"\n")

@@ -14,7 +14,7 @@ from outrider.shared.parallel.lead_decoder import LeadDecoder
 
 
 class WatchedEngine(Steppable):
-    """An engine whose steps are watched.
+    """An engine whose steps must return in time.
 
     Args:
         engine: The engine to step.
@@ -45,15 +45,15 @@ def watched_engine(engine: Steppable, decoder: Decoder) -> Steppable:
 
 
 def watched(decoder: Decoder) -> AbstractContextManager[None]:
-    """Watch work outside of engine steps, such as the warm-up, if the model is tensor-parallel."""
+    """Apply the timeout to work outside of engine steps, such as warm-up, if the model is tensor-parallel."""
     return decoder.watched() if isinstance(decoder, LeadDecoder) else nullcontext()
 
 
 def forget_graphs(graphs: GraphCache, decoder: Decoder) -> None:
     """Drop the graphs of a tensor-parallel model on all ranks.
 
-    Call after the last step and before the ranks leave NCCL, which waits forever while a graph uses its
-    group. In a broken group, the device may never finish, so the graphs are left alone.
+    Call after the last step and before the ranks leave NCCL, because leaving blocks forever while a graph
+    uses the NCCL group. In a broken group, the graphs are kept, because the device may never finish.
     """
     if isinstance(decoder, LeadDecoder) and decoder.failure is None:
         graphs.clear()

@@ -31,17 +31,17 @@ class Weights(Protocol):
     def open(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
     ) -> AbstractContextManager[CheckedSource]:
-        """Open the whole, unsharded tensors; the arguments are those of `checked_source`.
+        """Open the whole, unsharded tensors. The arguments are those of `checked_source`.
 
         Raises:
-            CheckpointError: See `load_decoder`.
+            CheckpointError: The tensors are missing or invalid; see `load_decoder`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Folder(Weights):
-    """A model folder."""
+    """The weights in a model folder."""
 
     path: Path
 
@@ -59,7 +59,7 @@ class RandomWeights(Weights):
     """A model with random weights and no files, for measurements.
 
     Attributes:
-        raw: The content that its config.json would have.
+        raw: The content of config.json, as a model folder would contain it.
     """
 
     raw: Mapping[str, Any]

@@ -9,13 +9,13 @@ Expected tokens come from each row's acceptance (`RowBound.expected_tokens`). Th
 
 A change of shape drains the device, so the choice is stable:
 
-- A drafting shape must promise `ADVANTAGE` times the rate of plain decoding, and is kept for
-  `ROUNDS_PER_CHOICE` rounds.
-- Another shape of the same form (tree or chain) replaces the current one only if it promises `KEPT_ADVANTAGE`
-  times its rate.
+- A drafting shape is chosen only if its estimated rate is above `ADVANTAGE` times the rate of plain decoding.
+  The shape is then kept for `ROUNDS_PER_CHOICE` rounds.
+- Another shape of the same form (tree or chain) replaces the current shape only if its estimated rate is at
+  least `KEPT_ADVANTAGE` times the current shape's rate.
 
-The estimates are refreshed by probes: small drafts while plain decoding is best, and rare plain rounds while
-drafting is best, both after gaps that double.
+Probes refresh the estimates. While plain decoding is best, a probe is a small draft. While drafting is best,
+a probe is a plain round. The gap before the next probe doubles after each probe.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ ADVANTAGE = 1.02
 KEPT_ADVANTAGE = 1.03
 """Minimum expected rate of a replacement, as a multiple of the rate of the current shape."""
 SMALL_STEP_ROWS = 32
-"""Steps of up to this many rows may be tried even if no step of half the size has been measured."""
+"""Steps of up to this number of rows may be tried even if no step of half the size has been measured."""
 PLAIN_ROUNDS_PER_CHOICE = 4
 MOST_SPEAKERS = 16
-"""Maximum number of rows from which the expected tokens of a batch are estimated."""
+"""Maximum number of rows in the sample from which the expected tokens of a batch are estimated."""
 
 Rate = Callable[[DraftShape], float]
 """Returns the expected tokens per second of a shape."""
@@ -49,7 +49,8 @@ Rate = Callable[[DraftShape], float]
 class PlainProbe:
     """Schedule of the plain steps that measure the plain cost at one batch size.
 
-    The first is due immediately; later ones after gaps of drafting steps that double.
+    The first plain step is due immediately. Each later plain step is due after a gap of drafting steps, and
+    the gap doubles every time.
     """
 
     __slots__ = ("gap", "since_plain")
@@ -72,7 +73,7 @@ class PlainProbe:
 
 
 class BatchChoice:
-    """The current shape of one batch bucket, and the number of rounds until it is reconsidered."""
+    """The current shape of one batch bucket, and the number of rounds for which this shape is kept."""
 
     __slots__ = ("_form", "_probe_chains", "_probe_gap", "_rounds_left", "_shape", "_since_drafted", "shadow")
 
@@ -89,9 +90,9 @@ class BatchChoice:
         """Return the shape of the next round.
 
         Args:
-            rows: All rows of the batch. All have the same forms.
-            costs: Measured costs.
-            acceptance: Acceptance over all requests.
+            rows: All rows of the batch. All rows have the same forms.
+            costs: The measured costs.
+            acceptance: The acceptance over all requests.
         """
         offered = offered_shapes(rows[0].forms, len(rows))
         if self._rounds_left == 0 or (self._shape.drafts and self._shape not in offered):
@@ -108,7 +109,7 @@ class BatchChoice:
         acceptance: Acceptances,
     ) -> DraftShape:
         batch_size = len(rows)
-        # 1. Measure a plain round first, and again when one is due.
+        # 1. Measure a plain round first, and again when a plain step is due.
         if not offered or costs.plain_round(batch_size) is None or self.shadow.due():
             return NO_DRAFT
         deepest = {form.topk == 1: form for form in rows[0].forms}
@@ -118,13 +119,13 @@ class BatchChoice:
             tokens = expected[shape.topk == 1][shape.depth] if shape.drafts else batch_size
             return tokens / costs.round(batch_size, batch_size * shape.max_nodes, shape.depth)
 
-        # 2. Use the shape with the highest rate if it beats plain decoding.
+        # 2. Use the shape with the highest rate if that rate beats plain decoding.
         allowed = _allowed(offered, costs.most_rows(batch_size), batch_size)
         best = self._best(allowed, rate, acceptance)
         if rate(best) > ADVANTAGE * rate(NO_DRAFT):
             self._probe_gap, self._since_drafted = FIRST_PROBE_GAP, 0
             return best
-        # 3. Otherwise decode plainly, and probe a small shape after growing gaps, trees and chains in turn.
+        # 3. Otherwise decode plainly. After gaps that grow, probe a small tree or a small chain in turn.
         self._since_drafted += 1
         if self._since_drafted < self._probe_gap:
             return NO_DRAFT
@@ -134,7 +135,7 @@ class BatchChoice:
         return _probe(allowed, self._probe_chains)
 
     def _best(self, allowed: Sequence[DraftShape], rate: Rate, acceptance: Acceptances) -> DraftShape:
-        """Return the best shape of the form that `FormChoice` selects; the current shape wins near-ties."""
+        """Return the best shape of the form that `FormChoice` selects. The current shape wins near-ties."""
         best: dict[bool, DraftShape] = {}
         for chain in (False, True):
             shapes = [shape for shape in allowed if (shape.topk == 1) is chain]
@@ -149,7 +150,7 @@ class BatchChoice:
 
 
 def _summed(rows: Sequence[RowBound], form: DraftShape) -> list[float]:
-    """Return the expected tokens of all rows together for rounds of depth 0, 1, ..., `form.depth`.
+    """Return the expected tokens of a round, summed over all rows, for depths 0, 1, ..., `form.depth`.
 
     Large batches are estimated from a sample of rows.
     """
@@ -164,8 +165,8 @@ def _summed(rows: Sequence[RowBound], form: DraftShape) -> list[float]:
 def _allowed(offered: Sequence[DraftShape], most_rows: int, batch_size: int) -> list[DraftShape]:
     """Return the shapes that may be tried.
 
-    A shape may need at most twice the rows of the largest measured step. Each form's smallest is always
-    allowed.
+    A shape may need at most twice the rows of the largest measured step. The smallest shape of each form is
+    always allowed.
     """
     largest = max(SMALL_STEP_ROWS, 2 * most_rows)
     smallest = {
@@ -178,7 +179,7 @@ def _allowed(offered: Sequence[DraftShape], most_rows: int, batch_size: int) -> 
 
 
 def _probe(allowed: Sequence[DraftShape], chains: bool) -> DraftShape:
-    """Return a small shape, of the requested form if it is offered."""
+    """Return a small shape of the requested form or, if that form is not offered, of the other form."""
     shapes = [shape for shape in allowed if (shape.topk == 1) is chains] or allowed
     return max(
         (shape for shape in shapes if shape.depth <= PROBE_DEPTH), key=_nodes, default=min(shapes, key=_nodes)

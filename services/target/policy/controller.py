@@ -1,4 +1,4 @@
-"""Chooses how many tokens each `auto` request drafts in the next round, from none to its largest shape.
+"""Chooses how many tokens each `auto` request drafts in the next round, from none to the largest shape.
 
 Objective: the most expected tokens per second of the whole batch,
 
@@ -6,24 +6,24 @@ Objective: the most expected tokens per second of the whole batch,
     ------------------------------------------------------------------------------------
     wait for the proposal (depth)  +  verify pass (batch size, total nodes)  +  overhead
 
-Both parts are estimated online from executed steps (`observe`); see `cost_model`. `Acceptances` yields
-expected tokens from how many drafts were accepted, and `StepCosts` yields seconds from measured times. No
-model runs here, so the controller is tested against synthetic machines.
+Numerator and denominator are estimated from executed steps (`observe`). `Acceptances` in `cost_model`
+estimates the expected tokens from the numbers of accepted drafts. `StepCosts` in `cost_model` estimates the
+seconds from measured times. The controller runs no model, so it is tested against synthetic machines.
 
 There are two kinds of rounds:
 
-- Rounds driven by the host: `choose` picks the best common depth, cut to each row's bound. A row whose nodes
-  cost more time than its tokens are worth drafts nothing.
+- Rounds driven by the host: `choose` picks the best common depth and cuts it to each row's bound. A row
+  drafts nothing if its nodes cost more time than its expected tokens save.
 - Rounds on the device: `choose_common` picks one shape for the batch (`batch_choice`).
 
-Estimates become stale unless they are refreshed, so the controller also explores:
+Estimates become outdated, so the controller also explores:
 
-- Probe: while drafting does not pay, one row drafts again after gaps that double.
+- Probe: while drafting does not pay, one row drafts occasionally. The gap doubles after each probe.
 - Plain step: while rows draft, a rare plain step measures the plain cost again.
-- Form: trees and chains are compared regularly, and the worse form is tried after gaps that double
-  (`FormChoice`).
-- Growth: when a batch would exceed twice the rows of its largest measured step, rows lose their drafts, so
-  that an unexpectedly slow step stays short.
+- Form: trees and chains are compared regularly. The worse form is tried occasionally, and the gap doubles
+  after each trial (`FormChoice`).
+- Growth: a step has at most twice the rows of the largest measured step. Rows above this limit get no drafts,
+  so that an unexpectedly slow step stays short.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 __all__ = ["ExecutedRow", "ExecutedStep", "RowBound", "RowState", "SpeculationController"]
 
 WAIT_SHARE = 0.75
-"""Maximum wait for proposals, as a share of the time that they can save."""
+"""Maximum wait for proposals, as a share of the time that the proposals can save."""
 P99_MULTIPLE = 2.0
-"""Maximum wait for proposals, as a multiple of the 99th percentile of their measured times."""
+"""Maximum wait for proposals, as a multiple of the 99th percentile of measured proposal times."""
 UNMEASURED_WAIT_S = 0.1
-"""Maximum wait until `ANSWERS_TO_JUDGE` proposals were measured."""
+"""Maximum wait in seconds while fewer than `ANSWERS_TO_JUDGE` proposals have been measured."""
 ANSWERS_TO_JUDGE = 8
-"""Proposals that are measured before the wait is limited.
+"""Number of proposals that are measured before the measured times limit the wait.
 
-The first ones are slow because caches and buffers of both sides are cold.
+The first proposals are slow because caches and buffers of target and draft are cold.
 """
 
 
@@ -74,8 +74,8 @@ class _Plan:
 
     Attributes:
         bounds: The largest shape of each row in this form.
-        depths: The chosen depth of each row; 0 for no drafts.
-        useful: The deepest depth that each row can use.
+        depths: The chosen depth of each row. 0 stands for no drafts.
+        useful: The greatest depth that is useful for each row.
         rate: Expected tokens per second of the batch.
     """
 
@@ -86,7 +86,7 @@ class _Plan:
 
 
 class SpeculationController:
-    """Chooses draft shapes and learns from executed steps. One per engine; engine thread only."""
+    """Chooses draft shapes and learns from executed steps. One instance per engine. Engine thread only."""
 
     def __init__(self) -> None:
         self.costs = StepCosts()
@@ -100,7 +100,7 @@ class SpeculationController:
         self._form_left = 0
 
     def forget_acceptance(self) -> None:
-        """Discard learned acceptance but keep learned costs: warm-up text does not resemble real requests."""
+        """Discard learned acceptance but keep learned costs, because warm-up text is unlike real requests."""
         self.acceptance = Acceptances()
         self._draft_rate = None
         self._probe_gap, self._since_probe = FIRST_PROBE_GAP, 0
@@ -108,20 +108,21 @@ class SpeculationController:
         self._commons.clear()
 
     def new_row(self) -> RowState:
-        """Return the state of a new request. Its acceptance starts from that of all requests."""
+        """Return the state of a new request. Its prior is the acceptance of all requests."""
         return RowState(self.acceptance)
 
     def choose(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
-        """Choose a shape within each row's bound.
+        """Choose a shape for each row, within the row's bound.
 
         Args:
             rows: The `auto` rows of the step.
-            batch_size: Number of all decoding sequences of the step.
-            other_nodes: Nodes of the other rows (fixed shapes and plain rows).
+            batch_size: Number of decoding sequences of the step, including those that are not `auto`.
+            other_nodes: Number of nodes of the rows that are not `auto`, i.e. of fixed shapes and plain rows.
         """
         if not rows:
             return []
-        # A plain step measures the plain cost, which is only possible if the other rows are plain too.
+        # A plain step measures the plain cost. This is possible only if the rows that are not `auto` are
+        # plain, too.
         all_plain_possible = other_nodes == batch_size - len(rows)
         if self.costs.plain_step(batch_size) is None or (
             all_plain_possible and self._shadow(batch_size).due()
@@ -140,12 +141,12 @@ class SpeculationController:
         The choice is kept for several rounds. See `batch_choice`.
 
         Args:
-            rows: All rows of the batch; each is `auto`, and all have the same forms.
+            rows: All rows of the batch. Every row is `auto`, and all rows have the same forms.
         """
         return self._common(len(rows)).choose(rows, self.costs, self.acceptance)
 
     def observe(self, step: ExecutedStep) -> None:
-        """Learn from an executed step: its costs, the speedup over plain steps, and each row's acceptance."""
+        """Learn the costs, the speedup over plain steps and each row's acceptance from an executed step."""
         batch_size = len(step.rows)
         nodes = sum(row.num_nodes for row in step.rows)
         if step.round_s is not None:
@@ -153,7 +154,7 @@ class SpeculationController:
             plain = self.costs.plain_round(batch_size)
             seconds = step.round_s
             if nodes == batch_size:
-                # Drafting through the host has to beat this plain round too.
+                # Drafting through the host must also beat this plain round.
                 self.costs.observe_plain_round(batch_size, step.round_s)
         else:
             self.costs.observe_verify(batch_size, nodes, step.verify_s)
@@ -178,13 +179,14 @@ class SpeculationController:
                     row.state.acceptance.of(row.chain).observe(row.accepted, row.offered_depth)
 
     def wait_cap_s(self, rows: Sequence[RowBound], batch_size: int) -> float:
-        """Return the maximum time that a step waits for the proposals of its `auto` rows, in seconds.
+        """Return the maximum time in seconds that a step waits for the proposals of its `auto` rows.
 
         The limit is the smaller of two values:
 
         - `P99_MULTIPLE` times the 99th percentile of the measured proposal times;
-        - `WAIT_SHARE` of the time that the proposal can save. A proposal of n expected tokens saves n plain
-          steps less the pass that verifies it. At least one plain step is assumed to be saved.
+        - `WAIT_SHARE` of the time that the proposal can save. A proposal of n expected tokens saves the time
+          of n plain steps, but costs the time of its verify pass. The assumed saving is at least one plain
+          step.
         """
         plain_s = self.costs.plain_step(batch_size)
         if plain_s is None or self.costs.num_answers < ANSWERS_TO_JUDGE:
@@ -193,8 +195,8 @@ class SpeculationController:
         for row in rows:
             for bound in row.forms:
                 depth = min(bound.depth, row.useful_depth)
-                # While acceptance is unknown, assume that all nodes are accepted: without a wait, acceptance
-                # would never be measured.
+                # While acceptance is unknown, assume that all nodes are accepted. Otherwise the step might
+                # not wait, and acceptance would never be measured.
                 known = row.state.acceptance.of(bound.topk == 1).known
                 tokens = row.expected_tokens(bound, depth)[-1] if known else 1.0 + depth
                 gain = max(
@@ -206,7 +208,7 @@ class SpeculationController:
     def speedup_estimate(self) -> float | None:
         """Tokens per second of recent drafting steps, relative to plain steps of the same batch size.
 
-        None until both kinds of steps were measured.
+        None until a drafting step and a plain step were measured.
         """
         return self._draft_rate
 
@@ -214,11 +216,11 @@ class SpeculationController:
         return self._shadows.setdefault(batch_size, PlainProbe())
 
     def _common(self, batch_size: int) -> BatchChoice:
-        """Return the choice shared by all batches that are padded to one size."""
+        """Return the `BatchChoice` that all batches padded to the same size share."""
         return self._commons.setdefault(power_of_2(batch_size), BatchChoice())
 
     def _plan(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> _Plan:
-        """Return the best plan of the form that `FormChoice` selects; a selection lasts several rounds."""
+        """Return the best plan of the form that `FormChoice` selects for several rounds."""
         if all(len(row.forms) == 1 for row in rows):
             return self._best_plan(rows, False, batch_size, other_nodes)
         if self._form_left:
@@ -234,7 +236,7 @@ class SpeculationController:
 
     def _best_plan(self, rows: Sequence[RowBound], chain: bool, batch_size: int, other_nodes: int) -> _Plan:
         """Return the best depths of the rows for one form."""
-        # 1. Find the best common depth. A row uses less if its own bound is lower.
+        # 1. Find the best common depth. A row with a lower bound uses its bound.
         bounds = [row.form(chain) for row in rows]
         depths = [
             min(bound.depth, row.useful_depth) if bound.drafts else 0
@@ -247,7 +249,7 @@ class SpeculationController:
         chosen = [min(level, depth) for depth in depths]
         if not level or len(rows) == 1:
             return _Plan(bounds, chosen, depths, rate)
-        # 2. Drop rows that cost more time than their tokens are worth, and rows beyond the size limit.
+        # 2. Drop rows whose nodes cost more time than their tokens save, and rows above the size limit.
         total = other_nodes + sum(nodes_of(bound, at) for bound, at in zip(bounds, chosen, strict=True))
         allowed = max(SMALL_STEP_ROWS, 2 * self.costs.most_rows(batch_size))
         kept = list(chosen)
@@ -259,7 +261,7 @@ class SpeculationController:
             if total > allowed or tokens_at[chosen[index]] - 1.0 < rate * saved_s:
                 kept[index] = 0
                 total -= extra_nodes
-        # 3. Without those rows, another common depth may be best.
+        # 3. Find the best common depth again, because it may change without the dropped rows.
         if kept == chosen:
             return _Plan(bounds, chosen, depths, rate)
         remaining = [depth if keep else 0 for depth, keep in zip(depths, kept, strict=True)]
@@ -274,7 +276,7 @@ class SpeculationController:
         batch_size: int,
         other_nodes: int,
     ) -> tuple[int, float]:
-        """Return the common depth with the most expected tokens per second, and that rate."""
+        """Return the common depth with the highest expected rate, and that rate in tokens per second."""
         others = batch_size - len(bounds)
         chain = all(bound.topk == 1 for bound in bounds)
         best_level = 0
@@ -292,12 +294,12 @@ class SpeculationController:
         return best_level, best_rate
 
     def _add_probe(self, rows: Sequence[RowBound], depths: Sequence[int], chosen: list[int]) -> None:
-        """If a probe is due, let the row that has gone longest without drafts draft a little."""
+        """If a probe is due, choose a small depth for the row that has had no drafts for the longest time."""
         candidates = []
         for index, (row, depth, wanted) in enumerate(zip(rows, depths, chosen, strict=True)):
             state = row.state
             if wanted:
-                if state.probed:  # the probed row drafts by choice now: probe the other rows soon
+                if state.probed:  # a probe has made this row draft by choice, so probe the other rows soon
                     self._probe_gap = FIRST_PROBE_GAP
                 state.probed = False
                 state.rounds_without = 0

@@ -1,6 +1,6 @@
 """The draft shapes that `auto` may choose for batches on the device.
 
-The set is small because each shape needs its own CUDA graph for every batch size.
+This set of shapes is small, because each shape needs a CUDA graph for every batch size.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from outrider.shared.spec.tree import DraftShape
 CHAIN_DEPTHS = (1, 3, 5)
 """Depths of the chains that are offered in addition to the longest allowed one."""
 TREE_DEPTHS = (1, 2, 3, 5, 8, 12)
-"""Depths of trees offered in addition to a tree's own depth, if there are no chains for shallow drafts."""
+"""Depths of the trees that are offered in addition to the largest tree, if no chains are offered."""
 
 MOST_ROWS = 512
-"""Maximum rows (nodes of the whole batch) of an offered shape.
+"""Maximum number of rows, i.e. nodes of the whole batch, of an offered shape.
 
-Beyond it, a pass is bound by arithmetic, so further nodes cost their full time.
+Larger passes are bound by arithmetic, so further nodes cost their full time.
 """
 
 
 def cut(bound: DraftShape, depth: int) -> DraftShape:
-    """Return the shape of `bound` cut to `depth` levels, with the same density of nodes per level."""
+    """Return the shape `bound` cut to `depth` levels, with the same number of nodes per level."""
     return DraftShape(depth, bound.topk, nodes_of(bound, depth)).bounded()
 
 
 def nodes_of(bound: DraftShape, depth: int) -> int:
-    """Return the number of nodes of `bound` cut to `depth` levels, including the root."""
+    """Return the number of nodes of the shape `bound` cut to `depth` levels, including the root."""
     if depth <= 0:
         return 1
     return 1 + -(-(bound.max_nodes - 1) * depth // bound.depth)
@@ -35,11 +35,12 @@ def nodes_of(bound: DraftShape, depth: int) -> int:
 
 @lru_cache(maxsize=256)
 def offered_shapes(forms: tuple[DraftShape, ...], batch_size: int) -> tuple[DraftShape, ...]:
-    """Return every shape that is offered within these forms, the smallest of each form first.
+    """Return every shape that is offered within these forms. Each form's smallest shape comes first.
 
     Args:
-        forms: See `SpeculationParams.forms`.
-        batch_size: Number of rows. Shapes that are too large for it are left out, except the smallest.
+        forms: The largest tree, the longest chain, or both; see `SpeculationParams.forms`.
+        batch_size: Number of sequences. Shapes that have too many rows with this batch size are left out,
+            except for the smallest shapes.
     """
     shapes: list[DraftShape] = []
     for form in forms:

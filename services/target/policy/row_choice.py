@@ -1,4 +1,4 @@
-"""The controller's inputs and its memory per request; `FormChoice` decides between trees and chains."""
+"""The controller's inputs, and its memory of each request. `FormChoice` decides between trees and chains."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 FIRST_LOOK_GAP = 2
 LAST_LOOK_GAP = 512
 ROUNDS_PER_CHOICE = 8
-"""Number of rounds for which a choice is kept: tree or chain, and the shape of a batch on the device.
+"""Number of rounds for which the choice of a form, or of a batch's shape on the device, is kept.
 
-A new shape on the device drains it, so changes must be rare.
+A change of shape drains the device, so changes must be rare.
 """
 
 
@@ -34,8 +34,8 @@ class RowBound:
 
     Attributes:
         state: The controller's memory of the request.
-        bound: The largest shape that the request allows; it may be a chain itself.
-        useful_depth: The deepest depth that can help, given the tokens that are left to emit.
+        bound: The largest shape that the request allows, which may be a chain.
+        useful_depth: The greatest depth that is useful for the number of tokens that are left to emit.
         chain: The longest chain that is allowed in addition to `bound`; `NO_DRAFT` for none.
     """
 
@@ -46,17 +46,17 @@ class RowBound:
 
     @property
     def forms(self) -> tuple[DraftShape, ...]:
-        """The largest tree and the longest chain, or the only one."""
+        """The largest tree and the longest chain, or the only form that is allowed."""
         return (self.bound, self.chain) if self.chain.drafts else (self.bound,)
 
     def form(self, chain: bool) -> DraftShape:
-        """Return the bound of one form (tree or chain), or the only bound."""
+        """Return the bound of one form (tree or chain), or the only bound if the row has one form."""
         return self.chain if chain and self.chain.drafts else self.bound
 
     def expected_tokens(self, bound: DraftShape, depth: int) -> list[float]:
-        """Return the expected tokens of rounds of depth 0, 1, ..., `depth` in the form of `bound`.
+        """Return the expected tokens of a round in the form of `bound`, for depths 0, 1, ..., `depth`.
 
-        A tree contains a chain, so it is expected to yield at least as much as one.
+        A tree contains a chain, so a tree is expected to yield at least as many tokens as a chain.
         """
         trees, chains = self.state.acceptance.trees, self.state.acceptance.chains
         if bound.topk == 1:
@@ -72,9 +72,10 @@ class ExecutedRow:
     """One row of an executed step.
 
     Attributes:
-        state: The request's memory; None for rows that the controller does not choose for.
-        num_nodes: Nodes verified, including the root.
-        offered_depth: Depth of the proposal.
+        state: The controller's memory of the request. None for rows whose shape the controller does not
+            choose.
+        num_nodes: Number of nodes verified, including the root.
+        offered_depth: Depth of the row's proposal.
         accepted: Number of accepted draft tokens.
         chain: Whether a chain was requested.
     """
@@ -92,12 +93,12 @@ class ExecutedStep:
 
     Attributes:
         rows: All rows of the batch.
-        depth: Depth of the deepest proposal; 0 without one.
-        wait_s: Time that the step waited for the proposal; None without a proposal.
+        depth: Depth of the deepest proposal. 0 without a proposal.
+        wait_s: Time that the step waited for the proposal. None without a proposal.
         verify_s: Duration of the verify pass.
         overhead_s: Duration of scheduling, committing and delivering.
-        round_s: For a round on the device, the time since the previous round, including drafting; the other
-            times are not measured then. None for a host-driven step.
+        round_s: For a round on the device, the time since the end of the previous round, including drafting.
+            The other times are not measured in this case. None for a host-driven step.
     """
 
     rows: Sequence[ExecutedRow]
@@ -111,8 +112,8 @@ class ExecutedStep:
 class FormChoice:
     """Chooses between drafting trees and drafting chains.
 
-    The form with more expected tokens per second is used; the other is tried after gaps that double, because
-    its estimate would become stale otherwise.
+    The form with more expected tokens per second is used. The other form is tried after gaps that double,
+    because its estimate would otherwise become outdated.
     """
 
     __slots__ = ("_best", "_gap", "_since", "chain")
@@ -124,11 +125,11 @@ class FormChoice:
         self._since = 0
 
     def decide(self, trees: float | None, chains: float | None) -> bool:
-        """Return True if chains are drafted until the next decision.
+        """Return True if rows draft chains until the next decision.
 
         Args:
-            trees, chains: Expected tokens per second of each form; None for a form that was not tried yet,
-                which is used only when its turn to be tried comes.
+            trees, chains: Expected tokens per second of trees and of chains. None for a form that was not
+                tried yet, which is used only when its next trial is due.
         """
         best = chains is not None and (trees is None or chains > trees)
         if best is not self._best:

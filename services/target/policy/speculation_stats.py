@@ -1,4 +1,4 @@
-"""Counters of one request's speculation (rounds, accepted tokens, fallbacks), and their report."""
+"""Counts one request's rounds, accepted tokens and fallbacks, and reports these counters."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from outrider.shared.base.generation import SpeculationReport
 
 
 class SpeculationStats:
-    """Counters of one request.
+    """Counters of one request's speculation.
 
-    These identities hold; tests check them against the engine:
+    Tests check these identities against the engine:
 
     - ``sum((k + 1) * histogram[k]) == completion tokens - tokens emitted by prefills + tokens cut``
     - ``sum(histogram) == rounds``
     - ``accepted_tokens == sum(k * histogram[k])``
-    - ``accept_length`` is the mean number of tokens per round before any cut, over the rounds that verified
-      at least one draft node; 1.0 if there was none.
+    - ``accept_length`` is the mean number of tokens per round before any cut. The mean is over the rounds
+      that verified at least one draft node, and is 1.0 without such rounds.
     """
 
     __slots__ = (
@@ -71,12 +71,12 @@ class SpeculationStats:
         return 1.0 + self.accepted_tokens / self.draft_rounds if self.draft_rounds else 1.0
 
     def report(self, speedup_estimate: float | None = None, plain_by: str = "") -> SpeculationReport:
-        """Return a snapshot of the counters. The most frequent fallback reason is reported.
+        """Return a snapshot of the counters, with the most frequent fallback reason.
 
         Args:
-            speedup_estimate: The controller's estimate, if there is one.
-            plain_by: The party that chose plain decoding. It is reported as the reason if rounds ran, but
-                none drafted and none fell back.
+            speedup_estimate: The controller's estimate of the speedup. None if there is no estimate.
+            plain_by: The party that chose plain decoding. The report contains this party as the reason if
+                rounds ran, no round verified drafts, and no round fell back.
         """
         reason = plain_by if self.rounds and not self.draft_rounds else ""
         if self.fallbacks:

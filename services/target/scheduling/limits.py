@@ -14,7 +14,7 @@ def longest_text(config: ModelConfig, max_model_len: int | None) -> int:
 
     Args:
         config: The model's configuration.
-        max_model_len: The configured maximum; None for the length that the model was trained for.
+        max_model_len: The configured maximum. None selects the length that the model was trained for.
 
     Raises:
         ConfigurationError: The model has a table of learned positions that is shorter than `max_model_len`.
@@ -33,13 +33,13 @@ def longest_text(config: ModelConfig, max_model_len: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits that every request must fit.
+    """Limits that every request must respect.
 
     Attributes:
-        vocab_size: Token ids must be below this.
+        vocab_size: Upper bound of token ids, exclusive.
         max_model_len: Maximum number of prompt and new tokens.
         eos_token_ids: The model's end-of-sequence tokens.
-        pause_timeout_s: A request that stays paused for longer fails.
+        pause_timeout_s: Time in seconds after which a paused request fails.
     """
 
     vocab_size: int
@@ -48,7 +48,7 @@ class EngineLimits:
     pause_timeout_s: float = 30.0
 
     def check(self, sequence: Sequence, capacity: int) -> None:
-        """Refuse a sequence that this model, or a pool of `capacity` tokens, could never finish.
+        """Refuse a sequence that this model or a KV pool of `capacity` tokens could never finish.
 
         Raises:
             InvalidRequestError: The error names the field.
@@ -83,7 +83,7 @@ class SchedulerLimits:
     Attributes:
         max_running: Maximum number of admitted sequences.
         max_queued: Maximum number of requests that wait for admission.
-        max_queued_tokens: Maximum number of prompt tokens of these requests.
+        max_queued_tokens: Maximum number of prompt tokens of the requests that wait for admission.
         prefill_chunk: Maximum number of prompt tokens per step.
     """
 

@@ -1,4 +1,4 @@
-"""Bounds the queue of waiting requests. A request beyond it is refused, with a time after which to retry."""
+"""Limits the queue of waiting requests. A refusal names the time after which to retry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRAIN_RATE_WEIGHT = 0.2
 
 
 class QueueGate:
-    """Counts waiting requests and their prompt tokens, and refuses more than the limits. Thread-safe."""
+    """Counts waiting requests and their prompt tokens, and refuses requests above the limits. Thread-safe."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -28,10 +28,11 @@ class QueueGate:
         return self._requests
 
     def enter(self, prompt_tokens: int) -> None:
-        """Count a request in.
+        """Count a request that starts to wait.
 
         Raises:
-            OverloadedError: The queue is full. The retry time follows from the measured drain rate.
+            OverloadedError: The queue is full. The time after which to retry is computed from the measured
+                rate at which the queue drains.
         """
         with self._lock:
             if self._requests >= self._limits.max_queued:
@@ -39,7 +40,8 @@ class QueueGate:
                     f"{self._requests} requests are already waiting, the limit of this server.",
                     retry_after_s=self._retry_after(),
                 )
-            # An empty queue accepts a prompt of any length; otherwise a very long one could never be served.
+            # An empty queue accepts a prompt of any length. Otherwise a very long prompt could never be
+            # served.
             if self._requests and self._tokens + prompt_tokens > self._limits.max_queued_tokens:
                 raise OverloadedError(
                     f"{self._tokens} prompt tokens are already waiting; {prompt_tokens} more exceed the "
@@ -50,7 +52,7 @@ class QueueGate:
             self._tokens += prompt_tokens
 
     def leave(self, prompt_tokens: int, now: float) -> None:
-        """Count a request out when it is admitted, cancelled or failed."""
+        """Count a request out after it was admitted or cancelled, or has failed."""
         with self._lock:
             self._requests -= 1
             self._tokens -= prompt_tokens

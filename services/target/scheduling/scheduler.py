@@ -2,14 +2,14 @@
 
 The life of a sequence:
 
-1. It waits in the queue until pages for all of its tokens are free, and is then admitted.
-2. It prefills in chunks, then decodes in every step.
-3. If a decoding sequence needs a page and none is free, one sequence is *retracted*: a paused one, or else
-   the latest arrival. It returns its pages, keeps its tokens and waits again. Prompt and emitted tokens are
-   later prefilled again, which is exact.
+1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
+2. The sequence prefills in chunks and then decodes in every step.
+3. If a decoding sequence needs a page and none is free, one sequence is *retracted*: a paused sequence, or
+   else the latest arrival. The retracted sequence returns its pages, keeps its tokens and waits again. Later
+   its prompt and its emitted tokens are prefilled again, which is exact.
 
-The oldest sequence is never retracted for a younger one, and every sequence fits into the pool alone (checked
-on submission). Hence some sequence always advances.
+The oldest sequence is never retracted for a younger sequence. Every sequence fits into the pool alone, which
+is checked on submission. Therefore at least one sequence always advances.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from outrider.services.target.scheduling.sequence import Sequence, SequenceStatu
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
 SPARE_TOKENS = 64
-"""Slots by which the leases of a batch on the device grow beyond their need."""
+"""Number of spare slots that a lease of a batch on the device gets when it grows."""
 PLENTY = 4
-"""Take spare pages only while at least this many times their number are free."""
+"""Number of free pages that is required to take spare pages, as a multiple of the spare pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Rows ``[start, stop)`` of one sequence to compute. The last chunk of a prefill yields a token."""
+    """Rows ``[start, stop)`` to compute of one sequence. The last chunk of a prefill yields a token."""
 
     sequence: Sequence
     start: int
@@ -48,7 +48,7 @@ class StepPlan:
     """The work of one step.
 
     Attributes:
-        admitted, retracted: Sequences that the drafter must open and close.
+        admitted, retracted: Sequences whose drafter sessions must be opened and closed, respectively.
         prefills: Prompt chunks to compute.
         decodes: Sequences to decode.
     """
@@ -77,15 +77,15 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Number of slots of the whole pool, the length of the longest sequence that can be served."""
+        """Number of slots of the whole pool, and thus the length of the longest sequence that fits."""
         return self.allocator.num_pages * self.page_size
 
     def has_work(self) -> bool:
-        """Return True if `schedule` may return work, i.e. a sequence exists that is not paused."""
+        """Return True if `schedule` may return work, i.e. if a sequence exists that is not paused."""
         return any(sequence.paused_at is None for sequence in self)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence by priority, then by arrival. The caller has passed `gate.enter`."""
+        """Queue a sequence by priority, then by arrival. The caller must have called `gate.enter`."""
         bisect.insort(self.waiting, sequence, key=_queue_key)
 
     def schedule(self, now: float) -> StepPlan:
@@ -108,8 +108,9 @@ class Scheduler:
     def reserve_all_ahead(self, uppers: list[tuple[Sequence, int]]) -> bool:
         """Grow the leases of a batch for a round; see `reserve_ahead`.
 
-        If one lease must grow, all grow, and by `SPARE_TOKENS` more than needed where pages are plentiful.
         The device's page tables must be rewritten whenever a lease grows, so leases grow rarely and together.
+        If one lease must grow, all leases grow. If enough pages are free, each lease grows by `SPARE_TOKENS`
+        more than needed.
         """
         if any(self._missing(sequence, upper) > 0 for sequence, upper in uppers):
             spare = [
@@ -122,7 +123,7 @@ class Scheduler:
         return all(self.reserve_ahead(sequence, upper) for sequence, upper in uppers)
 
     def decoding(self) -> list[Sequence]:
-        """Return the sequences that would decode if a step were scheduled now, in the order of the step."""
+        """Return the sequences that would decode in a step scheduled now, in the order of that step."""
         running = [
             one for one in self.active if one.status is SequenceStatus.RUNNING and one.paused_at is None
         ]
@@ -139,11 +140,11 @@ class Scheduler:
         return first is not None and self._admissible(first)
 
     def worth_waiting_for(self, prefilled: list[PrefillChunk]) -> bool:
-        """Return True if the sequences that were just prefilled should wait for the rest of the prompts.
+        """Return True if sequences that were just prefilled should wait for the prompts that were not.
 
-        The next step must be able to compute that rest, and no other sequence may be decoding. A round of a
-        few sequences takes about as long as a round of all, so one wait makes the rounds more useful. No
-        sequence waits for more than one step.
+        The wait is worthwhile if the next step can finish all remaining prompts and no other sequence is
+        decoding. A round of a few sequences takes about as long as a round of all sequences, so one wait
+        makes the rounds more useful. No sequence waits for more than one step.
         """
         prefilling = [
             one for one in self.active if one.status is SequenceStatus.PREFILLING and one.paused_at is None
@@ -154,7 +155,7 @@ class Scheduler:
         return all(one.session_id in fresh for one in self.decoding())
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """Drop a sequence that finished, failed or was cancelled, and free its pages. Idempotent."""
+        """Drop a sequence that has ended, and free its pages. A second call has no effect."""
         if sequence.status is SequenceStatus.ENDED:
             return
         if sequence.status is SequenceStatus.WAITING:
@@ -175,7 +176,7 @@ class Scheduler:
             sequence.resumptions += 1
 
     def check(self) -> None:
-        """Assert that no page is lost and that the lengths of all sequences are in order."""
+        """Assert that no page is lost and that the lengths of every sequence are in the documented order."""
         self.allocator.check()
         held = sum(len(sequence.lease.pages) for sequence in self if sequence.lease is not None)
         assert held + self.allocator.free_pages == self.allocator.num_pages, (
@@ -216,13 +217,13 @@ class Scheduler:
 
     def _admit(self, now: float, retracted: list[Sequence]) -> list[Sequence]:
         admitted: list[Sequence] = []
-        # A copy: an admitted or retracted sequence changes `waiting`.
+        # Iterate over a copy, because admission and retraction change `waiting`.
         for sequence in (
             [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ()
         ):
             while (lease := self._lease_for_admission(sequence)) is None:
-                # Slow readers must not block others: if every active sequence is paused, one gives up its
-                # pages.
+                # Slow readers must not block other requests. If every active sequence is paused, one sequence
+                # gives up its pages.
                 if not self.active or any(other.paused_at is None for other in self.active):
                     return admitted
                 victim = self._victim()
@@ -246,7 +247,8 @@ class Scheduler:
     def _admissible(self, sequence: Sequence) -> bool:
         if len(self.active) >= self.limits.max_running:
             return False
-        # Keep one spare page per active sequence; otherwise this one would be retracted after a few steps.
+        # Keep one spare page per active sequence. Otherwise this sequence would be retracted after a few
+        # steps.
         pages = self._pages(sequence.committed_len + sequence.node_bound)
         return pages + len(self.active) <= self.allocator.free_pages
 

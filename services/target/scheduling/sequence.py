@@ -8,9 +8,9 @@ The named lengths are always in this order, which `Sequence.check` asserts:
     slots    |------------------------------|-- tree nodes of a round --|--- spare --|
              0                      cached_len         cached_len + N          reserved_len <= max_len
 
-- Pages belong to the sequence's lease from admission until it finishes, fails, is cancelled or is retracted.
-  Only `Scheduler` frees them.
-- Slots past `cached_len` contain nothing of value between rounds.
+- Pages belong to the sequence's lease from admission until the sequence finishes, fails, is cancelled or is
+  retracted. Only `Scheduler` frees pages.
+- The contents of slots from `cached_len` on are meaningless between rounds.
 - Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
   up to `committed_len`.
 """
@@ -41,15 +41,17 @@ class Sequence:
     """One request while the engine processes it. Engine thread only.
 
     Attributes:
-        session_id: Unique within this process. The drafter identifies the sequence by it.
-        tokens: Every committed token, prompt first; ``len(tokens)`` is committed_len.
+        session_id: Identifier of the sequence for the drafter, unique within this process.
+        tokens: All committed tokens, i.e. the prompt and the emitted tokens. ``len(tokens)`` is
+            committed_len.
         cached_len: Number of tokens whose K/V (and feature row, if wanted) is in the pool.
-        max_len: Maximum number of slots that it can need; the pool has at least this many.
-        node_bound: Maximum tree nodes of one round, including the root. KV slots are reserved for them.
-        wants_drafts: Whether the drafter follows it when possible. Feature rows are captured if the drafter
-            wants any.
+        max_len: Maximum number of slots that the sequence can need, at most the slots of the pool.
+        node_bound: Maximum number of tree nodes of one round, including the root. KV slots are reserved for
+            these nodes.
+        wants_drafts: Whether the drafter should follow the sequence when possible. If so, feature rows are
+            captured for a drafter that wants them.
         feature_len: Rows ``[0, feature_len)`` of the feature plane are valid for the current projector.
-        drafted: Whether the drafter follows it now.
+        drafted: Whether the drafter follows the sequence now.
     """
 
     __slots__ = (
@@ -135,7 +137,7 @@ class Sequence:
 
     @property
     def reserved_len(self) -> int:
-        """Number of slots of the lease. Other threads may read it for statistics."""
+        """Number of slots of the lease. Other threads may read this property for statistics."""
         lease = self.lease
         return 0 if lease is None else len(lease.pages) * self.page_size
 
@@ -146,7 +148,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Number of tokens that it may still emit."""
+        """Number of tokens that the sequence may still emit."""
         return self.end_len - len(self.tokens)
 
     @property
@@ -163,10 +165,14 @@ class Sequence:
 
     @property
     def plain_by(self) -> str:
-        """The party that chose plain decoding, if no round had draft nodes and drafting was possible."""
+        """The party that chose plain decoding.
+
+        Valid only if no round had draft nodes although drafting was possible.
+        """
         if not self.speculates:
             return "user"
-        # Prefill emits the first token, and a round emits at least one: two tokens leave nothing to draft.
+        # Prefill emits the first token, and a round emits at least one. A limit of two tokens thus leaves
+        # nothing to draft.
         return "length" if self.request.max_new_tokens <= 2 else "controller"
 
     def fence(self) -> Fence:
@@ -177,7 +183,7 @@ class Sequence:
         return Fence(self.session_id, self.epoch, len(self.tokens), self.prefix_hash)
 
     def check(self) -> None:
-        """Assert the order of the lengths."""
+        """Assert that the lengths are in the order of the module docstring."""
         reserved = self.reserved_len
         assert 0 <= self.cached_len <= len(self.tokens), (self.cached_len, len(self.tokens))
         if self.lease is not None:

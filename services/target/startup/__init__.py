@@ -1,1 +1,1 @@
-"""Everything before the first request: memory plan, numerics, graph plan, warm-up and the parity check."""
+"""Prepares the target for the first request: memory plan, numerics, graph plan, warm-up, parity check."""

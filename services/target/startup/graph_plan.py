@@ -26,12 +26,17 @@ from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 PREFILL_SIZES = (32, 64, 128, 256)
-"""Rows of the recorded passes over prompts.
+"""Numbers of rows of the recorded passes over prompts.
 
-Larger passes need no graph: the device takes longer for them than the host takes to launch their kernels.
+Larger passes need no graph, because the device takes longer to run their kernels than the host takes to
+launch them.
 """
 FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
-"""The same with FP8: the device needs half the time, and the host launches rounding kernels as well."""
+"""Numbers of rows of the recorded passes over prompts with FP8.
+
+Graphs pay off up to larger sizes, because the device needs half the time and the host also launches rounding
+kernels.
+"""
 
 POLL_S = 0.02
 
@@ -45,11 +50,12 @@ class GraphPlan:
 
     Attributes:
         graphs: Whether graphs are recorded.
-        overlap: Rounds that stay on the device; None for none.
-        buckets: Sizes that passes of host-driven rounds are padded to; None to run them unpadded.
+        overlap: Configures which rounds stay on the device. None if no rounds do.
+        buckets: Sizes to which passes of host-driven rounds are padded. None disables padding.
         shapes: The usual shapes of rounds.
-        forms: Forms within which `auto` chooses its shapes; empty if no request uses `auto`.
-        prefills: Rows of the recorded passes over short prompts.
+        forms: The largest tree and chain within which `auto` chooses its shapes. Empty if no request uses
+            `auto`.
+        prefills: Numbers of rows of the recorded passes over short prompts.
         waits: Whether the attention backend waits for the device.
     """
 
@@ -63,7 +69,7 @@ class GraphPlan:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Sizes that batches are padded to: those of recorded rounds, else of rounds on the device."""
+        """Sizes to which batches of recorded rounds, or else of rounds on the device, are padded."""
         if self.buckets is not None:
             return self.buckets.batch_sizes
         return () if self.overlap is None else self.overlap.batch_sizes
@@ -71,23 +77,23 @@ class GraphPlan:
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
         """Return the shapes of rounds that are recorded for one batch size.
 
-        These are the usual shapes, unless they are too large, and all shapes that `auto` may choose. A stream
-        that met an unrecorded shape would wait for its recording, and under load many shapes follow one
-        another.
+        The result contains the usual shapes, unless they are too large, and all shapes that `auto` may
+        choose. All these shapes are recorded in advance, because many shapes are used in turn under load, and
+        requests would have to wait for each recording.
         """
         usual = (shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS)
         return tuple(dict.fromkeys((*usual, *offered_shapes(self.forms, batch_size))))
 
 
 def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bool = True) -> GraphPlan:
-    """Decide what is recorded and what stays on the device. Pure, so it is tested without a GPU.
+    """Decide which graphs are recorded and which rounds stay on the device. Tested without a GPU.
 
     Args:
         settings: The target's settings.
         cuda: Whether the model runs on a GPU.
-        waits: Whether the attention backend waits for the device. Its passes can then be neither recorded nor
-            run ahead.
-        offers: Whether requests leave the choice of a shape to `auto`.
+        waits: Whether the attention backend waits for the device. If so, passes cannot be recorded or
+            enqueued ahead.
+        offers: Whether requests may leave the choice of a shape to `auto`.
     """
     graphs = cuda and not waits and not settings.disable_cuda_graph
     overlaps = {
@@ -103,8 +109,8 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     beyond = (size for size in batch_buckets(settings.max_running_requests) if size > max_bs)
     overlap = OverlapPlan((*buckets.batch_sizes, *beyond), settings.num_steps + 1, max_bs)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
-    # Padding moves a row within its tile, which batch-invariant kernels cannot handle. With several ranks,
-    # the logits of a single row would have to be gathered.
+    # Single prompts are not recorded in two cases. Padding moves a row within its tile, which batch-invariant
+    # kernels cannot handle. With several ranks, the logits of a single row would have to be gathered.
     sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
     prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
     shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
@@ -114,16 +120,16 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
 
 
 def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]) -> float:
-    """Wait until a remote draft has announced the features that it needs, since graphs capture them.
+    """Wait until a remote draft has announced its features, because graphs capture these features.
 
     Args:
-        drafter: The engine's drafter. The engine's thread does not run yet.
-        timeout_s: Maximum wait; a target also serves without its draft.
-        given_up: Returns True once waiting is pointless: the draft refused or is absent, or the process must
-            end.
+        drafter: The engine's drafter. The engine's thread must not run yet.
+        timeout_s: Maximum wait in seconds. Afterwards, the target serves without its draft.
+        given_up: Returns True once waiting is pointless, because the draft has refused, the draft is absent,
+            or the process must end.
 
     Returns:
-        The seconds waited.
+        The time waited, in seconds.
     """
     started = time.monotonic()
     while (
@@ -145,18 +151,18 @@ def record_graphs(
 ) -> None:
     """Record the graphs of prompts and, at every batch size, of the shapes of `GraphPlan.shapes_at`.
 
-    Within each kind, the largest sizes are recorded first, so that smaller graphs fit into their memory. All
-    of these graphs stay; of graphs recorded later, `graphs` keeps a bounded number. If a draft that needs
-    other features connects later, the engine records them again.
+    Within each kind, the largest sizes are recorded first, so that smaller graphs can reuse their memory. All
+    graphs recorded here are kept. `graphs` limits only the number of graphs that are recorded later. If a
+    draft that needs other features connects later, the engine records the graphs again.
 
-    Call before the engine's thread runs. Progress is shown on the console or in the log.
+    Call this function before the engine's thread runs. Progress is shown on the console or in the log.
 
     Args:
         engine: Provides the recordings.
         graphs: Stores the graphs.
         plan: Sizes and shapes.
         to_console: Whether to show a progress bar if standard error is a terminal.
-        stopped: Returns True once the process must end; nothing more is recorded then.
+        stopped: Returns True once the process must end. No further graph is recorded then.
     """
     if not graphs.enabled:
         return
@@ -186,20 +192,21 @@ def compile_kernels(
     *,
     to_console: bool,
 ) -> None:
-    """Compile the kernels of `more` and of everything that `record_graphs` records, in several processes.
+    """Compile the kernels of `more` and of all graphs of `record_graphs`, in several processes.
 
-    Kernels that were compiled already are skipped. Without graphs, the kernels of rounds on the device are
-    compiled.
+    Kernels that were compiled already are skipped. If no graphs are recorded, the kernels of rounds on the
+    device are compiled.
 
-    If other ranks would have to take part, or attention needs values that a rehearsal does not compute,
-    nothing is compiled here: kernels are then compiled at their first launch, which is logged.
+    Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
+    impossible if other ranks would have to take part, or if attention needs values that a rehearsal does not
+    compute. Kernels are then compiled at their first launch, and this is logged.
 
     Args:
         engine: Provides the recordings.
         graphs: The cache that the recordings use.
         plan: Sizes and shapes.
-        more: Further work to rehearse. Without it, the recordings that a draft adds come first, because a
-            rehearsal stops after the first pieces if they miss no kernel.
+        more: Further passes to rehearse. Without further passes, the recordings that a draft adds are
+            rehearsed first, because a rehearsal stops early if its first passes need no new kernel.
         to_console: Whether to show a progress bar if standard error is a terminal.
     """
     if graphs.device.type != "cuda":
@@ -234,7 +241,7 @@ def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Ca
 
 
 class _Meter:
-    """Shows the progress of some work on a bar, or logs every quarter of it."""
+    """Shows the progress of some work on a progress bar, or logs the progress after each quarter."""
 
     def __init__(self, title: str, progress: Progress | None) -> None:
         self._title = title
@@ -252,7 +259,7 @@ class _Meter:
             self._progress.stop()
 
     def tell(self, done: int, total: int, description: str = "") -> None:
-        """Show that `done` of `total` are finished."""
+        """Show that `done` of `total` items are finished."""
         if self._progress is not None and self._task is not None:
             text = f"{self._title}: {description}" if description else self._title
             self._progress.update(self._task, completed=done, total=total, description=text)

@@ -1,11 +1,13 @@
-"""Divides a GPU's memory: weights, draft and a reserve for steps come first; the K/V cache receives the rest.
+"""Divides a GPU's memory between weights, draft, a reserve for steps, and the K/V cache.
 
     |-- elsewhere --|-- weights --|-- draft --|---- K/V cache ----|-- reserve --|-- unused --|
     |----------- at most mem_fraction_static of the total --------|
 
-The reserve is for CUDA graphs, activations and logits. "Elsewhere" is other processes and the CUDA context.
+Weights, draft and reserve come first, and the K/V cache receives the rest of the usable memory. The reserve
+is for CUDA graphs, activations and logits. "Elsewhere" is the memory of other processes and of the CUDA
+context.
 
-Everything but `gpu_memory` is pure, so it is tested without a GPU.
+Only `gpu_memory` reads the state of a GPU, so all other functions are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -33,14 +35,15 @@ WORKSPACES_BYTES = GIB // 4
 Measured on an H200: 240 MiB.
 """
 GRAPH_BYTES_PER_LAYER = 24 << 10
-"""Bytes of one recorded round per layer. Measured: 94 graphs of 32 layers took 70 MiB."""
+"""Bytes of one recorded round per layer. As a measurement, 94 graphs of 32 layers took 70 MiB."""
 GRAPHS_PER_BATCH_SIZE = 32
-"""Plain rounds, the tree, its chain and `auto`'s shapes, for greedy, sampled and filtered rows.
+"""Number of graphs per batch size.
 
-Graphs recorded later are bounded by `MAX_LATE_GRAPHS`.
+These are the graphs of plain rounds, the default tree, its chain and the shapes of `auto`, for greedy,
+sampled and filtered rows. `MAX_LATE_GRAPHS` limits the number of graphs that are recorded later.
 """
 ALLOCATOR_SLACK = 1.25
-"""Factor on activations and logits for memory that the caching allocator rounds up and fragments."""
+"""Factor on activations and logits, because the caching allocator rounds up and fragments memory."""
 SMALLEST_CONTEXT = 2048
 """Minimum number of tokens of one text that the cache must hold, unless the model's maximum is shorter."""
 MAKE_ROOM = (
@@ -55,7 +58,7 @@ class Memory:
 
     Attributes:
         total: Total memory of the device.
-        free: Free memory, as the driver reports it.
+        free: Free memory, as reported by the driver.
         weights: Memory of the target's weights.
         draft: Memory of the draft in this process, including its cache.
     """
@@ -82,7 +85,8 @@ class DraftCache:
 
     Attributes:
         bytes_per_token: Bytes of the draft's K/V per token.
-        more_tokens: Tokens that it holds in addition to the target's; see `more_tokens`.
+        more_tokens: Number of tokens of the draft's cache in addition to the tokens of the target's cache;
+            see the function `more_tokens`.
     """
 
     bytes_per_token: int
@@ -90,7 +94,7 @@ class DraftCache:
 
     @property
     def more(self) -> int:
-        """Bytes that it needs regardless of the size of the target's cache."""
+        """Bytes of the draft's cache that do not depend on the size of the target's cache."""
         return self.bytes_per_token * self.more_tokens
 
 
@@ -102,10 +106,10 @@ class MemoryPlan:
     """The sizes of all parts in bytes, in the order of the diagram in the module docstring.
 
     Attributes:
-        memory: The parts that exist already; None on a CPU, where only the K/V cache is sized.
-        reserve: Kept free for the work of a step.
+        memory: The memory that is already in use. None on a CPU, where only the K/V cache is sized.
+        reserve: Memory that is kept free for the work of a step.
         bytes_per_token: Bytes of the K/V cache per token, including feature rows.
-        page_size, pages: Size of the K/V cache.
+        page_size, pages: Tokens per page, and number of pages, of the K/V cache.
     """
 
     memory: Memory | None
@@ -153,12 +157,14 @@ def plan_memory(
     """Size the K/V caches of the target and of a draft in this process, for the most tokens that fit.
 
     Args:
-        settings: `kv_tokens`, `mem_fraction_static`, `page_size`, `max_nodes`.
-        bytes_per_token: Of all planes, including feature rows.
-        max_model_len: On a CPU, the pool holds at least two sequences of this length if its bound allows.
-        memory: The GPU's memory; None on a CPU, where the caches have a fixed bound.
-        reserve: Result of `working_bytes`.
-        draft: The draft's cache if it is not allocated yet.
+        settings: The target's settings. Reads `kv_tokens`, `mem_fraction_static`, `page_size` and
+            `max_nodes`.
+        bytes_per_token: Bytes of all planes of the cache per token, including feature rows.
+        max_model_len: Length of the longest sequence. On a CPU, the pool holds at least two such sequences if
+            the fixed limit of the pool allows.
+        memory: The GPU's memory. None on a CPU, where the caches have a fixed limit.
+        reserve: The result of `working_bytes`.
+        draft: The draft's cache, if the draft is in this process and its cache is not allocated yet.
 
     Raises:
         ConfigurationError: The cache would hold fewer than `least_tokens`, or `kv_tokens` does not fit. The
@@ -194,11 +200,11 @@ def plan_memory(
 def least_tokens(settings: TargetSettings, max_model_len: int) -> int:
     """Return the minimum number of tokens of a cache, in whole pages.
 
-    The cache must hold a text of `SMALLEST_CONTEXT` tokens with its largest tree.
+    The cache must hold a text of `SMALLEST_CONTEXT` tokens with the largest tree.
 
     Args:
-        settings: `max_nodes`, `page_size`.
-        max_model_len: Used instead of `SMALLEST_CONTEXT` if it is shorter.
+        settings: The target's settings. Reads `max_nodes` and `page_size`.
+        max_model_len: Length of the longest sequence. Replaces `SMALLEST_CONTEXT` if shorter.
     """
     tokens = min(max_model_len, SMALLEST_CONTEXT) + settings.max_nodes + 2
     return -(-tokens // settings.page_size) * settings.page_size
@@ -207,12 +213,12 @@ def least_tokens(settings: TargetSettings, max_model_len: int) -> int:
 def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes that a step needs in addition to weights and caches.
 
-    They are CUDA graphs, activations of the widest step and logits of verified rows.
+    These bytes are for CUDA graphs, the activations of the widest step and the logits of verified rows.
 
     Args:
-        settings: `prefill_tokens`, `max_running_requests`, `limits`.
+        settings: The target's settings. Reads `prefill_tokens`, `max_running_requests` and `limits`.
         config: The target's configuration.
-        dtype: Type of the activations.
+        dtype: Data type of the activations.
     """
     speculation = settings.limits()
     verified = settings.max_running_requests * max(
@@ -220,7 +226,7 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     )
     rows = max(settings.prefill_tokens(), verified)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    # The widest of MLP and attention activations of a layer, plus residual, norms and captured layers.
+    # The larger of a layer's MLP and attention activations, plus residual, norms and captured layers.
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
     logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
     return graphs_bytes(settings, config.num_layers) + int(
@@ -232,7 +238,7 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
     """Return the bytes of the CUDA graphs and their workspaces.
 
     Args:
-        settings: `cuda_graph_max_bs`, `max_running_requests`.
+        settings: The target's settings. Reads `cuda_graph_max_bs` and `max_running_requests`.
         num_layers: Number of the target's layers.
     """
     batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.max_running_requests)))
@@ -245,28 +251,29 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
 def more_tokens(settings: TargetSettings) -> int:
     """Return the number of tokens that a draft's cache needs beyond the target's.
 
-    Each sequence needs room for its tree while it grows.
+    Each sequence needs room for its draft tree while the draft builds that tree.
 
     Args:
-        settings: `max_running_requests`, `max_steps`, `max_topk`, `page_size`.
+        settings: The target's settings. Reads `max_running_requests`, `max_steps`, `max_topk` and
+            `page_size`.
     """
     return settings.max_running_requests * (settings.max_steps * settings.max_topk + settings.page_size)
 
 
 class CachePlanner:
-    """Divides the free memory of a device between the KV caches of the target and of a draft in this process.
+    """Divides a device's free memory between the KV caches of the target and of a draft in this process.
 
     Args:
-        settings: Resolved.
-        decoder: The target as it serves. The draft is not loaded yet.
-        drafts: Whether speculation is possible. Every token then needs a feature row.
+        settings: The resolved settings of the target.
+        decoder: The target's model, ready to serve. The draft must not be loaded yet.
+        drafts: Whether speculation is possible. If so, every token needs a feature row.
     """
 
     def __init__(self, settings: TargetSettings, decoder: Decoder, *, drafts: bool) -> None:
         self._settings = settings
         self._decoder = decoder
         config = decoder.config
-        # A feature row is at most as wide as the hidden state, for every kind of head.
+        # For every kind of draft head, a feature row is at most as wide as the hidden state.
         self._bytes_per_token = decoder.token_bytes(config.hidden_size if drafts else 0)
         self._longest = longest_text(config, settings.max_model_len)
         self._before = gpu_memory(decoder.device)
@@ -274,7 +281,7 @@ class CachePlanner:
     def draft_tokens(self, bytes_per_token: int) -> int:
         """Return the number of tokens of the draft's cache. Call once the draft's weights are loaded.
 
-        This method is a `CacheSizing`.
+        This method is passed to the drafter as its `CacheSizing`.
 
         Raises:
             ConfigurationError: See `plan_memory`.
@@ -305,7 +312,7 @@ class CachePlanner:
 def gpu_memory(device: torch.device) -> tuple[int, int] | None:
     """Return the free and total bytes of a GPU; None on a CPU.
 
-    Memory that torch only caches, e.g. of weights before quantization, is released first.
+    The function first releases memory that torch only caches, e.g. of weights before quantization.
     """
     if device.type != "cuda":
         return None
@@ -358,7 +365,7 @@ def _too_little_memory(
 def _least_fraction(size: int, total: int) -> float | None:
     """Return the smallest `mem_fraction_static` that covers `size` bytes; None if it would not be below 1.
 
-    It has two decimals, or more if only those keep it below 1.
+    The fraction has two decimals, or more if two decimals would round it to 1.
     """
     for parts in (100, 1000, 10_000):
         if (needed := -(-parts * size // total)) < parts:

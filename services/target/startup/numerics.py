@@ -1,4 +1,4 @@
-"""Applies the settings that change how the model computes: determinism, FP8, torch.compile, attention."""
+"""Applies the settings that change the model's computation: determinism, FP8, torch.compile, attention."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _log = get_logger("outrider.target")
 
 
 def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
-    """Return the decoder that serves: the loaded one, changed as the settings require.
+    """Return the loaded decoder with the changes that the settings require.
 
     Raises:
-        ConfigurationError: The model does not support a setting; the error names it.
+        ConfigurationError: The model does not support a setting. The error names the setting.
     """
     if settings.enable_torch_compile:
         _compile(decoder, settings.torch_compile_max_bs)
@@ -55,12 +55,12 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
 
 
 def load_target_model(settings: TargetSettings, progress: Progress | None = None) -> Decoder:
-    """Load the model of one process; `prepare_decoder` completes it.
+    """Load the model of one process. Call `prepare_decoder` on the result before serving.
 
     With FP8, each layer is rounded as it is loaded.
 
     Raises:
-        CheckpointError: See `load_decoder`.
+        CheckpointError: The checkpoint is missing or invalid; see `load_decoder`.
         ConfigurationError: The model does not fit into the free memory, or does not support FP8.
     """
     check_weights_fit(settings)
@@ -76,10 +76,10 @@ def load_target_model(settings: TargetSettings, progress: Progress | None = None
 def layer_rounding(
     settings: TargetSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> OnLayer | None:
-    """Return a function that rounds each layer to FP8 as it is loaded; None without FP8.
+    """Return a function that rounds each layer to FP8 after loading it, or None without FP8.
 
     Raises:
-        ConfigurationError: See `fp8_rounding`.
+        ConfigurationError: The model or the device does not support FP8; see `fp8_rounding`.
     """
     return fp8_rounding(config, device, dtype) if settings.quantization is Quantization.FP8 else None
 
@@ -93,22 +93,23 @@ def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBa
     if settings.deterministic:
         return DeterministicAttention()
     if settings.kv_cache_dtype is not KvCacheDtype.AUTO:
-        # Only this backend widens K and V. On a CPU it runs its reference implementation.
+        # Only the Triton backend converts K and V to a wider type. On a CPU, it runs a reference
+        # implementation.
         return create_backend(AttentionKind.TRITON, decoder.device)
     return create_backend(settings.attention_backend, decoder.device)
 
 
 def _compile(decoder: Decoder, max_rows: int) -> None:
-    # Imported here because it imports `transformers`, which no other option needs.
+    # Import this module here, because it imports `transformers`, which no other option needs.
     from outrider.shared.nn.generic.compiled import compile_generic
 
     compile_generic(decoder, max_rows)
 
 
 def _choose_tiles(settings: TargetSettings, decoder: Decoder, fused: FusedForward) -> None:
-    """Time kernel tiles for products that were never timed. Rank 0 times them and chooses for all ranks."""
+    """Time the kernel tiles of products that were never timed. Rank 0 chooses the tiles for all ranks."""
     ranks = decoder.collectives if isinstance(decoder, ShardedDecoder) else None
-    # The other ranks wait meanwhile, so stay well below their timeout.
+    # The other ranks wait for the result, so limit the time to well below their timeout.
     budget_s = BUDGET_S if ranks is None else min(BUDGET_S, settings.tp_timeout_s / 4)
     tried: list[Tried] = []
     if ranks is None or ranks.rank == 0:

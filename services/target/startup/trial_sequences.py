@@ -13,7 +13,7 @@ from outrider.shared.spec.tree import NO_DRAFT
 
 PROMPT_LEN = 9
 WARM_UP_ROOM = 18
-"""Slots of a trial sequence in addition to its prompt."""
+"""Number of slots of a trial sequence in addition to its prompt."""
 
 
 class _NoSink(EventSink):
@@ -22,7 +22,7 @@ class _NoSink(EventSink):
 
 
 def trial_sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) -> Sequence:
-    """Make a sequence with a page lease; each `attempt` has another prompt of `length` tokens.
+    """Return a sequence with a page lease and a prompt of `length` tokens, which depends on `attempt`.
 
     Raises:
         OutriderError: The KV cache is too small.

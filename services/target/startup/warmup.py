@@ -1,4 +1,4 @@
-"""Warms an engine up before it serves: short requests through the engine, and passes over longer prompts."""
+"""Warms up an engine before it serves, with short requests and with passes over longer prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 
 REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400))
-"""Lengths of the prompts of each rehearsed pass."""
+"""Rehearsed passes, each as the lengths of its prompts."""
 RUN_THROUGH_PROMPT = 48
 RUN_THROUGH_TOKENS = 32
 RUN_THROUGH_TIMEOUT_S = 5.0
@@ -34,7 +34,7 @@ _log = logging.getLogger("outrider.target")
 
 
 class _EndSink(EventSink):
-    """Sets `ended` when a request is over."""
+    """An event sink that sets `ended` when a request has ended."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -45,10 +45,10 @@ class _EndSink(EventSink):
 
 
 def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
-    """Generate some tokens through the running engine and its drafter, to spare real requests a cold start.
+    """Run short requests through the running engine and its drafter, so that real requests find them warm.
 
-    Greedy and sampled requests run with and without drafts. Costs that the controller learns are kept;
-    counters start over.
+    Greedy and sampled requests run with and without drafts. The controller keeps the costs that it learns,
+    and all counters are reset.
     """
     rounds = (
         (SpeculationMode.ON, 0.0),
@@ -71,15 +71,15 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
         try:
             engine.submit(request, sink)
         except InvalidRequestError:
-            return  # in a pool this small, a cold start does not matter
+            return  # a cold start does not matter with such a small pool
         sink.ended.wait(2 * RUN_THROUGH_TIMEOUT_S)
     engine.forget_warm_up()
 
 
 def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
-    """Return passes over prompts that are longer than the recorded ones, alone and in pairs.
+    """Return passes over prompts that are longer than those of recorded passes, alone and in pairs.
 
-    Passes that do not fit into the pool are left out. `compile_kernels` rehearses the others.
+    Passes that do not fit into the pool are left out. `compile_kernels` rehearses the returned passes.
     """
     pool = runner.pool
     pages = {

@@ -34,13 +34,14 @@ MORE_RANKS = (2, 4, 8, 16)
 
 
 def check_weights_fit(settings: TargetSettings) -> None:
-    """Compare the size of a rank's weights with the free memory of its GPU. Does nothing on a CPU.
+    """Check that a rank's weights fit into the free memory of its GPU. Do nothing on a CPU.
 
     Args:
-        settings: `model`, `device`, `dtype`, `tp`, `quantization`.
+        settings: The target's settings. Reads `model`, `device`, `dtype`, `tp` and `quantization`.
 
     Raises:
-        ConfigurationError: They do not fit. The message states the need, the free memory and what would fit.
+        ConfigurationError: The weights do not fit. The message contains the needed memory, the free memory
+            and possible fixes.
         CheckpointError: The folder cannot be read.
     """
     device = settings.torch_device()
@@ -72,7 +73,7 @@ class WeightSizes:
 
     Args:
         folder: The model folder.
-        dtype: Type that the weights are loaded as.
+        dtype: Data type that the weights have after loading.
 
     Raises:
         CheckpointError: The folder cannot be read.
@@ -83,8 +84,8 @@ class WeightSizes:
         self.dtype = dtype
         with CheckpointReader(folder) as reader:
             names, stored = expected_tensors(self.config), reader.tensors
-            # `transformers` also accepts other tensor names (no prefix, separate experts). In that case every
-            # stored tensor counts.
+            # `transformers` also accepts other tensor names (no prefix, separate experts). If a folder uses
+            # such names, count every stored tensor.
             renamed = isinstance(self.config, GenericConfig) and not (names and names.keys() <= stored.keys())
             self.tensors: Mapping[str, TensorInfo] = {
                 name: info for name, info in stored.items() if renamed or name in names
@@ -113,9 +114,9 @@ class WeightSizes:
 
         Args:
             ranks: Number of ranks that the weights are split among.
-            rounded: With FP8 products, where supported. Each layer's matrices take a byte per number, and the
-                output head has an FP8 copy in addition.
-            dtype: Replaces the dtype of this object.
+            rounded: Whether products use FP8 where supported. If so, each layer's matrices take one byte per
+                number, and the output head has an additional FP8 copy.
+            dtype: A data type that replaces the data type of this object.
         """
         dtype = dtype or self.dtype
         shard = Shard.of(self.config, 0, ranks) if ranks > 1 else None
@@ -133,10 +134,10 @@ class WeightSizes:
     ) -> int:
         """Return the peak bytes per rank while loading.
 
-        With FP8, one layer at a time exists unrounded as well.
+        With FP8, one layer at a time also exists in its unrounded form.
 
         Args:
-            ranks, rounded, dtype: See `of_rank`.
+            ranks, rounded, dtype: The same arguments as those of `of_rank`.
         """
         held = self.of_rank(ranks, rounded=rounded, dtype=dtype)
         if not (rounded and self.can_round):
@@ -158,7 +159,10 @@ def _part_of(shard: Shard | None, name: str, size: int) -> int:
 
 
 def _what_fits(sizes: WeightSizes, settings: TargetSettings, free: int, *, rounded: bool) -> Iterator[str]:
-    """Yield flags with which the weights would fit, combined if neither `--tp` nor FP8 is enough alone."""
+    """Yield flags with which the weights would fit.
+
+    If neither `--tp` nor FP8 is enough alone, yield a combination.
+    """
     one = dict(_fitting_ranks(sizes, settings.tp, free, rounded=rounded))
     yield from (f"use --tp {ranks} ({gib(size)} on each GPU)" for ranks, size in one.items())
     narrow = sizes.while_loading(settings.tp, rounded=True) if sizes.can_round and not rounded else free + 1
@@ -177,7 +181,10 @@ def _what_fits(sizes: WeightSizes, settings: TargetSettings, free: int, *, round
 
 
 def _fitting_ranks(sizes: WeightSizes, ranks: int, free: int, *, rounded: bool) -> Iterator[tuple[int, int]]:
-    """Yield the next larger number of ranks on which the weights fit, and the bytes per rank, if any."""
+    """Yield the next larger number of ranks on which the weights fit, and the bytes per rank.
+
+    Yield nothing if the weights fit on no larger number of ranks.
+    """
     for more in MORE_RANKS:
         if (
             more > ranks

@@ -16,7 +16,7 @@ from outrider.shared.rpc.tensors import TensorWriter
 CONNECT_TIMEOUT_S = 0.25
 HANDSHAKE_TIMEOUT_S = 60.0
 LEND_TIMEOUT_S = 300.0
-"""Wait for a draft that borrowed tensors: it warms up first, and compiles kernels on a new machine."""
+"""Limit for sending borrowed tensors. The draft answers after its warm-up, which may compile kernels."""
 
 
 class ConnectionLost(Exception):
@@ -26,14 +26,14 @@ class ConnectionLost(Exception):
 class Carrier(Protocol):
     """Carries the messages of one connection.
 
-    The link's thread opens and follows the connection. The engine thread sends and receives.
+    The link's thread opens the connection and waits for its end. The engine thread sends and receives.
 
     Attributes:
-        ended: Set when the connection has ended, before anything else reports it.
-        tensors: Puts the feature rows of a frame into its message. Engine thread only.
-        rows_follow_open: True if rows from `send_rows` cannot overtake earlier messages, so that they need
-            not wait for OpenAck.
-        rounds: Carries rounds that stay on the device; None if all rounds run through the host.
+        ended: An event that is set when the connection has ended, before any call reports the end.
+        tensors: Puts the feature rows of a frame into the frame's message. Engine thread only.
+        rows_follow_open: True if rows from `send_rows` cannot overtake earlier messages. Such rows need not
+            wait for OpenAck.
+        rounds: Carries the states and trees of rounds on the device. None if all rounds run through the host.
     """
 
     ended: threading.Event
@@ -43,11 +43,11 @@ class Carrier(Protocol):
 
     @property
     def rows_behind(self) -> bool:
-        """True if rows passed to `send_rows` may arrive after messages that are sent now."""
+        """True if a message that is sent now may overtake rows that were passed to `send_rows`."""
         ...
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
-        """Connect and shake hands.
+        """Connect and perform the handshake.
 
         Raises:
             ConnectionLost: The draft cannot be reached, or the connection ended.
@@ -56,23 +56,23 @@ class Carrier(Protocol):
         ...
 
     def get_tensor(self, name: str) -> Iterable[common_pb2.TensorChunk]:
-        """Yield the chunks of one of the draft's tensors. Raises as `hello` does."""
+        """Yield the chunks of one of the draft's tensors. Raise the same errors as `hello`."""
         ...
 
     def put_tensors(self, chunks: Iterable[common_pb2.TensorChunk]) -> draft_pb2.PutTensorReply:
-        """Send tensors that the draft borrows. Raises as `hello` does."""
+        """Send tensors that the draft borrows. Raise the same errors as `hello`."""
         ...
 
     def open_bulk(self, target_id: str) -> None:
-        """Open the bulk stream and whatever carries tensors. Raises as `hello` does."""
+        """Open the bulk stream and the channel for tensors. Raise the same errors as `hello`."""
         ...
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
-        """Receive pongs until the connection has ended. Runs on the link's thread after the handshake."""
+        """Receive pongs until the connection has ended. Call on the link's thread after the handshake."""
         ...
 
     def send(self, message: draft_pb2.SessionRequest) -> None:
-        """Send on the session stream without waiting. A lost connection is noticed later."""
+        """Send on the session stream without waiting. `ended`, not this method, reports a lost connection."""
         ...
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
@@ -80,16 +80,17 @@ class Carrier(Protocol):
 
         Args:
             message: Names the session and the position of the first row.
-            rows: ``[rows, feature_size]``, on the target's device or the host; must not change afterwards.
+            rows: ``[rows, feature_size]``, on the target's device or the host. The caller must not change the
+                rows afterwards.
         """
         ...
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
-        """Send a ping. Called on the link's threads."""
+        """Send a ping. Call on one of the link's threads."""
         ...
 
     def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
-        """Return the next reply; None on a timeout or if the connection has ended. Engine thread only."""
+        """Return the next reply, or None after a timeout or the end of the connection. Engine thread only."""
         ...
 
     def close(self) -> None:
@@ -97,5 +98,5 @@ class Carrier(Protocol):
         ...
 
     def release(self) -> None:
-        """Free all resources. Call on the link's thread, after `close` and once no thread sends."""
+        """Free all resources. Call on the link's thread, after `close` and after all sends."""
         ...

@@ -1,4 +1,4 @@
-"""Selects the transport for a draft's address: gRPC, or sockets and mailboxes for ``ipc://``."""
+"""Selects the transport for a draft's address: sockets and mailboxes for ``ipc://``, gRPC for all others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.shared.rpc.address import IpcAddress
 
 
 def carrier_of(address: str, device: torch.device, rounds: bool = False) -> Callable[[], Carrier]:
-    """Return a function that makes carriers to a draft's address.
+    """Return a function that makes a carrier for each new connection to a draft's address.
 
     Args:
         address: The draft's address.

@@ -1,7 +1,8 @@
 """Carries the draft protocol over gRPC: a session stream, a bulk stream for long prompts, weight transfers.
 
-Any thread may send on the session stream. The link's thread receives from it for the engine thread; where
-waits poll, the engine thread reads the stream itself.
+Any thread may send on the session stream. The link's thread reads the session stream and passes the replies
+to the engine thread. On hosts where waits busy-poll (see `shared.rpc.polling`), the engine thread reads the
+stream itself.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
 BULK_METHOD = "/outrider.draft.v1.Draft/Bulk"
 JOIN_S = 5.0
 MAX_SHORT_BYTES = 4 * 1024 * 1024
-"""Prompt rows up to this size use the session stream; a commit of another sequence may queue behind them."""
+"""Prompt rows up to this size use the session stream. A commit of another sequence may queue behind them."""
 LOOK_S = 1.0
 """Poll interval for the end of an idle bulk stream."""
 AWAKE_S = 0.05
 """Longest busy-poll for a reply; after that the thread sleeps."""
 BEFORE_A_PAUSE = frozenset(("open", "close", "rounds_leave"))
-"""Messages after which the engine thread does not wait for an answer immediately."""
+"""Kinds of messages after which the engine thread does not wait for an answer immediately."""
 CPU = torch.device("cpu")
 
 log = get_logger("outrider.target.draft")
@@ -58,7 +59,7 @@ log = get_logger("outrider.target.draft")
 
 @contextlib.contextmanager
 def lost() -> Iterator[None]:
-    """Convert gRPC errors: a refusal becomes an `OutriderError`, anything else `ConnectionLost`."""
+    """Convert a gRPC error: a refusal to an `OutriderError`, any other error to a `ConnectionLost`."""
     try:
         yield
     except grpc.FutureTimeoutError:
@@ -70,7 +71,7 @@ def lost() -> Iterator[None]:
 
 
 class WeightCalls:
-    """Exchanges weights with a draft. These calls use gRPC on every transport."""
+    """Exchanges weights with a draft. Every transport uses gRPC for these calls."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._stub = draft_pb2_grpc.DraftStub(channel)
@@ -91,7 +92,7 @@ class WeightCalls:
 
 
 class GrpcCarrier(Carrier):
-    """Carries messages over two gRPC channels, so that commits never queue behind the rows of a long prompt.
+    """Carries messages over two gRPC channels, so that commits never queue behind a long prompt's rows.
 
     Args:
         address: The draft's address.
@@ -117,14 +118,14 @@ class GrpcCarrier(Carrier):
         self._offers_rounds = rounds
         self._device = device
         self._on_pong: Callable[[draft_pb2.Pong], None] = _unheard
-        # Posted once for each chunk that is sent on the bulk stream.
+        # Released once for each chunk that is sent on the bulk stream.
         self._owed = threading.Semaphore(0)
         self._bulk_sent = self._bulk_answered = 0
         self._bulk_reader = threading.Thread(target=self._read_bulk, name="draft-bulk", daemon=True)
 
     @property
     def rows_behind(self) -> bool:
-        """True if rows on the bulk stream are not acknowledged yet."""
+        """True if the draft has not acknowledged all rows on the bulk stream yet."""
         return self._bulk_sent != self._bulk_answered
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
@@ -183,7 +184,7 @@ class GrpcCarrier(Carrier):
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
         """Send feature rows on the bulk stream, or on the session stream if they are few.
 
-        Decoding waits for the rows of short prompts.
+        The session stream is faster, and decoding waits for the rows of short prompts.
         """
         if self._stream is None or self._bulk is None:
             return
@@ -204,7 +205,7 @@ class GrpcCarrier(Carrier):
     def receive(self, timeout_s: float) -> draft_pb2.SessionReply | None:
         """Return the next reply.
 
-        Where waits poll, and after rounds on the device, this thread reads the stream itself.
+        This thread reads the stream itself if waits busy-poll, and after rounds on the device.
         """
         with contextlib.suppress(queue.Empty):
             return self._inbox.get_nowait()
@@ -222,7 +223,7 @@ class GrpcCarrier(Carrier):
         self.ended.set()
         if self.rounds is not None:
             self.rounds.close()
-        self._inbox.put(None)  # wakes a thread that waits in `receive`
+        self._inbox.put(None)  # wake a thread that waits in `receive`
         self._owed.release()
         with self._lock:
             for stream in self._streams:
@@ -247,13 +248,13 @@ class GrpcCarrier(Carrier):
         return stream
 
     def _dispatch(self, message: bytes) -> None:
-        """Pass a message to its receiver. Runs on the link's thread or on the engine's."""
+        """Pass a message to its receiver. Runs on the link's thread or the engine thread."""
         reply = _parse(message)
         if reply.HasField("round_trees") and self._stream_rounds is not None:
             self._stream_rounds.arrived(reply.round_trees)
         elif reply.HasField("pong"):
             self._on_pong(reply.pong)
-        elif not reply.HasField("round_taken"):  # RoundTaken only warms up the path of the trees
+        elif not reply.HasField("round_taken"):  # RoundTaken only warms up the code that receives trees
             self._inbox.put(reply)
 
     def _read(self, stream: ClientStream, timeout_s: float) -> None:
@@ -277,8 +278,8 @@ class GrpcCarrier(Carrier):
     def _read_bulk(self) -> None:
         """Receive the acknowledgements of bulk chunks. The end of the bulk stream ends the connection.
 
-        In gRPC's core, only one of the waiting threads watches the sockets, for all of them. Therefore this
-        thread waits there only while an acknowledgement is due.
+        In gRPC's core, only one waiting thread watches the sockets, on behalf of all waiting threads.
+        Therefore this thread waits in gRPC only while an acknowledgement is due.
         """
         assert self._bulk is not None
         with contextlib.suppress(grpc.RpcError):

@@ -1,7 +1,7 @@
 """Carries the draft protocol on one host: unix sockets for messages, mailboxes for feature rows and rounds.
 
-The engine thread writes to and reads from the session socket itself. On a second socket, the link's thread
-receives pongs and notices the end of the connection.
+The engine thread writes to the session socket and reads from it. On a second socket, the bulk socket, the
+link's thread receives pongs and detects the end of the connection.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from outrider.shared.spec.resident import RoundState
 
 IDLE_S = 3600.0
 ENTER_AWAKE_S = 0.005 if SPIN_S else 0.0
-"""Busy-poll for the answer to RoundsEnter: decoding waits for it, and a sleeping thread wakes up late."""
+"""Busy-poll time for the answer to RoundsEnter. Decoding waits for the answer, and sleepers wake up late."""
 PUMP_S = 5e-4
-"""Poll interval for a free slot while rows wait for one."""
+"""Poll interval for a free mailbox slot while rows wait."""
 
 log = get_logger("outrider.target.draft")
 
@@ -75,7 +75,7 @@ class IpcCarrier(Carrier):
 
     @property
     def rows_behind(self) -> bool:
-        """True if rows wait for a slot, or for the device work that computes them."""
+        """True if rows wait for a mailbox slot, or for the device work that computes the rows."""
         return self._rows is not None and self._rows.waiting
 
     def hello(self, hello: draft_pb2.Hello) -> draft_pb2.HelloAck:
@@ -114,7 +114,7 @@ class IpcCarrier(Carrier):
             self.close()
 
     def send_rows(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        outbox = self._rows  # a local copy, because the link's thread may drop it meanwhile
+        outbox = self._rows  # a local copy, because the link's thread may clear the attribute meanwhile
         try:
             if outbox is not None:
                 outbox.put(message, rows)
@@ -123,7 +123,7 @@ class IpcCarrier(Carrier):
             self.close()
 
     def ping(self, message: draft_pb2.SessionRequest) -> None:
-        """Send a ping over the bulk socket, whose thread at the draft always listens."""
+        """Send a ping over the bulk socket, because a thread of the draft always reads from that socket."""
         try:
             self._session.flush()
             self._bulk.send(FrameKind.SESSION, message.SerializeToString())
@@ -167,7 +167,7 @@ class IpcCarrier(Carrier):
         return frames
 
     def _agree(self) -> Offered:
-        """Offer mailboxes, the preferred one first, until the draft accepts one."""
+        """Offer kinds of mailboxes, the preferred kind first, until the draft accepts one."""
         reason = ""
         for offer in offers(self._device, rounds=self._offers_rounds):
             try:
@@ -192,7 +192,7 @@ class IpcCarrier(Carrier):
         raise ProtocolError(f"the draft refused every mailbox: {reason}", field="mailbox")
 
     def _receive(self, timeout_s: float) -> tuple[FrameKind, bytes] | None:
-        """Receive a frame, and meanwhile send rows that wait for a slot."""
+        """Receive a frame. While waiting, send rows that wait for a mailbox slot."""
         until = time.monotonic() + timeout_s
         while True:
             rows = self._rows
@@ -207,17 +207,18 @@ class IpcCarrier(Carrier):
 
 
 class MailboxRounds(RoundsChannel):
-    """Carries states and trees through a mailbox. Their messages travel on the session socket.
+    """Carries states and trees through a mailbox, and the messages of rounds on the session socket.
 
     Args:
         mailbox: The mailbox that the draft has accepted.
-        send: The carrier's method to send a message. Only a weak reference to it is kept.
+        send: The carrier's method that sends a message. The channel keeps only a weak reference to this
+            method.
     """
 
     def __init__(self, mailbox: BlobMailbox, send: Callable[[draft_pb2.SessionRequest], None]) -> None:
         self._mailbox = mailbox
-        # The carrier owns this channel. A strong reference would be a cycle, which keeps the mailbox and its
-        # large GPU memory until the garbage collector runs.
+        # The carrier owns this channel. A strong reference would create a cycle, which would keep the mailbox
+        # and its large GPU memory alive until the garbage collector runs.
         self._send = weakref.WeakMethod(send)
 
     @property
@@ -243,7 +244,7 @@ class MailboxRounds(RoundsChannel):
         limit_s: float,
         ahead: bool,
     ) -> None:
-        """Enqueue the exchange. With a GPU, the host does not wait."""
+        """Enqueue the exchange. On a GPU, the host does not wait for the trees."""
         assert state.packed is not None, "the engine's states are packed"
         try:
             self._mailbox.send(message.number, state.packed)
@@ -264,7 +265,7 @@ class MailboxRounds(RoundsChannel):
 
 @contextlib.contextmanager
 def _lost() -> Iterator[None]:
-    """Convert the end of a socket into `ConnectionLost`."""
+    """Convert socket errors into `ConnectionLost`, and decoding errors into `ProtocolError`."""
     try:
         yield
     except (EndOfStream, OSError) as error:
@@ -281,7 +282,7 @@ def _answer(frames: FrameSocket, kind: FrameKind) -> bytes:
 
 
 def _checked(received: tuple[FrameKind, bytes], kind: FrameKind) -> bytes:
-    """Return the message of a frame of this kind. Raise an error frame as an exception."""
+    """Return the message of a frame of this kind. Raise an exception for an error frame."""
     if received[0] is FrameKind.ERROR:
         raise error_from_proto(common_pb2.ErrorDetail.FromString(received[1]))
     if received[0] is not kind:

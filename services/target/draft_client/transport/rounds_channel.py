@@ -1,4 +1,4 @@
-"""`RoundsChannel`, the interface for rounds on the device that carries states to a draft and trees back."""
+"""`RoundsChannel`, the interface that carries states to a draft, and trees back, in rounds on the device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class RoundsChannel(Protocol):
 
     @property
     def broken(self) -> bool:
-        """True if the trees of a round were late since the last `mend`, or the draft is gone."""
+        """True if trees were late since the last `mend`, or if the draft has disconnected."""
         ...
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
-        """Return True if blobs of these sizes can be carried."""
+        """Return True if the channel can carry a state and trees of these sizes."""
         ...
 
     def exchange(
@@ -35,20 +35,20 @@ class RoundsChannel(Protocol):
 
         Args:
             message: The round's RoundsNext.
-            state: A packed state, whose header is set to the round's number.
-            trees: ``[n] uint8``; receives the trees and their header.
-            expected: ``[1] int32``; set to the round's number.
-            limit_s: Longest wait for the trees after the state is complete.
-            ahead: See `ExchangedBatch.exchange`.
+            state: A packed state. The exchange sets the header of the state to the round's number.
+            trees: ``[n] uint8``; receives the trees with their header.
+            expected: ``[1] int32``; the exchange sets it to the round's number.
+            limit_s: Longest wait for the trees, in seconds, counted from the time when the state is complete.
+            ahead: True if the device may wait for the host's work; see `ExchangedBatch.exchange`.
         """
         ...
 
     def hand_over(self) -> None:
-        """Do the host's part of sending the state, if any. See `ExchangedBatch.hand_over`."""
+        """Do the host's work to send the state, if there is any. See `ExchangedBatch.hand_over`."""
         ...
 
     def carry(self, wanted: bool) -> None:
-        """Do the host's part of receiving the trees, if any. See `ExchangedBatch.carry`."""
+        """Do the host's work to receive the trees, if there is any. See `ExchangedBatch.carry`."""
         ...
 
     def mend(self) -> bool:
@@ -56,5 +56,5 @@ class RoundsChannel(Protocol):
         ...
 
     def close(self) -> None:
-        """End every current and future wait. Any thread."""
+        """End every current and future wait. May be called from any thread."""
         ...

@@ -13,28 +13,29 @@ from outrider.shared.rpc.ipc.frames import EndOfStream
 from outrider.shared.rpc.ipc.mailbox import SlotTensorWriter
 
 ON_DEVICE_BYTES = 64 * 1024 * 1024
-"""Rows may always wait on the device up to this total size."""
+"""Total size in bytes up to which rows always wait on the device."""
 SHARE_OF_FREE = 4
-"""Above that size, rows wait on the device only while this many times their size is free there.
+"""Free device memory that more rows need to wait on the device, as a multiple of their size.
 
-Otherwise they are copied to the host, synchronously. Most of the device's memory belongs to the KV cache.
+Otherwise the rows are copied to the host synchronously, because the KV cache uses most of the device's
+memory.
 """
 MAX_WAITING_BYTES = 1 << 30
-"""A draft that leaves more than this unread counts as gone."""
+"""Limit in bytes for unread rows. A draft that leaves more rows unread counts as disconnected."""
 
 
 def parts_of(
     message: draft_pb2.BulkRequest, rows: torch.Tensor, most_bytes: int
 ) -> Iterator[tuple[draft_pb2.BulkRequest, torch.Tensor]]:
-    """Split rows into messages of at most `most_bytes`, but at least one row.
+    """Split rows into messages of at most `most_bytes`. Each message has at least one row.
 
     Args:
         message: Names the session and the position of the first row.
         rows: ``[rows, feature_size]``.
-        most_bytes: Limit for the rows of one message.
+        most_bytes: Limit in bytes for the rows of one message.
 
     Yields:
-        A message without its rows, and the rows that belong to it.
+        A message without rows, and the rows that belong to this message.
     """
     per_part = max(1, most_bytes // max(1, rows.shape[1] * rows.element_size()))
     for start in range(0, rows.shape[0], per_part):
@@ -46,7 +47,10 @@ def parts_of(
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Rows that were not sent yet. `made` is recorded after the device work that computes them."""
+    """Rows that were not sent yet.
+
+    The event `made` is recorded after the device work that computes the rows.
+    """
 
     message: draft_pb2.BulkRequest
     rows: torch.Tensor
@@ -54,7 +58,7 @@ class _Waiting:
 
 
 class RowsOutbox:
-    """Sends rows in order, each part as soon as a slot is free.
+    """Sends rows in order and in parts. Each part is sent as soon as a mailbox slot is free.
 
     Not thread-safe. Call `pump` regularly while `waiting` is True.
 
@@ -71,11 +75,11 @@ class RowsOutbox:
 
     @property
     def waiting(self) -> bool:
-        """True if rows wait for a slot, or for the device work that computes them."""
+        """True if rows wait for a mailbox slot, or for the device work that computes the rows."""
         return bool(self._parts)
 
     def put(self, message: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Send rows now or later. They must not change.
+        """Send rows now or later. The caller must not change the rows.
 
         Raises:
             EndOfStream: The draft has stopped reading.
@@ -95,7 +99,7 @@ class RowsOutbox:
         self.pump()
 
     def pump(self) -> None:
-        """Send the rows that are computed and have a free slot. Never waits."""
+        """Send the rows that are computed and for which a slot is free. Do not wait."""
         while self._parts:
             first = self._parts[0]
             if first.made is not None and not first.made.query():  # type: ignore[no-untyped-call]

@@ -2,14 +2,14 @@
 
 To save time, as much as possible happens early:
 
-- The message RoundsNext is sent while the device still works on the state. The envelope around the state is
-  encoded by then, so that only bytes must be copied when the state is complete. Feature rows of tokens that
-  the round did not choose are not sent.
-- On a GPU, the next pass is enqueued before its trees have arrived. It waits for a word that the host writes
-  when they have (see `shared.rpc.relay`).
+- The message RoundsNext is sent, and the envelope around the state is encoded, while the device still works
+  on the state. Once the state is complete, only its bytes must be copied. Feature rows of tokens that the
+  round did not choose are not sent.
+- On a GPU, the next pass is enqueued before its trees have arrived. The pass waits for a word in memory that
+  the host writes when the trees have arrived (see `shared.rpc.relay`).
 - The host busy-polls (see `shared.rpc.polling`), so that states and trees travel without a wake-up delay.
 
-`LEAD` explains how the two sides time-slice a shared GPU.
+`LEAD` explains how the target and the draft time-slice a shared GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
 from outrider.shared.spec.resident import PackedExtent, RoundState
 
 LOOK_S = 0.001
-"""Shortest wait for trees: they may have arrived in time but not been read yet."""
+"""Shortest wait for trees in seconds, because trees may have arrived in time without having been read yet."""
 
 LEAD = 2.5
 """Lead time of the early notice (RoundSoon), as a multiple of the measured time to send it.
@@ -49,44 +49,45 @@ without MPS, the GPU should switch to the draft when the pass ends:
 - A notice 100 µs too early makes the GPU switch in the middle of one pass in three. That pass then takes
   350 µs longer (measured on an H200).
 
-The time to send the notice indicates the speed of the host.
+The lead time is a multiple of the time to send the notice, because that time reflects the host's speed.
 
-The target does not know whether the two share a GPU, so it sends the notice in all rounds that are enqueued
-ahead. Without a shared GPU, the notice and its answer still help: they bring code and buffers of both
-processes back into the caches, which saves 20 to 60 µs per message.
+The target does not know whether it shares a GPU with the draft, so it sends the notice in all rounds that are
+enqueued ahead. Without a shared GPU, the notice and its answer still help, because they bring code and
+buffers of both processes back into the CPU caches. This saves 20 to 60 µs per message.
 
-The target sends notices, and switches the GPU back, only where waits poll (`PollWindow.enabled`: eight cores
-or more), because it busy-polls for the right moment.
+The target sends notices, and switches the GPU back, only on hosts where waits busy-poll
+(`PollWindow.enabled`, eight cores or more), because the target busy-polls for the right moment.
 """
 LEAST_TELLING_S, MOST_TELLING_S = 0.00005, 0.0003
-"""Bounds for the measured time to send the notice."""
+"""Bounds for the measured time to send the notice, in seconds."""
 MOST_PRACTICE_BYTES = 64 * 1024
-"""Limit for the practice encoding after the notice, which must end before the state is complete."""
+"""Limit in bytes for the practice encoding, which must end before the state is complete."""
 SHARE_OF_DRAFT = 0.5
-"""Part of the draft's expected time after which the target switches the GPU back.
+"""Share of the draft's expected time after which the target requests the switch of the GPU back.
 
-The draft is then at work, and the switch takes effect when it is done. The network is not read until then, so
-trees that arrive earlier than this have to wait; a draft that works at its usual speed is never that early.
+At that time the draft is computing, and the switch takes effect when the draft's pass ends. The target does
+not read the network before the request, so trees that arrive earlier have to wait. A draft that works at its
+usual speed never sends its trees that early.
 """
 MOST_TAKEN_S = 0.01
-"""Measurements above this are not used as an expectation."""
+"""Longest measured time, in seconds, that is used as an expected time."""
 TAKEN = draft_pb2.SessionReply(round_taken=draft_pb2.RoundTaken()).SerializeToString()
-"""The draft's answer to the early notice. It only brings the path of the trees back into the caches."""
+"""The draft's answer to the early notice, which only warms the code that receives trees."""
 SOON = draft_pb2.SessionRequest(round_soon=draft_pb2.RoundSoon()).SerializeToString()
-"""The early notice."""
+"""The early notice, as an encoded message."""
 log = get_logger("outrider.target.draft")
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """An exchange, as known before its state is complete.
+    """The data of one exchange that is known before the state is complete.
 
     Attributes:
         number: The round's number.
         state: The packed state on the device.
-        extent: Layout of the state.
+        extent: Layout of the packed state.
         envelopes: Encoders of the round's messages.
-        limit_s: Longest wait for the trees.
+        limit_s: Longest wait for the trees, in seconds.
     """
 
     number: int
@@ -101,10 +102,10 @@ class StreamRounds(RoundsChannel):
 
     Args:
         stream: The session stream.
-        poll_window: Makes the stream's waits poll.
-        dispatch: The carrier's method that processes other messages that the engine thread receives here.
-            Only a weak reference to it is kept.
-        relay: Lets the device wait for the host's word; None to enqueue nothing ahead.
+        poll_window: Makes the stream's waits busy-poll.
+        dispatch: The carrier's method that processes all other messages that the engine thread receives in
+            this channel. The channel keeps only a weak reference to this method.
+        relay: Lets the device wait for the word that the host writes. None enqueues nothing ahead.
     """
 
     def __init__(
@@ -116,21 +117,21 @@ class StreamRounds(RoundsChannel):
     ) -> None:
         self._stream = stream
         self._poll_window = poll_window
-        # The carrier owns this channel. A strong reference would be a cycle, which keeps the relay until the
-        # garbage collector runs.
+        # The carrier owns this channel. A strong reference would create a cycle, which would keep the relay
+        # alive until the garbage collector runs.
         self._dispatch = weakref.WeakMethod(dispatch)
         self._relay = relay
         self._staging = BlobStaging()
         self._arrived: deque[draft_pb2.RoundTrees] = deque()
-        # The round whose exchange `hand_over` and `carry` complete, and the time until which to wait for its
-        # trees. Its state may not have been enqueued, if that failed.
+        # The round whose exchange `hand_over` and `carry` complete, and the time until which to wait for the
+        # trees. If enqueuing failed, the state of this round was never enqueued.
         self._enqueued: _Round | None = None
         self._until = 0.0
-        # When the last state was sent and the last trees were written; how long the draft's part took, and
-        # the target's.
+        # The times when the last state was sent and when the last trees were written. Then the durations of
+        # the draft's and the target's part of a round.
         self._sent_at = self._put_at = 0.0
         self._drafted_s = self._verified_s = 0.0
-        # How long the last early notice took to send, and the size of the last state.
+        # The time that the last early notice took to send, and the size of the last state in bytes.
         self._telling_s = LEAST_TELLING_S
         self._last_bytes = 0
         self._missed = False
@@ -141,7 +142,7 @@ class StreamRounds(RoundsChannel):
         return self._missed or self._closed or (self._relay is not None and self._relay.broken)
 
     def arrived(self, trees: draft_pb2.RoundTrees) -> None:
-        """Accept the trees of a round. Any thread."""
+        """Accept the trees of a round. May be called from any thread."""
         self._arrived.append(trees)
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
@@ -177,7 +178,7 @@ class StreamRounds(RoundsChannel):
         self._poll_window.rest()
 
     def hand_over(self) -> None:
-        """Send the state of a round that was enqueued ahead, once the device has written it."""
+        """Send the state of a round that was enqueued ahead, once the device has written the state."""
         enqueued = self._enqueued
         if enqueued is None or self._relay is None:
             return
@@ -189,9 +190,9 @@ class StreamRounds(RoundsChannel):
         late = self._relay.given(enqueued.number)
         state = self._relay.settle(enqueued.number, enqueued.state.nbytes)
         verified_s = _reliable(time.monotonic() - self._put_at)
-        # 3. Send it.
+        # 3. Send the state.
         self._post(enqueued, state)
-        # A host that came late only has an upper bound for the time of the pass.
+        # If the host was late, it has measured only an upper bound for the time of the pass.
         self._verified_s = min(verified_s, self._verified_s or verified_s) if late else verified_s
 
     def carry(self, wanted: bool) -> None:
@@ -207,7 +208,7 @@ class StreamRounds(RoundsChannel):
             # 2. Wait for the trees.
             data = self._await_trees(enqueued) if wanted else b""
             self._put_at = 0.0
-            # 3. Write them where the device waits for them.
+            # 3. Write the trees to the memory that the device polls.
             if data:
                 self._relay.put(enqueued.number, data)
                 came = True
@@ -216,7 +217,7 @@ class StreamRounds(RoundsChannel):
         except ProtocolError as error:
             self._distrust(error)
         finally:
-            # Without trees, release the device from its wait.
+            # If there are no trees, end the device's wait.
             if not came:
                 self._relay.release(enqueued.number)
             self._poll_window.rest()
@@ -229,7 +230,10 @@ class StreamRounds(RoundsChannel):
         return not self.broken
 
     def close(self) -> None:
-        """End every current and future wait. Waits for a message end when the stream is cancelled."""
+        """End every current and future wait of the device.
+
+        Waits for a message end when the stream is cancelled.
+        """
         self._closed = True
         if self._relay is not None:
             self._relay.close()
@@ -241,7 +245,7 @@ class StreamRounds(RoundsChannel):
         trees: torch.Tensor,
         expected: torch.Tensor,
     ) -> None:
-        """Enqueue the exchange. `hand_over` and `carry` do the host's part."""
+        """Enqueue the device's part of the exchange. `hand_over` and `carry` do the host's part."""
         try:
             relay.give(coming.number, coming.state)
             self._enqueued = coming
@@ -255,7 +259,7 @@ class StreamRounds(RoundsChannel):
             self._missed = True
 
     def _post(self, coming: _Round, state: NDArray[np.uint8]) -> None:
-        """Send a state and start the clock for its trees."""
+        """Send a state, and start to measure the wait for its trees."""
         whole = state.data
         self._last_bytes = coming.extent.used_bytes(whole)
         self._stream.send(coming.envelopes.state.seal(whole[: self._last_bytes]))
@@ -273,18 +277,18 @@ class StreamRounds(RoundsChannel):
         self._look()
         self._stream.send(SOON)
         self._telling_s = min(max(LEAST_TELLING_S, time.monotonic() - now), MOST_TELLING_S)
-        # Practise the encoding of the next message, so that its code and buffers are in the caches.
+        # Encode a message as practice, so that code and buffers are in the caches for the next message.
         coming.envelopes.state.seal(bytes(min(self._last_bytes, MOST_PRACTICE_BYTES)))
 
     def _call_back(self, relay: StreamRelay) -> None:
-        """Make a shared GPU switch back to this process when the draft's pass ends, as the trees travel."""
+        """Make a shared GPU switch back to this process as soon as the draft's pass ends."""
         until = min(self._until, self._sent_at + self._drafted_s * SHARE_OF_DRAFT)
         while time.monotonic() < until:
             give_way()
         relay.call()
 
     def _await_trees(self, coming: _Round) -> bytes | memoryview:
-        """Return the trees for a state that was sent; empty if the draft has none or they are late."""
+        """Return the trees for a state that was sent, or empty bytes if the draft has no trees or is late."""
         trees = self._await(coming, max(self._until, time.monotonic() + LOOK_S))
         if trees is None:
             self._missed = True
@@ -292,7 +296,7 @@ class StreamRounds(RoundsChannel):
         return trees
 
     def _await(self, coming: _Round, until: float) -> bytes | memoryview | None:
-        """Return the trees of a round, or None if they are late. Late trees of earlier rounds are dropped."""
+        """Return the trees of a round, or None if these trees are late. Drop late trees of earlier rounds."""
         while True:
             while self._arrived:
                 reply = self._arrived.popleft()
@@ -313,7 +317,7 @@ class StreamRounds(RoundsChannel):
                 self._take_in(received)
 
     def _look(self) -> None:
-        """Process arrived messages and flush sent ones, so that nothing queues behind them."""
+        """Process received messages and flush messages to be sent, so that no message waits in a queue."""
         for received in self._stream.poll():
             self._take_in(received)
 
@@ -332,5 +336,5 @@ class StreamRounds(RoundsChannel):
 
 
 def _reliable(seconds: float) -> float:
-    """Return a duration if it may serve as an expectation, else 0."""
+    """Return a measured time if it is short enough to be used as an expected time, else 0."""
     return seconds if seconds <= MOST_TAKEN_S else 0.0
