@@ -31,7 +31,7 @@ class ConvertedTokenizer:
         file: The written file.
         tokens: Size of the vocabulary.
         kind: Class of the original tokenizer.
-        compared: Number of sample texts on which both were compared.
+        compared: Number of sample texts on which the two tokenizers were compared.
     """
 
     file: Path
@@ -72,7 +72,8 @@ def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedToke
         )
         backend = original.backend_tokenizer
     except Exception as error:
-        # Each tokenizer class raises its own exceptions; the text names the missing file or package.
+        # Each tokenizer class raises its own exceptions. The exception's text names the missing file or
+        # package.
         raise CheckpointError(
             f"{folder}: transformers cannot convert this tokenizer: {error}", field=str(folder)
         ) from error

@@ -54,7 +54,7 @@ class GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Checks the time limit at every call, lookup and arithmetic operation, and sizes before allocation."""
+    """Checks the time limit at every call, lookup and arithmetic operation, and checks sizes in advance."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%", "//", "/", "-"])
 
@@ -74,7 +74,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_time()
         # Padding and formatting methods of strings can produce arbitrarily long text from one number.
-        # Jinja wraps str.format; `__wrapped__` is the method itself.
+        # Jinja wraps str.format. The method itself is in `__wrapped__`.
         method = getattr(__obj, "__wrapped__", __obj)
         if isinstance(text := getattr(method, "__self__", None), str):
             if any(
@@ -105,7 +105,7 @@ class ChatTemplate:
 
         Args:
             source: The template's Jinja source.
-            special_tokens: Text of special tokens by name, such as ``bos_token``; available to the template.
+            special_tokens: Maps names such as ``bos_token`` to special tokens. Templates can use these names.
             now: Clock for the template's ``strftime_now``.
 
         Raises:

@@ -1,4 +1,4 @@
-"""`outrider demo`: serves the embedded models, answers a prompt, and measures what speculation gains."""
+"""`outrider demo`: serves the embedded models, answers a prompt, and measures the gain from speculation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
         The exit code.
 
     Raises:
-        OutriderError: The services could not start or answer. Their last lines are printed to stderr first.
+        OutriderError: The services could not start or could not answer. The last lines of their output are
+            printed to stderr first.
     """
     console = Console(highlight=False)
     log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)

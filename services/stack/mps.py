@@ -43,7 +43,7 @@ def shared_gpu(folder: Path, echo: Echo) -> Iterator[Surroundings]:
     Args:
         folder: Folder to create for the pipes and logs. The path must be short because it becomes part of
             socket names.
-        echo: Called with ("mps", line).
+        echo: Called with ("mps", message) if the daemon does not quit.
 
     Yields:
         The environment in which to start processes that share the GPU.
@@ -76,10 +76,13 @@ class _Control:
         self._environment = {**others, **self.variables}
 
     def start(self) -> None:
-        """Start the daemon, and return when it listens. The control program leaves it in the background."""
+        """Start the daemon, and return when the daemon accepts connections.
+
+        The control program starts the daemon as a background process and then exits.
+        """
         for path in self.variables.values():
             Path(path).mkdir(parents=True)
-        # A file, not a pipe: the daemon inherits the descriptor, so a pipe would stay open while it runs.
+        # Use a file instead of a pipe. The daemon inherits the descriptor and would keep the pipe open.
         start_log = self._folder / "start.log"
         try:
             with start_log.open("wb") as output:
@@ -105,7 +108,7 @@ class _Control:
         """Send the daemon a command.
 
         Returns:
-            (answer, error): the daemon's answer, and why the command failed or None.
+            (answer, error). `error` is the reason why the command failed, or None.
         """
         try:
             done = subprocess.run(

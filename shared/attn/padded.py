@@ -2,8 +2,8 @@
 
 All inputs are at fixed addresses. A graph serves any number of rows up to its own.
 
-Padding is at the front, because causal rows are counted from the end: the last row is then always the newest
-token. Results of padding rows are ignored, and their K/V is not stored.
+Padding is at the front, because causal rows are counted from the end. The last row is therefore always the
+newest token. Results of padding rows are ignored, and their K/V is not stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PaddedRows:
         extra: Number of further 32-bit words for the caller. They are 8-byte aligned.
 
     Attributes:
-        size, pages: The arguments.
+        size, pages: The constructor's arguments.
         tokens: ``[size] int32``.
         positions: ``[size] int32``.
         batch: The batch to plan attention with.

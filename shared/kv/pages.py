@@ -25,8 +25,9 @@ class PageAllocator:
     that attention on the CPU can read K/V in place:
 
     - A lease grows into the page after its last one if that is free.
-    - A new lease starts in the middle of the largest run, which leaves room to grow for the lease before the
-      run. It starts at the beginning of the run if that is page 0, or if the second half is too short.
+    - A new lease starts in the middle of the largest run, so that the lease before the run can still grow.
+    The
+      new lease starts at the beginning of the run if that is page 0, or if the second half is too short.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -49,7 +50,7 @@ class PageAllocator:
         return sum(len(lease.pages) for lease in self._leases)
 
     def allocate(self, n: int) -> PageLease | None:
-        """Lease `n` ≥ 0 pages. Return None and change nothing if fewer are free."""
+        """Lease `n` ≥ 0 pages. Return None and change nothing if fewer pages are free."""
         pages = self._take(n, after=None)
         if pages is None:
             return None
@@ -104,7 +105,7 @@ class PageAllocator:
         middle = start + (end - start) // 2
         if start == 0 or middle == start or end - middle < n:
             return start
-        # The lease before this run may still grow. Leave it half of the run.
+        # The lease before this run may still grow, so leave half of the run for that lease.
         self._run_ends[start] = middle
         self._insert_run(middle, end)
         return middle
@@ -160,7 +161,7 @@ class PageLease:
         return self not in self._allocator._leases
 
     def extend(self, n: int) -> bool:
-        """Append `n` ≥ 0 further pages. Return False and change nothing if fewer are free."""
+        """Append `n` ≥ 0 further pages. Return False and change nothing if fewer pages are free."""
         if self.released:
             raise ValueError("the lease was released; allocate a new one")
         pages = self._allocator._take(n, after=self.pages[-1] if self.pages else None)

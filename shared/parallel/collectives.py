@@ -48,7 +48,7 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy rank 0's tensor into the (contiguous) tensors of the other ranks."""
+        """Copy rank 0's tensor into the tensors of the other ranks, which must be contiguous."""
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -30,7 +30,7 @@ class Forward:
         rows, bs, max_pages: Number of token rows, and the page table's shape.
         mask_words: Words per ancestor mask; 0 for causal rows.
         wide_tokens, wide_positions: 1 if the tensor is int64, 0 if it is int32.
-        max_query_len, max_kv_len: As in `AttentionBatch`.
+        max_query_len, max_kv_len: The attributes of `AttentionBatch`.
     """
 
     rows: int
@@ -47,10 +47,10 @@ class Forward:
 class Logits:
     """Compute this rank's columns of the logits and send them to rank 0.
 
-    Attributes:
-        rows: Rows of hidden states, which follow by broadcast. 0 stands for all rows of the last forward
-            pass; every rank has those.
-        best_only: 1 to send only the best value and token id of each row instead of all columns.
+    rows: Number of rows of hidden states, which follow by broadcast. 0 stands for all rows of the last
+        forward pass, because every rank has these rows.
+        pass; every rank has those.
+    best_only: 1 to send only the best value and token id of each row instead of all columns.
     """
 
     rows: int
@@ -63,8 +63,8 @@ class Compact:
 
     Attributes:
         bs, width: Shape of the path.
-        max_pages: Width of the page table, which then follows as well, together with the cached lengths.
-            0 means that both are those of the last forward pass.
+        max_pages: Width of the page table. The page table and the cached lengths then follow as well. 0 means
+            that the ranks use the page table and the cached lengths of the last forward pass.
     """
 
     bs: int
@@ -74,7 +74,7 @@ class Compact:
 
 @dataclass(frozen=True, slots=True)
 class Scrub:
-    """Zero pages. Their numbers follow by broadcast."""
+    """Zero pages. The page numbers follow by broadcast."""
 
     num_pages: int
 

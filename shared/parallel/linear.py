@@ -13,9 +13,9 @@ class RowParallelLinear(Linear):
     """A rank's columns of a matrix. Calling it returns the whole product on every rank.
 
     Args:
-        inner: ``[out, in / ranks]``. Every rank has the whole bias. It is moved to this object and added
-            after the sum.
-        reduce: Sums over the ranks.
+        inner: This rank's columns, ``[out, in / ranks]``. Every rank has the whole bias. The bias is moved to
+            this object and added after the sum.
+        reduce: Computes the sum over the ranks.
     """
 
     __slots__ = ("_inner", "_reduce")
@@ -66,7 +66,7 @@ class RowParallelMLP:
 
     Args:
         inner: This rank's part.
-        reduce: Sums over the ranks.
+        reduce: Computes the sum over the ranks.
     """
 
     __slots__ = ("_inner", "_reduce")

@@ -33,7 +33,7 @@ def core_of(request: Request) -> GatewayCore:
 
 
 def timeout_of(request: Request) -> float | None:
-    """Return the client's deadline in seconds, or None if there is no such header.
+    """Return the client's deadline in seconds, or None if the request has no deadline header.
 
     Raises:
         InvalidRequestError: If the header is not a positive number of milliseconds.

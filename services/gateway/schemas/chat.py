@@ -11,7 +11,7 @@ from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.schemas.common import ZERO, Neutral, NeutralOnly, OpenAIRequest, StrictModel
 from outrider.shared.base.errors import InvalidRequestError
 
-# Template variables that clients may set. Others would let a client write outside its messages.
+# Template variables that clients may set. With others, a client could insert text outside its messages.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
 
 
@@ -92,7 +92,7 @@ class Message(NeutralOnly):
 
 
 class ChatRequest(OpenAIRequest):
-    """The request body: OpenAI's fields, those of SGLang and vLLM that apply here, and `speculation`."""
+    """The request body: OpenAI's fields, the supported fields of SGLang and vLLM, and `speculation`."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIRequest.NEUTRAL,
@@ -114,7 +114,7 @@ class ChatRequest(OpenAIRequest):
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
-    # These have no effect without tools, reasoning parsers or predicted outputs.
+    # The next fields have no effect without tools, reasoning parsers or predicted outputs.
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     prediction: Any = None
@@ -131,8 +131,9 @@ class ChatRequest(OpenAIRequest):
     web_search_options: Neutral = None
 
     def token_limit(self) -> int | None:
-        """Return the client's limit of new tokens, or None. The client may use either name of the field.
+        """Return the client's limit of new tokens, or None.
 
+        The client may set `max_tokens` or `max_completion_tokens`.
         Raises:
             InvalidRequestError: If both names are set to different values.
         """
