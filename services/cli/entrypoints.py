@@ -57,7 +57,7 @@ def serve_target(settings: TargetSettings) -> int:
         }
     )
     draft.check()
-    # From here on, these settings belong to the draft. The target refuses them.
+    # From here on, the cleared settings belong to the draft. The target would refuse them.
     plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None, "ngram_corpus": None})
     return app.run(plain, lambda decoder, sizing: drafter_beside(decoder, draft, sizing))
 

@@ -21,7 +21,7 @@ class TargetFlag:
     Attributes:
         kind: Type of the value.
         help: Help text.
-        metavar: Placeholder for the value in the help; None shows the type.
+        metavar: Placeholder for the value in the help. None shows the type.
         default: The target's default value, as text. Empty for switches.
     """
 

@@ -1,7 +1,7 @@
 """Generates a service's command-line options from its settings class.
 
-Only the flags that were given are passed on. The settings class itself resolves the precedence, which is flag
-> environment > file > default.
+Only the flags that were given are passed on. The settings class itself resolves the precedence. Flags
+override the environment, the environment overrides the file, and the file overrides the defaults.
 """
 
 from __future__ import annotations

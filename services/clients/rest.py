@@ -1,6 +1,6 @@
 """REST client of the gateway: streams chat and text completions, and measures their speed.
 
-Any client for OpenAI's API works as well. This one also returns the `speculation` object.
+Any client for OpenAI's API can be used instead. This client also returns the `speculation` object.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RestClient:
     Args:
         url: URL of the gateway.
         api_key: API key to send, if any.
-        timeout_s: Limit on each network read and write.
+        timeout_s: Time limit of each network read and write, in seconds.
 
     Raises:
         UnavailableError: No server answers at the URL, or the connection breaks.
@@ -63,7 +63,7 @@ class RestClient:
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/")
-        # Ignore proxies from the environment. They are meant for outside addresses, not for the gateway.
+        # Ignore proxies from the environment. Proxies are meant for outside addresses, not for the gateway.
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False
         )
@@ -92,7 +92,7 @@ class RestClient:
 
     @cached_property
     def model(self) -> str:
-        """Name of the first served model. It is requested from the gateway once."""
+        """Name of the first served model. The client requests the name only once."""
         status, body = self.status("/v1/models")
         if status != httpx.codes.OK or not body.get("data"):
             raise self._unreachable() if status == 0 else _error(status, body)

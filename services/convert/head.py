@@ -38,8 +38,8 @@ class HeadLayout(Enum):
     """Layout, or dialect, of a written head.
 
     Attributes:
-        OUTRIDER: Tensors named ``layers.N.*``; supports every feature.
-        EAGLE: Tensors named ``midlayer.*``; supports only what the official EAGLE code can run.
+        OUTRIDER: Tensors are named ``layers.N.*``. This layout supports every feature.
+        EAGLE: Tensors are named ``midlayer.*``. This layout supports only the official EAGLE code's features.
     """
 
     OUTRIDER = "outrider"

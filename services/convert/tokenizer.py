@@ -1,4 +1,4 @@
-"""Makes tokenizer.json from a slow tokenizer's files, and checks that both encode sample texts alike.
+"""Makes tokenizer.json from a slow tokenizer's files, and compares the two tokenizers on sample texts.
 
 Uses transformers, which the services' tokenizers do not need.
 """
@@ -45,7 +45,7 @@ def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedToke
 
     Args:
         folder: Folder with the slow tokenizer's files, such as tokenizer.model, or vocab.json and merges.txt.
-        output: File to write; None writes ``tokenizer.json`` into the folder.
+        output: File to write. None writes ``tokenizer.json`` into the folder.
 
     Raises:
         ConfigurationError: transformers is not installed, or the file exists.

@@ -31,7 +31,7 @@ def check_target(pair: Pair) -> Iterator[Finding]:
 
 
 def check_unused(pair: Pair) -> Iterator[Finding]:
-    """Refuse --draft together with algorithm NONE. Serving refuses this combination as well."""
+    """Refuse --draft together with algorithm NONE. Serving refuses this combination too."""
     if pair.draft is not None and pair.algorithm is Algorithm.NONE:
         yield Finding.refused(
             FIELD,
@@ -41,7 +41,7 @@ def check_unused(pair: Pair) -> Iterator[Finding]:
 
 
 def check_algorithm(pair: Pair) -> Iterator[Finding]:
-    """Report the drafting algorithm and the folder that it is loaded from."""
+    """Report the drafting algorithm and the folder of the draft."""
     choice = pair.choice
     if choice.algorithm is Algorithm.EAGLE:
         named = ", ".join(pair.head_reader.strings("architectures") or ("no architecture",))

@@ -167,7 +167,8 @@ def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) 
         name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape
     ]
     if not whole:
-        # A target can have tens of thousands of similar expert tensors. Loading reads all of them anyway.
+        # A sample is enough, because experts come in tens of thousands of similar tensors. Loading reads the
+        # whole target anyway.
         floating = floating[:: 1 + len(floating) // MAX_SAMPLED]
     return [NamedStatistics(name, describe(_file(reader, name), whole=whole)) for name in floating]
 

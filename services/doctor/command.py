@@ -45,7 +45,7 @@ class DoctorOptions:
         token_map: Value of `--speculative-token-map`.
         device, dtype: Device and data type in the services' notation, including ``auto``.
         probe: Whether to run the pair and measure it.
-        prompts: JSON lines file with the probe's prompts; None for the built-in ones.
+        prompts: JSON lines file with the probe's prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and length of each answer in tokens.
         shape: Shape of the probe's draft trees.
         as_json: Whether to print one JSON object instead of a table.
@@ -69,7 +69,7 @@ def run_doctor(options: DoctorOptions) -> int:
     """Examine a pair and print the report.
 
     Returns:
-        Exit code: 0 if the pair can be served, 2 if it would be refused.
+        Exit code: 0 if the pair can be served, or 2 if it would be refused.
 
     Raises:
         ConfigurationError: A flag is invalid.

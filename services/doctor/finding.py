@@ -32,7 +32,7 @@ class Finding:
         severity: Severity of the finding.
         field: The config key, tensor, file or flag concerned.
         message: The observation, with its values.
-        fix: Suggested fix; empty for OK.
+        fix: Suggested fix. An OK finding has none.
         check: Name of the check. Filled in by `examine`.
     """
 
@@ -98,7 +98,7 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 0 if the pair can be served, perhaps with warnings; 2 if it would be refused."""
+        """Exit code: 0 if the pair can be served, perhaps with warnings, or 2 if not."""
         return 2 if self.severity is Severity.REFUSED else 0
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Compares the stored tensors of models that run on transformers with the tensors that it would save."""
+"""For models run by transformers: compares the stored tensors with the tensors that a save would write."""
 
 from __future__ import annotations
 

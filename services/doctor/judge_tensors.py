@@ -17,7 +17,7 @@ DOWNLOAD = "Download the checkpoint again, or take another export of it."
 UNTRAINED_SHARE = 0.8
 """A model counts as untrained if at least this share of its projections look freshly initialised."""
 OTHER_SIZE = 1.5
-"""Two tensors differ if the ratio of their standard deviations is at least this."""
+"""A tensor is unlike the same tensor in other layers if the standard deviations differ by this factor."""
 MIN_SIBLINGS = 3
 NORM_NEGATIVES = 0.25
 """Share of negative weights above which a norm counts as untrained. Random weights around zero have 0.5."""

@@ -55,9 +55,9 @@ class MemoryEstimate:
         least_tokens: Minimum cache size in tokens. The target does not start with a smaller cache.
         minimum: Weights, working memory, and caches of `least_tokens`.
         full_context: Like `minimum`, with caches for one text of the full context.
-        kv_tokens: Cache size in tokens that the target chooses with the given settings; 0 if it would not
-            start.
-        refusal: The target's error message if it would not start, else empty.
+        kv_tokens: Cache size in tokens that the target chooses with the given settings. The size is 0 if the
+            target would not start.
+        refusal: The target's error message if the target would not start. Otherwise empty.
         reserve: Memory that the target reserves on a GPU for CUDA graphs, activations and logits.
         available, total: Free and total memory of the device.
     """
@@ -84,8 +84,8 @@ def plan_memory(
 
     Args:
         pair: Target and draft.
-        settings: Settings of the target; None uses its defaults.
-        memory_of_device: (free, total) bytes of the device; None queries the device.
+        settings: Settings of the target. None uses the target's defaults.
+        memory_of_device: (free, total) bytes of the device. None queries the device.
 
     Raises:
         CheckpointError: A folder cannot be read.

@@ -14,9 +14,9 @@ NEAR_ZERO = 1e-6
 SIGMAS = 5.0
 UNIFORM = 1.2
 SLACK = 0.02
-"""Tolerated relative error of the formulas for independent numbers, because small sizes make them inexact."""
+"""Tolerated relative error of the formulas for independent numbers. They are inexact for small sizes."""
 MIN_NUMBERS = 4096
-"""Minimum count of numbers that determines a distribution."""
+"""Minimum count of numbers from which a distribution can be identified."""
 ENOUGH_NUMBERS = 1 << 15
 """From this size on, a single trained matrix is distinguishable from independent numbers."""
 
@@ -26,15 +26,15 @@ class TensorStatistics:
     """Statistics of a floating-point tensor, or of a sample of it.
 
     The three spreads are standard deviations, divided by the deviation expected for independent numbers of
-    the same kurtosis. The spreads are 1 for independent numbers. They are higher for trained weights, because
+    the same kurtosis. The spreads are 1 for independent numbers and higher for trained weights, because
     the rows and columns of trained weights differ in size. For vectors, the spreads are 0.
 
     Attributes:
         numbers: Count of numbers examined.
         finite: True if all examined numbers are finite.
         mean, std: Mean and standard deviation.
-        kurtosis: Excess kurtosis. It is 0 for a normal distribution and -1.2 for a uniform distribution. It
-            is higher, sometimes far higher, for trained weights.
+        kurtosis: Excess kurtosis, which is 0 for a normal distribution and -1.2 for a uniform distribution.
+            Trained weights have a higher, sometimes far higher, kurtosis.
         row_spread, column_spread: Spread of the norms of rows and of columns.
         mean_spread: Spread of the means of columns.
         rows, columns: Number of examined rows, and length of a row. Both numbers are 0 for vectors.

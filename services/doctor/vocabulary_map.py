@@ -1,4 +1,4 @@
-"""Infers whether a ``d2t`` tensor stores offsets, as in published heads, or target ids, from its values.
+"""Infers from a ``d2t`` tensor's values whether it stores offsets, as in published heads, or target ids.
 
 Offsets grow slowly and repeat, because neighbouring tokens have the same offset if both are kept. Target ids
 never repeat.

@@ -20,7 +20,7 @@ DRAIN_ALPHA = 0.2
 class Admission:
     """Counts waiting sequences. A sequence waits from its admission until its first token.
 
-    Use it on the event loop only.
+    Use the object on the event loop only.
     """
 
     def __init__(self, max_requests: int, max_prompt_tokens: int, clock: Callable[[], float]) -> None:
@@ -58,7 +58,7 @@ class Admission:
         return float(min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(expected))))
 
     def _enter_tokens(self, tokens: int) -> None:
-        # Admit a prompt above the limit if no other prompt waits. Otherwise such a prompt could never run.
+        # Admit a prompt above the limit if no other prompt waits. Otherwise a long prompt could never run.
         if self.waiting_tokens and self.waiting_tokens + tokens > self._max_prompt_tokens:
             raise self._overloaded(
                 f"{self.waiting_tokens} prompt tokens are already waiting (limit {self._max_prompt_tokens})"

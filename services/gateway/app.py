@@ -26,7 +26,7 @@ from outrider.shared.rpc.server import AioServer, aio_server
 PUBLIC_PATHS = frozenset(["/health", "/ready"])
 HEADER_LIMIT_BYTES = 64 * 1024
 BACKLOG = 2048
-# Seconds after the grace period to flush the last bytes of replies.
+# Seconds to flush the last bytes of replies after the grace period.
 HTTP_STOP_S = 2
 # The size limit of gRPC messages, as a multiple of the body limit. The limit also applies to replies. A reply
 # that was delayed by a pause may contain many traced rounds.
@@ -60,9 +60,9 @@ class GatewayServer:
     """A running gateway: call `start`, then `drain`.
 
     Attributes:
-        core: The core shared by both APIs.
+        core: The core that REST and gRPC share.
         port: Bound port of the REST API.
-        grpc_port: Bound port of the gRPC API; 0 before `start` or if gRPC is disabled.
+        grpc_port: Bound port of the gRPC API. The port is 0 before `start` and if gRPC is disabled.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -78,7 +78,7 @@ class GatewayServer:
         self._readiness: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start both servers. The gateway becomes ready when the target becomes ready."""
+        """Start the REST and gRPC servers. The gateway becomes ready when the target becomes ready."""
         settings = self._settings
         await self.core.client.start()
         if settings.grpc_port:
@@ -111,7 +111,7 @@ class GatewayServer:
         1. Report not ready.
         2. Accept requests for another `drain_notice_s`, until load balancers have noticed.
         3. Refuse new requests. Let running ones finish for up to `drain_grace_s`.
-        4. Stop both servers.
+        4. Stop the REST and gRPC servers.
         """
         settings, core = self._settings, self.core
         core.draining = True
@@ -195,7 +195,7 @@ async def _serve(settings: GatewaySettings) -> int:
 class _QuietServer(uvicorn.Server):
     """A uvicorn server that leaves signals to the gateway.
 
-    uvicorn's own handler would stop listening before the gateway has reported that it is not ready.
+    uvicorn's own handler would stop listening before the gateway has reported not ready.
     """
 
     @contextlib.contextmanager

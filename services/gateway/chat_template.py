@@ -1,7 +1,7 @@
 """Chat templates, rendered by Jinja in a restricted sandbox.
 
-The sandbox provides the functions that published templates use, and limits their time and output size.
-Templates come from the model's folder, never from a client. They are still untrusted code.
+The sandbox provides the functions that published templates use, and limits a template's time and output size.
+Templates come from the model's folder, never from a client. A template is still untrusted code.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_EXPONENT = 64
 MAX_FIELD_CHARS = 9_999
 MAX_INDENT = 16
 _WIDE_FIELD = re.compile(r"\d{5,}|\*")
-# Filters that can produce text of any length from a number. Chat templates do not need them.
+# Filters that can produce text of any length from a number. Chat templates do not need such filters.
 UNBOUNDED_FILTERS = ("center", "format", "wordwrap", "urlize", "xmlattr")
 
 _deadline: ContextVar[float] = ContextVar("render_deadline")
 
 
 class TemplateRefusal(TemplateError):
-    """Raised when a template calls raise_exception because it does not accept the messages."""
+    """Raised when a template calls raise_exception to reject the messages."""
 
 
 class GenerationBlock(Extension):
@@ -96,7 +96,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """A compiled chat template. Rendering is synchronous; render long chats on a worker thread."""
+    """A compiled chat template. Rendering is synchronous, so render long chats on a worker thread."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now

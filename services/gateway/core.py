@@ -45,12 +45,12 @@ class Job:
 
 
 class GatewayCore:
-    """The shared core of the gateway; one per process.
+    """The core that REST and gRPC share. A gateway process has one core.
 
     Attributes:
         draining: True once shutdown has begun. The gateway then reports not ready.
         admitting: Whether new requests are accepted.
-        idle: Set while no request is running.
+        idle: Event that is set while no request is running.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:

@@ -27,7 +27,7 @@ from outrider.services.gateway.target_client.stream import TargetStream
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 
-# Seconds to wait for the target's statistics after a stop string. The target sends them within two rounds.
+# Seconds to wait for statistics after a stop string. The target sends the statistics within two rounds.
 FINISH_WAIT_S = 2.0
 
 

@@ -1,4 +1,4 @@
-"""Checks request parameters and builds valid requests. All range checks of both APIs are here.
+"""Checks request parameters and builds valid requests. All range checks of REST and gRPC are here.
 
 Errors use the field names of the client's API, which `Surface` provides.
 """

@@ -59,7 +59,7 @@ def speculation_object(stats: SpeculationReport, trace: Sequence[RoundTrace] | N
 
 
 def reply_speculation(completions: Sequence[Completion], trace: bool) -> dict[str, Any]:
-    """Return the `speculation` object of a whole reply, with the sum over all sequences.
+    """Return the `speculation` object of a whole reply, summed over all sequences.
 
     If there is one sequence, the object includes its trace. Otherwise each choice contains its own trace.
     """

@@ -1,4 +1,4 @@
-"""Valid requests and their results: frozen data shared by both APIs, the core and the target client."""
+"""Valid requests and their results: frozen data shared by REST, gRPC, the core and the target client."""
 
 from __future__ import annotations
 

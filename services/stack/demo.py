@@ -23,7 +23,7 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
 
     Args:
         prompt: The prompt to answer.
-        device: Device in the services' notation; ``auto`` uses CUDA if there is a GPU.
+        device: Device in the services' notation. ``auto`` uses CUDA if there is a GPU.
         tokens: Length of each measured answer. End-of-text tokens are ignored.
 
     Returns:
@@ -71,7 +71,7 @@ def _answer(console: Console, client: RestClient, prompt: str) -> None:
 def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> None:
     """Print the median speed with and without speculation.
 
-    The runs alternate, so that a change in the machine's load affects both modes alike.
+    The runs alternate, so that a change in the machine's load affects all measurements alike.
     """
     runs: dict[str, list[Reply]] = {"on": [], "off": []}
     options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Starts the services for `outrider up` and waits until all are ready; builds each service's command line."""
+"""Builds the services' command lines for `outrider up`, starts the services and waits until all are ready."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     }
 
     # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process finds out from the
-    # checkpoint which of the two it is. The target is therefore started without the name and accepts either.
+    # checkpoint whether it is a head or MTP layers. The target is therefore started without the algorithm's
+    # name and accepts either.
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
     target_algorithm = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
     target = (
@@ -360,7 +361,7 @@ def _wait_until_ready(
                 ServingProbe(grpc_address(plan.draft_address, "draft"), DRAFT_SERVICE)
             ).serving
         waiting["target"] = target.serving
-        # Query the gateway last, because it becomes ready only after the target.
+        # Query the gateway last, because the gateway becomes ready only after the target.
         waiting["gateway"] = lambda: len(waiting) == 1 and gateway.status("/ready")[0] == 200
         while waiting:
             if stopped():

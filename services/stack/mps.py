@@ -1,7 +1,7 @@
 """Starts and stops NVIDIA's multi-process service (MPS), so that target and draft use the GPU concurrently.
 
-MPS runs only on request (`outrider up --mps`). Its clients share one GPU context, so a fatal GPU fault in one
-process can end the others too. See https://docs.nvidia.com/deploy/mps.
+MPS runs only on request (`outrider up --mps`). Clients of MPS share one GPU context, so a fatal GPU fault in
+one process can end the others too. See https://docs.nvidia.com/deploy/mps.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def shared_gpu(folder: Path, echo: Echo) -> Iterator[Surroundings]:
     """Run an MPS daemon with its own pipes and logs until the context exits.
 
     Args:
-        folder: Folder to create for the pipes and logs. The path must be short because it becomes part of
-            socket names.
+        folder: Folder to create for the pipes and logs. The path must be short because the path becomes part
+            of socket names.
         echo: Called with ("mps", message) if the daemon does not quit.
 
     Yields:
@@ -70,8 +70,8 @@ class _Control:
             "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
         }
-        # The daemon renumbers the GPUs listed in this variable. Its clients would then apply the variable a
-        # second time to the new numbers, so the daemon must not see it.
+        # The daemon renumbers the GPUs listed in this variable. The daemon's clients would then apply the
+        # variable again, to the new numbers, so the daemon must not see the variable.
         others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         self._environment = {**others, **self.variables}
 
@@ -128,7 +128,7 @@ class _Control:
         ) if done.returncode else None
 
     def let_go(self, process_id: int) -> None:
-        """Detach a process from the GPU before it is killed.
+        """Detach a process from the GPU before the process is killed.
 
         Killing an MPS client with kernels in flight would end the other clients too.
         """

@@ -108,7 +108,7 @@ def _no_mps(why: str) -> ConfigurationError:
 
 
 def _check_shape(options: StackOptions) -> None:
-    """Check the default tree shape against its limits. The services' defaults replace missing flags."""
+    """Check the default tree shape against the limits. The services' defaults replace missing flags."""
     for flag, value, default, cap_flag, cap, default_cap in (
         (
             "--num-steps",

@@ -35,7 +35,7 @@ class StackOptions:
         target: Model folder in Hugging Face layout.
         draft: Folder of the draft head or draft model, or None.
         algorithm: Drafting method. With AUTO and no draft, the stack serves without speculation.
-        token_map: File of the token ids that may be drafted (FR-Spec); None allows all.
+        token_map: File of the token ids that may be drafted (FR-Spec). None allows all ids.
         ngram_corpus: File with additional texts for n-gram drafting.
         device, dtype: Device and data type, in the services' notation.
         num_steps, topk, num_draft_tokens: Shape of the draft tree for requests that specify none.

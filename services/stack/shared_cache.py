@@ -14,7 +14,7 @@ from outrider.services.stack.options import StackOptions
 from outrider.shared.spec.algorithm import Algorithm
 
 CONTEXTS_BYTES = 2 * (600 << 20)
-"""GPU memory of two processes' CUDA contexts. `mem_get_info` in a running process counts it as used."""
+"""GPU memory of two processes' CUDA contexts. A running process's `mem_get_info` counts contexts as used."""
 DRAFT_WORK_BYTES = 512 << 20
 """GPU memory that the draft process needs in addition to weights and cache: CUDA graphs, workspaces of matrix
 products, and copies made while it tunes tile sizes. The plan counts only the target's workspaces, because an

@@ -1,7 +1,8 @@
 """Runs services as child processes: restarts them when they exit, forwards their output, and stops them.
 
-One thread per child starts it, reads its output and waits for it. If this process dies without stopping its
-children, Linux kills them: each child has a parent-death signal, tied to the thread that started it.
+One thread per child starts the child, reads its output and waits for its exit. If this process dies without
+stopping its children, Linux kills them, because each child has a parent-death signal that is tied to the
+child's thread.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import dataclass, field
 
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 5.0
-# A child that ran for this many seconds counts as recovered. Its next restart uses the shortest back-off
-# again.
+# A child that ran for this many seconds counts as recovered. The next restart uses the shortest
+# back-off again.
 STABLE_AFTER_S = 10.0
 PR_SET_PDEATHSIG = 1
 KEPT_LINES = 30
@@ -30,7 +31,7 @@ Echo = Callable[[str, str], None]
 
 
 def next_backoff(previous_s: float, lived_s: float) -> float:
-    """Return the delay before a restart. It doubles from 0.2 s to 5 s and is reset by a stable run."""
+    """Return the delay before a restart. It doubles from 0.2 s to 5 s. A stable run resets the delay."""
     if previous_s == 0.0 or lived_s >= STABLE_AFTER_S:
         return FIRST_BACKOFF_S
     return min(previous_s * 2, LAST_BACKOFF_S)
@@ -57,7 +58,7 @@ class Surroundings:
 
     Attributes:
         variables: Environment variables to add to this process's own.
-        before_kill: Called with the id of a process that did not stop in time, before it is killed.
+        before_kill: Called with the id of a process that did not stop in time, before the process is killed.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)

@@ -34,10 +34,10 @@ class AttentionBatch:
     Attributes:
         page_table: ``[bs, max_pages] int32``.
         prefix_lens: ``[bs] int32``.
-        kv_lens: ``[bs] int32``; the most tokens that a row of the sequence sees, this step's rows included.
-        query_start: ``[bs + 1] int32``; rows of sequence b are ``[query_start[b], query_start[b + 1])``.
+        kv_lens: ``[bs] int32``. Largest number of tokens that a row sees, including this step's rows.
+        query_start: ``[bs + 1] int32``. Rows of sequence b are ``[query_start[b], query_start[b + 1])``.
         ancestors: ``[rows, words] int32`` bit masks, or None for causal rows.
-        slots: ``[rows] int64``; the slot of each row's K/V, or -1 to store nothing.
+        slots: ``[rows] int64``. The slot of each row's K/V, or -1 to store nothing.
         max_query_len: Largest number of rows of a sequence. It is a host number, so reading it never waits.
         max_kv_len: An upper bound of kv_lens, as a host number.
     """
@@ -80,8 +80,8 @@ class AttentionBackend(Protocol):
 
         Args:
             layer: Index of the layer within the pool.
-            q: ``[rows, heads, head_dim]``; rows may be strided.
-            k, v: ``[rows, kv_heads, head_dim]``; rows may be strided. A latent pool stores only k and reads
+            q: ``[rows, heads, head_dim]``. Rows may be strided.
+            k, v: ``[rows, kv_heads, head_dim]``. Rows may be strided. A latent pool stores only k and reads
                 values from k.
             pool: The pool that stores K/V.
             scale: Factor on the scores, usually head_dim ** -0.5.
@@ -167,7 +167,7 @@ def pack_rows(padded: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 def causal_ancestors(count: int, words: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return causal masks ``[count, words] int32``: row i has bits 0…i.
 
-    Use it for batches that mix causal and tree rows.
+    Use these masks in batches that mix causal and tree rows.
 
     Args:
         count: Number of rows, at most ``32 * words``.

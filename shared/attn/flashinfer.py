@@ -37,7 +37,7 @@ class _Layout:
             ``pages[page_start[b]:page_start[b + 1]]``.
         pages: ``[pages in use] int32``.
         last_page_lens: ``[sequences] int32``, number of tokens in each last page.
-        mask: ``[sum of rows * tokens] bool``, by sequence and then by row; None for causal rows.
+        mask: ``[sum of rows * tokens] bool``, by sequence and then by row. None for causal rows.
         rows: Number of rows that belong to a sequence. Later rows are padding.
     """
 

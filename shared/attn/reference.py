@@ -23,9 +23,9 @@ class _Sequence:
         rows: The sequence's rows of the batch.
         prefix_len, kv_len: Number of tokens that every row sees, and largest number that a row may see.
         views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, if the sequence's pages are
-            consecutive; else empty.
+            consecutive. Otherwise empty.
         pages: ``[pages in use] int64``. Needed to gather K and V if the pages are not consecutive.
-        mask: ``[rows, kv_len]``, added to the scores; None if every row sees everything.
+        mask: ``[rows, kv_len]``, added to the scores. None if every row sees all tokens.
         windowed: Per window size, the first visible token index and the mask from that index on. Filled by
             the first layer that uses the window.
     """
@@ -46,7 +46,7 @@ class _Plan:
     Attributes:
         sequences: The sequences in the order of their rows.
         stores: K and V of every layer at the step's slots, ``[1, kv_heads, rows, head_dim]`` each, if the
-            slots are consecutive; else empty.
+            slots are consecutive. Otherwise empty.
         slots: ``[stored rows] int64``. Needed to store K and V if the slots are not consecutive.
         stored_rows: ``[stored rows] int64`` if some rows are not stored, else None.
     """

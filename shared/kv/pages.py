@@ -9,7 +9,7 @@ Each page of a pool is in exactly one of two states:
     held         one PageLease   PageLease.release(), PageLease.shrink(), or leaving the lease's `with` block
 
 A page is in at most one lease. ``free_pages + held_pages == num_pages`` holds after every call, and
-`PageAllocator.check` asserts it. No other code keeps page numbers after their lease has ended.
+`PageAllocator.check` asserts this equation. No other code keeps page numbers after their lease has ended.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class PageAllocator:
 
     - A lease grows into the page after its last one if that is free.
     - A new lease starts in the middle of the largest run, so that the lease before the run can still grow.
-    The
-      new lease starts at the beginning of the run if that is page 0, or if the second half is too short.
+      The new lease starts at the beginning of the run if that is page 0, or if the second half is too short.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -80,7 +79,7 @@ class PageAllocator:
         assert self.free_pages + self.held_pages == self.num_pages
 
     def _take(self, n: int, after: int | None) -> list[int] | None:
-        """Remove `n` pages from the free runs, starting with those that follow page `after`."""
+        """Remove `n` pages from the free runs, starting with the pages that follow page `after`."""
         if n < 0:
             raise ValueError(f"cannot take {n} pages")
         if n > self._free:
@@ -144,7 +143,7 @@ class PageLease:
     leases. A ``with`` statement releases the lease at its end.
 
     Attributes:
-        pages: The page numbers; empty after release. Only the lease itself may modify the list.
+        pages: The page numbers. Empty after release. Only the lease itself may modify the list.
         version: Changes whenever `pages` changes, so that callers can cache copies of the page table.
     """
 
@@ -172,7 +171,7 @@ class PageLease:
         return True
 
     def shrink(self, num_pages: int) -> None:
-        """Keep the first `num_pages` pages and free the others. A shorter lease stays as it is."""
+        """Keep the first `num_pages` pages and free all later pages. A shorter lease does not change."""
         kept, dropped = self.pages[:num_pages], self.pages[num_pages:]
         if dropped:
             self.pages = kept

@@ -38,11 +38,11 @@ class KVPool:
         kv_heads, head_dim: Shape of one token's K (and V) in one layer.
         dtype: Element type of feature rows, and of K and V unless `kv_dtype` is given.
         device: Device of the planes.
-        feature_size: Width of a feature row; 0 for no feature plane.
+        feature_size: Width of a feature row. 0 means that there is no feature plane.
         latent: True if a layer has one latent plane instead of two. `k_planes` then contains the latents,
             `v_planes` is empty, and values are read from the keys.
-        kv_dtype: Element type of K and V. FP8 takes half the memory; `kernels.tree_attention` and
-            `kernels.path_attention` can read it.
+        kv_dtype: Element type of K and V. FP8 takes half the memory. `kernels.tree_attention` and
+            `kernels.path_attention` can read FP8.
 
     Raises:
         ConfigurationError: The device has too little memory.
@@ -96,7 +96,7 @@ class KVPool:
 
     @property
     def feature_size(self) -> int:
-        """Width of a feature row; 0 if there is no feature plane."""
+        """Width of a feature row, or 0 if there is no feature plane."""
         return 0 if self.features is None else self.features.shape[-1]
 
     @property
@@ -229,7 +229,7 @@ class KVPool:
         self.features.view(-1, self.feature_size).index_copy_(0, slots, rows.to(self.dtype))
 
     def store_some_features(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write feature rows like `store_features`, except those with slot -1. Never waits for a GPU."""
+        """Write feature rows like `store_features`, but skip rows with slot -1. Never waits for a GPU."""
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         plane = self.features[:, :, None]  # one head per token
         rows = rows[:, None]

@@ -1,7 +1,8 @@
-"""TCP control channel from each rank to rank 0. A rank ends if rank 0 is gone (`beat_until_gone`).
+"""The control channel of each rank; a rank's process ends when rank 0 is gone (`beat_until_gone`).
 
-Each rank has one connection. Commands go from rank 0 to the rank, and reports come back. A frame is a length
-of four bytes, followed by that many bytes. A closed connection reveals a dead process.
+Each rank has one TCP connection to rank 0. Rank 0 sends commands, and the rank sends reports. A frame is a
+length of four bytes, followed by that many bytes. A closed connection reveals a dead process. Regular
+heartbeats ("beats") distinguish a stopped process from a process that has nothing to send.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RankReport:
 
 
 class RankConnection:
-    """Frames over a socket. One thread may receive; any thread may send.
+    """Frames over a socket. Only one thread may receive, but any thread may send.
 
     Attributes:
         awake_s: Seconds for which `receive` polls the socket before it blocks. Waking a sleeping core takes
@@ -192,7 +193,7 @@ def accept_ranks(
         host: This machine's address as seen by the other ranks.
         size: Number of ranks.
         timeout_s: Time limit for all ranks together.
-        check: Called repeatedly during the wait. It raises to give up, for example because a process died.
+        check: Called repeatedly during the wait. Raises an error to give up, for example if a process died.
 
     Raises:
         UnavailableError: Some ranks did not connect in time.
@@ -235,8 +236,8 @@ def accept_ranks(
 def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
     """Connect this rank to rank 0. Wait until rank 0 has put its address in the store.
 
-    A store can outlive the ranks, as torchrun's does when torchrun restarts them. It then still contains the
-    address of the previous rank 0, where nothing listens. This function therefore retries.
+    A store can outlive the ranks, as torchrun's store does when torchrun restarts the ranks. The store then
+    still contains the address of the previous rank 0, where nothing listens. This function therefore retries.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.

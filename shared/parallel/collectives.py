@@ -123,7 +123,7 @@ class TorchCollectives:
         return out
 
     def lost(self) -> bool:
-        """Return False: a late rank makes these collectives fail instead."""
+        """Return False, because a late rank makes these collectives fail instead."""
         return False
 
     @property

@@ -1,6 +1,6 @@
 """The commands that rank 0 sends to the other ranks on the control channel.
 
-Commands contain no tensors. Rank 0 broadcasts the tensors of a command right after it.
+Commands contain no tensors. Rank 0 broadcasts the tensors of a command right after the command.
 
 A command is encoded as one byte for its kind, followed by its fields as 64-bit integers. Every rank runs the
 commands in order, so all ranks make the same collective calls.
@@ -28,7 +28,7 @@ class Forward:
 
     Attributes:
         rows, bs, max_pages: Number of token rows, and the page table's shape.
-        mask_words: Words per ancestor mask; 0 for causal rows.
+        mask_words: Words per ancestor mask. 0 stands for causal rows.
         wide_tokens, wide_positions: 1 if the tensor is int64, 0 if it is int32.
         max_query_len, max_kv_len: The attributes of `AttentionBatch`.
     """
@@ -47,10 +47,10 @@ class Forward:
 class Logits:
     """Compute this rank's columns of the logits and send them to rank 0.
 
-    rows: Number of rows of hidden states, which follow by broadcast. 0 stands for all rows of the last
-        forward pass, because every rank has these rows.
-        pass; every rank has those.
-    best_only: 1 to send only the best value and token id of each row instead of all columns.
+    Attributes:
+        rows: Number of rows of hidden states, which follow by broadcast. 0 stands for all rows of the last
+            forward pass, which every rank already has.
+        best_only: 1 to send only the best value and token id of each row instead of all columns.
     """
 
     rows: int
@@ -59,11 +59,11 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Move the accepted rows in the pool. The path and the counts follow by broadcast.
+    """Move the accepted rows in the pool. The accepted paths and their lengths follow by broadcast.
 
     Attributes:
-        bs, width: Shape of the path.
-        max_pages: Width of the page table. The page table and the cached lengths then follow as well. 0 means
+        bs, width: Shape of the tensor of paths.
+        max_pages: Width of the page table. The page table and the cached lengths then follow too. 0 means
             that the ranks use the page table and the cached lengths of the last forward pass.
     """
 

@@ -20,7 +20,7 @@ from outrider.shared.parallel.reduce import Reduce
 from outrider.shared.parallel.shard import Shard, ShardedSource
 
 HeadReader = Callable[[], torch.Tensor]
-"""Reads the whole output head ``[vocab, hidden]`` for a draft that borrows it."""
+"""Reads the whole output head ``[vocab, hidden]`` for a draft that borrows the head."""
 
 
 class ShardedDecoder(Decoder):
@@ -33,7 +33,7 @@ class ShardedDecoder(Decoder):
         shard: This rank's share.
         collectives: Collectives over all ranks.
         embedding: ``[vocab, hidden]``, whole.
-        layers: Layers with this rank's sizes. They sum their results over the ranks.
+        layers: Layers with this rank's sizes. Each layer sums its results over the ranks.
         norm: The final norm.
         head: ``[vocabulary_rows, hidden]``, this rank's rows of the output head.
         fingerprint: Fingerprint of the whole model.
@@ -63,7 +63,7 @@ class ShardedDecoder(Decoder):
             self.fused.reduce = self.reduce
 
     def quantize(self) -> None:
-        """Compute this rank's products in FP8 from now on. Call it on every rank.
+        """Compute this rank's products in FP8 from now on. Call this method on every rank.
 
         This rank's columns of o and down get their own scales.
 

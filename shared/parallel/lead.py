@@ -24,7 +24,7 @@ from outrider.shared.parallel.commands import Command, Stop, encode
 SILENT_BEATS = 15
 """Number of missed beats after which a rank is considered stopped or cut off."""
 QUIET_BEATS = 3
-"""Number of missed beats after which a rank is blamed if an error occurs for any other reason."""
+"""When an error occurs, a rank that has missed this many beats is blamed for the error."""
 NOTICE_S = 1.0
 
 _LIBRARY_PLACE = re.compile(r"\[[^\]]*\.(cc|cpp|h|hpp|cu):\d+\]")

@@ -38,8 +38,8 @@ POOL_TIMEOUT_S = 120.0
 class LeadDecoder(ShardedDecoder):
     """Rank 0's `ShardedDecoder`. Call `connect` first, and then use it like any other `Decoder`.
 
-    Only one thread at a time may use it. It also observes the engine's CUDA graphs, so that the other ranks
-    record and replay their own graphs at the same points.
+    Only one thread at a time may use this decoder. The decoder also observes the engine's CUDA graphs, so
+    that the other ranks record and replay their own graphs at the same points.
     """
 
     _lead: Lead
@@ -47,7 +47,7 @@ class LeadDecoder(ShardedDecoder):
     _last: tuple[torch.Tensor, AttentionBatch] | None = None
 
     def connect(self, lead: Lead, read_head: HeadReader) -> None:
-        """Attach the other ranks. `read_head` reads the output head for drafts that borrow it."""
+        """Attach the other ranks. `read_head` reads the output head for drafts that borrow the head."""
         self._lead = lead
         self._read_head = read_head
 
@@ -166,8 +166,8 @@ class LeadDecoder(ShardedDecoder):
     def _together_on(self, hidden: torch.Tensor, best_only: bool) -> Iterator[None]:
         """Make the other ranks compute logits of these rows.
 
-        The rows are broadcast, unless they are exactly the rows of the last forward pass. Every rank has
-        those rows already.
+        The rows are broadcast, unless they are exactly the rows of the last forward pass. Every rank
+        already has the rows of the last pass.
         """
         known = self._last is not None and hidden is self._last[0]
         with self._lead.together(Logits(0 if known else hidden.shape[0], int(best_only))):

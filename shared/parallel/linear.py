@@ -10,7 +10,7 @@ from outrider.shared.parallel.reduce import Reduce
 
 
 class RowParallelLinear(Linear):
-    """A rank's columns of a matrix. Calling it returns the whole product on every rank.
+    """A rank's columns of a matrix. A call returns the whole product on every rank.
 
     Args:
         inner: This rank's columns, ``[out, in / ranks]``. Every rank has the whole bias. The bias is moved to
@@ -62,7 +62,7 @@ class RowParallelLinear(Linear):
 
 
 class RowParallelMLP:
-    """An MLP or experts whose intermediate dimension is split over the ranks, which sum their outputs.
+    """An MLP or experts whose intermediate dimension is split over the ranks. The ranks sum their outputs.
 
     Args:
         inner: This rank's part.

@@ -22,7 +22,7 @@ from outrider.shared.parallel.trial import MESSAGES, TRIALS, messages_arrive, su
 
 PEER_DTYPES = (torch.float32, torch.bfloat16)
 MOST_WAIT_S = 300.0
-"""Longest time limit of a wait. It is long enough for a rank to compile and load new kernels."""
+"""Longest time limit of a wait. The limit leaves a rank enough time to compile and load new kernels."""
 TRIAL_WAIT_S = 10.0
 LOOKS_PER_SECOND = 1_000_000
 """Approximate polling rate of a waiting kernel, which is limited by the latency of the device's L2 cache."""
@@ -36,11 +36,11 @@ class OneShotReduce(GroupReduce):
     On two H200s in a CUDA graph, one row of 4096 bf16 numbers takes 6.4 µs, and 64 rows take 9.5 µs. NCCL
     takes 18 µs in either case.
 
-    Consecutive sums share memory, so use it from one stream at a time.
+    Consecutive sums share memory, so use this object from one stream at a time.
 
     Args:
-        collectives: Collectives over all ranks. They sum tensors that are too large for this kernel, and
-            tensors that are neither fp32 nor bf16.
+        collectives: Collectives over all ranks, for tensors that are too large for this kernel or neither
+            fp32 nor bf16.
         hidden_size, dtype: Width and dtype of the rows.
 
     Raises:
@@ -91,7 +91,7 @@ class PeerReduce(OneShotReduce):
         self._boxes = self._emptied(timeout_s)
 
     def proves_itself(self) -> bool:
-        """Return True if trial sums are correct on all ranks (see `sums_agree`). Every rank must call it."""
+        """Return True if trial sums are correct on all ranks (see `sums_agree`). All ranks must call this."""
         # Compile all kernels first, so that a short time limit suffices for the trial. Other ranks may still
         # be compiling at that time, so set `_lost` to turn off all waits.
         self._lost.fill_(1)
@@ -150,7 +150,7 @@ class PeerCollectives:
         self._down, self._up = self._emptied(timeout_s)
 
     def proves_itself(self) -> bool:
-        """Return True if trial messages arrive correctly (see `messages_arrive`). Every rank must call it."""
+        """Return True if trial messages arrive correctly (see `messages_arrive`). All ranks must call this."""
         # Compile all kernels first, without waiting, as in `PeerReduce.proves_itself`.
         self._lost.fill_(1)
         for words in MESSAGES:
@@ -226,7 +226,7 @@ def connect_peers(
     Args:
         group: Collectives over all ranks.
         hidden_size, dtype: Width and dtype of the rows.
-        kind: How the settings want the ranks to exchange data.
+        kind: The configured way to exchange data.
         timeout_s: Seconds to wait for a rank.
         one_host: Whether all ranks run on one machine.
     """

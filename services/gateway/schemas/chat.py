@@ -11,7 +11,7 @@ from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.schemas.common import ZERO, Neutral, NeutralOnly, OpenAIRequest, StrictModel
 from outrider.shared.base.errors import InvalidRequestError
 
-# Template variables that clients may set. With others, a client could insert text outside its messages.
+# Template variables that clients may set. Any other variable could insert text outside the client's messages.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
 
 
@@ -49,7 +49,7 @@ class Message(NeutralOnly):
     tool_call_id: Neutral = None
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return the message as chat templates expect it.
+        """Return the message in the form that chat templates expect.
 
         Raises:
             InvalidRequestError: If a part of the message is not supported. The error names the part.
@@ -135,7 +135,7 @@ class ChatRequest(OpenAIRequest):
 
         The client may set `max_tokens` or `max_completion_tokens`.
         Raises:
-            InvalidRequestError: If both names are set to different values.
+            InvalidRequestError: If the two fields have different values.
         """
         if self.max_completion_tokens is None:
             return self.max_tokens
@@ -146,7 +146,7 @@ class ChatRequest(OpenAIRequest):
         return self.max_completion_tokens
 
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
-        """Check the messages and return them as chat templates expect them.
+        """Check the messages and return them in the form that chat templates expect.
 
         Raises:
             InvalidRequestError: If there are too many messages, or a part of one is not supported.

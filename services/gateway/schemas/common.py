@@ -48,7 +48,10 @@ class StreamOptions(StrictModel):
 
 
 def _one_or_many(value: object) -> object:
-    """Accept one string or a list. Raise one clear error, because pydantic would raise one per type."""
+    """Accept one string or a list. Raise one clear error for any other value.
+
+    pydantic itself would list an error for every type that it tried.
+    """
     if value is None:
         return None
     many = [value] if isinstance(value, str) else value
@@ -95,7 +98,7 @@ ONE = (1, 1.0)
 
 
 class OpenAIRequest(NeutralOnly):
-    """Fields of both completions routes. None means that a field is absent."""
+    """Fields of the chat and text completions routes. None means that a field is absent."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "presence_penalty": ZERO,
@@ -132,7 +135,7 @@ class OpenAIRequest(NeutralOnly):
     priority: int | None = None
     cache_salt: str | None = None
 
-    # OpenAI defines the next fields. They have no effect here.
+    # OpenAI defines the next fields. The fields have no effect here.
     user: Any = None
     metadata: Any = None
     store: Any = None

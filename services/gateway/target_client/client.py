@@ -28,11 +28,11 @@ from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 TARGET_SERVICE = "outrider.target.v1.Target"
-# Back-off between connection attempts; the last value repeats.
+# Seconds between connection attempts. The last value repeats.
 RECONNECT_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 RPC_TIMEOUT_S = 5.0
 STATS_TIMEOUT_S = 1.0
-# Memory cost of an unread event, in addition to the bytes of its message. It covers the chunk's envelope.
+# Memory that an unread event's envelope takes, in addition to the bytes of the event's message.
 CHUNK_OVERHEAD_BYTES = 256
 _log = get_logger("outrider.gateway.target")
 
@@ -58,7 +58,7 @@ class Readiness:
 
 
 class TargetClient:
-    """Maintains a session with one target, and reconnects when it is lost. Use it on one event loop only."""
+    """Maintains a session with one target, and reconnects a lost session. Use it on one event loop only."""
 
     def __init__(self, address: str, limits: ReaderLimits) -> None:
         self._address = address

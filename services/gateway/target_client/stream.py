@@ -1,4 +1,4 @@
-"""One sequence on the target session: delivers its events in order, and pauses it if its reader is slow."""
+"""One sequence on the target session: delivers events in order, and pauses the sequence for slow readers."""
 
 from __future__ import annotations
 
