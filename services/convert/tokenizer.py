@@ -1,4 +1,4 @@
-"""Makes tokenizer.json from a slow tokenizer's files, and compares the two tokenizers on sample texts.
+"""Makes tokenizer.json from a slow tokenizer's files, and checks that the two encode sample texts alike.
 
 Uses transformers, which the services' tokenizers do not need.
 """

@@ -98,7 +98,7 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 0 if the pair can be served, perhaps with warnings, or 2 if not."""
+        """Exit code: 0 if the pair can be served, perhaps with warnings, or 2 if it would be refused."""
         return 2 if self.severity is Severity.REFUSED else 0
 
     def as_json(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ NEAR_ZERO = 1e-6
 SIGMAS = 5.0
 UNIFORM = 1.2
 SLACK = 0.02
-"""Tolerated relative error of the formulas for independent numbers. They are inexact for small sizes."""
+"""Tolerated relative error of the formulas for independent numbers. Small sizes make the formulas inexact."""
 MIN_NUMBERS = 4096
 """Minimum count of numbers from which a distribution can be identified."""
 ENOUGH_NUMBERS = 1 << 15

@@ -111,8 +111,8 @@ def build_batch(
     """Build the batch of a step from host lengths. Takes one copy per tensor and never waits for the device.
 
     Args:
+        pool: The pool of the leases.
         leases: One lease per sequence, each long enough for ``starts[b] + counts[b]`` tokens.
-        leases: One per sequence, each long enough for ``starts[b] + counts[b]`` tokens.
         starts: Token index of each sequence's first row. Its rows use the slots of the indices
             ``[start, start + count)``.
         counts: Number of rows of each sequence, ≥ 1.

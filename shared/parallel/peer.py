@@ -150,7 +150,7 @@ class PeerCollectives:
         self._down, self._up = self._emptied(timeout_s)
 
     def proves_itself(self) -> bool:
-        """Return True if trial messages arrive correctly (see `messages_arrive`). All ranks must call this."""
+        """Return True if trial messages arrive correctly (see `messages_arrive`). All ranks must call it."""
         # Compile all kernels first, without waiting, as in `PeerReduce.proves_itself`.
         self._lost.fill_(1)
         for words in MESSAGES:

@@ -28,7 +28,7 @@ from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 TARGET_SERVICE = "outrider.target.v1.Target"
-# Seconds between connection attempts. The last value repeats.
+# Back-off between connection attempts, in seconds. The last value repeats.
 RECONNECT_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 RPC_TIMEOUT_S = 5.0
 STATS_TIMEOUT_S = 1.0
