@@ -131,7 +131,7 @@ def health(
 ) -> None:
     """Report whether the services accept requests.
 
-    Exit code 0: the services (or the one at --grpc) accept requests. 1: they do not.
+    Exit code 0: the services (or the service at --grpc) accept requests. 1: a service refuses requests.
     """
     if grpc_address:
         from outrider.services.clients.health import ServingProbe

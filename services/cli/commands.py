@@ -106,8 +106,8 @@ def _leave_on_terminate() -> None:
 def main() -> None:
     """Run the command line.
 
-    Prints the message of an `OutriderError` and exits with 2 (invalid input), 130 (cancelled) or 1 (anything
-    else).
+    Prints the message of an `OutriderError` and exits with 2 (invalid input), 130 (cancelled) or 1 (any other
+    error).
     """
     try:
         app()

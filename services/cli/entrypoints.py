@@ -1,7 +1,7 @@
 """Entry points of `outrider serve gateway|target|draft`.
 
-Services do not import each other. Only this module, the command line and the launcher import several of them,
-and each import happens when a service starts.
+Services do not import each other. Only this module, the command line and the launcher import several
+services. Each import happens when its service starts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def serve_gateway(settings: GatewaySettings) -> int:
 def serve_target(settings: TargetSettings) -> int:
     """Run the target until it is stopped.
 
-    With ``--draft inproc:[DIR]``, also load the draft into the target's process. This happens here because
-    the two services must not import each other. Without a DIR, ``--speculative-algorithm`` names the drafting
-    method: n-grams or the model's MTP layers.
+    With ``--draft inproc:[DIR]``, also load the draft into the target's process. The draft is loaded here
+    because the two services must not import each other. Without a DIR, ``--speculative-algorithm`` names the
+    drafting method: n-grams or the model's MTP layers.
     """
     watch_sockets()
     from outrider.services.target import app
@@ -57,7 +57,7 @@ def serve_target(settings: TargetSettings) -> int:
         }
     )
     draft.check()
-    # These settings are the draft's from here on; the target refuses them.
+    # From here on, the cleared settings belong to the draft. The target would refuse them.
     plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None, "ngram_corpus": None})
     return app.run(plain, lambda decoder, sizing: drafter_beside(decoder, draft, sizing))
 

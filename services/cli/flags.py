@@ -21,8 +21,8 @@ class TargetFlag:
     Attributes:
         kind: Type of the value.
         help: Help text.
-        metavar: Placeholder for the value in the help; None shows the type.
-        default: The target's default as text; empty for switches.
+        metavar: Placeholder for the value in the help. None shows the type.
+        default: The target's default value, as text. Empty for switches.
     """
 
     kind: type[bool | int | float | str]
@@ -83,7 +83,7 @@ TARGET_FLAGS: Mapping[str, TargetFlag] = {
 
 
 def with_target_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the ``**`` parameter of `command` with one option per entry of `TARGET_FLAGS`."""
+    """Replace the ``**`` parameter of `command` with one option for each entry of `TARGET_FLAGS`."""
     hints = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters.values()
     parameters = [
@@ -109,7 +109,7 @@ def signed(command: Callable[..., None], parameters: list[inspect.Parameter]) ->
 
 
 def keyword(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    """Return the parameter for one option. Its value is None if the flag is not given."""
+    """Return the parameter for one option. The parameter is None if the flag is not given."""
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

@@ -1,7 +1,7 @@
 """Generates a service's command-line options from its settings class.
 
-Only the flags that were given are passed on. The settings class itself resolves flag > environment > file >
-default.
+Only the flags that were given are passed on. The settings class itself resolves the precedence. Flags
+override the environment, the environment overrides the file, and the file overrides the defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from outrider.services.cli.flags import keyword, signed, switch_names
 from outrider.shared.base.settings import ServiceSettings, flag_name
 
-# Additional flags of settings. The long names are SGLang's, so that its users find them here.
+# Additional flag names of settings. The long names are SGLang's, for users who know SGLang.
 ALIASES: dict[str, tuple[str, ...]] = {
     "num_steps": ("--speculative-num-steps",),
     "topk": ("--speculative-eagle-topk",),

@@ -250,9 +250,10 @@ class StatusConsole(Console):
 
 
 def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm) -> Path | None:
-    """Return the draft's folder; without a ``--draft``, the embedded head if it can be used.
+    """Return the draft's folder, or None for no folder.
 
-    The embedded head is an EAGLE-3 head that fits the embedded target only.
+    Without ``--draft``, return the folder of the embedded head if that head can be used. The embedded head is
+    an EAGLE-3 head that fits the embedded target only.
     """
     if draft is None:
         return DEMO_DRAFT if target is None and algorithm in (Algorithm.AUTO, Algorithm.EAGLE3) else None

@@ -18,7 +18,7 @@ class ServingProbe:
 
     Args:
         address: gRPC address of the server.
-        service: Full name of the gRPC service; empty for the server as a whole.
+        service: Full name of the gRPC service, or an empty string for the server as a whole.
     """
 
     def __init__(self, address: str, service: str = "") -> None:

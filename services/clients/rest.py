@@ -1,6 +1,6 @@
 """REST client of the gateway: streams chat and text completions, and measures their speed.
 
-Any client for OpenAI's API works as well. This one also returns the `speculation` object.
+Any client for OpenAI's API can be used instead. This client also returns the `speculation` object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reply:
     Attributes:
         text: The complete text.
         token_ids: Token ids of the text if the request set ``return_token_ids``, else empty.
-        finish_reason: stop, length, ...; None while the request runs.
+        finish_reason: Why the answer ended, such as ``stop`` or ``length``. None while the request runs.
         prompt_tokens, completion_tokens: Token counts as reported by the server.
         speculation: The server's `speculation` object.
         first_token_s, total_s: Seconds since the request was sent.
@@ -53,17 +53,17 @@ class RestClient:
     Args:
         url: URL of the gateway.
         api_key: API key to send, if any.
-        timeout_s: Limit on each network read and write.
+        timeout_s: Time limit of each network read and write, in seconds.
 
     Raises:
         UnavailableError: No server answers at the URL, or the connection breaks.
-        OutriderError: The server reports an error. It carries the server's message and status.
+        OutriderError: The server reports an error. The exception has the server's message and status.
     """
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/")
-        # Proxies from the environment are meant for outside addresses; the gateway is reached directly.
+        # Ignore proxies from the environment. Proxies are meant for outside addresses, not for the gateway.
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False
         )
@@ -92,7 +92,7 @@ class RestClient:
 
     @cached_property
     def model(self) -> str:
-        """Name of the first served model, requested once."""
+        """Name of the first served model. The client requests the name only once."""
         status, body = self.status("/v1/models")
         if status != httpx.codes.OK or not body.get("data"):
             raise self._unreachable() if status == 0 else _error(status, body)
@@ -112,7 +112,7 @@ class RestClient:
     def stream_completion(
         self, prompt: str | list[int], options: Mapping[str, Any], reply: Reply
     ) -> Iterator[str]:
-        """Stream one text completion. The prompt may also be token ids."""
+        """Stream one text completion. The prompt is text or token ids."""
         yield from self._stream(
             "/v1/completions", {"prompt": prompt, **options}, reply, lambda choice: choice.get("text")
         )

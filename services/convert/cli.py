@@ -1,4 +1,4 @@
-"""Commands `outrider convert head` and `outrider convert tokenizer`; heavy imports happen when they run."""
+"""Commands `outrider convert head` and `outrider convert tokenizer`. Heavy imports happen when they run."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ def outrider_config(
 ) -> dict[str, Any]:
     """Return a flat configuration with the same content.
 
-    The aux layers are stored in the ``eagle_config`` section, where SGLang looks for them too.
+    The aux layers are stored in the ``eagle_config`` section, because SGLang also looks for them there.
     """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
     config = {key: value for key, value in flat.items() if key not in (*WRAPPER_KEYS, *EAGLE_SECTION_KEYS)}
     config |= {"num_hidden_layers": layer.num_layers, "intermediate_size": layer.intermediate_size}
-    # With latent attention, the model_type defines how layers attend, and the sizes have keys of their own.
+    # With latent attention, the model_type defines how layers attend, and the sizes have their own keys.
     if layer.latent is None:
         is_mistral = kind is HeadKind.EAGLE and "norm.weight" in tensors
         config |= {
@@ -65,7 +65,8 @@ def eagle_config(
     """Return the configuration that the official EAGLE code reads.
 
     Raises:
-        CheckpointError: The official code would ignore something that this head needs. Names the key.
+        CheckpointError: The official code would ignore a feature that this head needs. The message names the
+            key.
     """
     flat = flatten(raw, source)
     layer = HeadConfig.parse(ConfigReader(flat, source))
@@ -149,7 +150,7 @@ def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mappin
         raise _unsupported(extra, "this layout has no such tensor")
     if "lm_head.weight" not in tensors:
         raise _unsupported("lm_head.weight", "missing, because the head uses the target's")
-    # The official code reads no layer ids. It always derives three of them from the number of target layers.
+        # The official code reads no layer ids. It always derives three ids from the number of target layers.
     ids = config.aux.ids
     if ids is not None:
         layers = ids[-1] + 4
@@ -160,7 +161,7 @@ def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mappin
 
 
 def _draft_vocabulary(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return ``draft_vocab_size`` according to the tensors. A null is kept: it means the target's lm_head."""
+    """Return ``draft_vocab_size`` according to the tensors. Keep null, which selects the target's lm_head."""
     if HOT_IDS in tensors and "d2t" not in tensors:
         return {HOT_SIZE: tensors[HOT_IDS].shape[0]}
     if "d2t" in tensors:

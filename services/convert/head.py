@@ -1,6 +1,7 @@
-"""Rewrites a draft head from any supported layout to Outrider's layout or to the official EAGLE code's.
+"""Rewrites a draft head in another layout (dialect): Outrider's own or the official EAGLE code's.
 
-The result is read back by the loader that serves heads. If that fails, the written files are removed.
+The source may have any supported layout. The result is read back by the loader that serves heads. If the
+loader fails, the written files are removed.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ EAGLE3_FIRST_LAYER = "midlayer."
 
 
 class HeadLayout(Enum):
-    """Layout of a written head.
+    """Layout, or dialect, of a written head.
 
     Attributes:
-        OUTRIDER: Tensors named ``layers.N.*``; supports every feature.
-        EAGLE: Tensors named ``midlayer.*``; supports only what the official EAGLE code can run.
+        OUTRIDER: Tensors are named ``layers.N.*``. This layout supports every feature.
+        EAGLE: Tensors are named ``midlayer.*``. This layout supports only the official EAGLE code's features.
     """
 
     OUTRIDER = "outrider"
@@ -52,7 +53,7 @@ class Converted:
     Attributes:
         algorithm: Algorithm of the head.
         tensors: Number of tensors written.
-        notes: Omissions and changes, each with its reason.
+        notes: Notes about omissions and changes. Each note includes the reason.
     """
 
     algorithm: str
@@ -86,8 +87,8 @@ def convert_head(source: Path, destination: Path, layout: HeadLayout) -> Convert
         layout: Layout to write.
 
     Raises:
-        CheckpointError: The source is not a readable head, or the layout does not support a feature that it
-            needs. Names the key or tensor.
+        CheckpointError: The source is not a readable head, or the head needs a feature that the layout does
+            not support. The message names the key or tensor.
         ConfigurationError: The destination is not empty.
     """
     kind = head_kind(source)
@@ -121,7 +122,7 @@ def _read(source: Path, kind: HeadKind) -> _Source:
         tensors: dict[str, torch.Tensor] = {}
         for name, actual in keys.actual.items():
             scale = read_scale(reader, keys.scales[name]) if name in keys.scales else None
-            # Clone: the tensors must stay valid after the source files are unmapped.
+            # Clone the tensors, because they must stay valid after the source files are unmapped.
             tensors[name] = keys.adapt(name, files[actual].read(actual).clone(), scale)
             if scale is not None:
                 tensors[name] = tensors[name].to(torch.bfloat16)
@@ -133,7 +134,7 @@ def _eagle_keys(source: Path, reader: CheckpointReader) -> HeadKeys:
 
 
 def _eagle3_keys(source: Path, reader: CheckpointReader) -> HeadKeys:
-    # Does not load the vocabulary: loading refuses a d2t of target ids, which this command rewrites.
+    # Do not load the vocabulary. Loading refuses a d2t of target ids, which this command rewrites.
     return resolve(reader, Eagle3Config.from_dir(source))
 
 

@@ -1,4 +1,4 @@
-"""Makes tokenizer.json from a slow tokenizer's files, and checks that both encode sample texts alike.
+"""Makes tokenizer.json from a slow tokenizer's files, and checks that the two encode sample texts alike.
 
 Uses transformers, which the services' tokenizers do not need.
 """
@@ -31,7 +31,7 @@ class ConvertedTokenizer:
         file: The written file.
         tokens: Size of the vocabulary.
         kind: Class of the original tokenizer.
-        compared: Number of sample texts on which both were compared.
+        compared: Number of sample texts on which the two tokenizers were compared.
     """
 
     file: Path
@@ -45,7 +45,7 @@ def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedToke
 
     Args:
         folder: Folder with the slow tokenizer's files, such as tokenizer.model, or vocab.json and merges.txt.
-        output: File to write; None writes ``tokenizer.json`` into the folder.
+        output: File to write. None writes ``tokenizer.json`` into the folder.
 
     Raises:
         ConfigurationError: transformers is not installed, or the file exists.
@@ -72,7 +72,8 @@ def convert_tokenizer(folder: Path, output: Path | None = None) -> ConvertedToke
         )
         backend = original.backend_tokenizer
     except Exception as error:
-        # Each tokenizer class raises its own exceptions; the text names the missing file or package.
+        # Each tokenizer class raises its own exceptions. The exception's text names the missing file or
+        # package.
         raise CheckpointError(
             f"{folder}: transformers cannot convert this tokenizer: {error}", field=str(folder)
         ) from error

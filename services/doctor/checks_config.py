@@ -31,7 +31,7 @@ def check_target(pair: Pair) -> Iterator[Finding]:
 
 
 def check_unused(pair: Pair) -> Iterator[Finding]:
-    """Refuse a --draft together with algorithm NONE, as serving does."""
+    """Refuse --draft together with algorithm NONE. Serving refuses this combination too."""
     if pair.draft is not None and pair.algorithm is Algorithm.NONE:
         yield Finding.refused(
             FIELD,
@@ -41,7 +41,7 @@ def check_unused(pair: Pair) -> Iterator[Finding]:
 
 
 def check_algorithm(pair: Pair) -> Iterator[Finding]:
-    """Report the drafting algorithm and where it comes from."""
+    """Report the drafting algorithm and the folder of the draft."""
     choice = pair.choice
     if choice.algorithm is Algorithm.EAGLE:
         named = ", ".join(pair.head_reader.strings("architectures") or ("no architecture",))
@@ -123,7 +123,7 @@ def check_rope(pair: Pair) -> Iterator[Finding]:
 
 
 def check_aux_layers(pair: Pair) -> Iterator[Finding]:
-    """Report which target layers are captured for the head, and how its config numbers them."""
+    """Report which target layers are captured for the head, and how the head's config numbers the layers."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     spec = pair.head.feature_spec(pair.target_info)
@@ -172,7 +172,10 @@ def check_token_map(pair: Pair) -> Iterator[Finding]:
 
 
 def check_tokenizers(pair: Pair) -> Iterator[Finding]:
-    """Compare the tokenizers of target and draft if both exist, and the target's with its vocabulary size."""
+    """Compare the tokenizers of target and draft if both tokenizers exist.
+
+    Also compare the target's tokenizer with the target's vocabulary size.
+    """
     file = pair.target / TOKENIZER_FILE
     theirs = read_vocabulary(pair.target)
     if theirs is None:
@@ -184,7 +187,7 @@ def check_tokenizers(pair: Pair) -> Iterator[Finding]:
         return
     size = pair.target_config.vocab_size
     beyond = sorted((number, token) for token, number in theirs.items() if number >= size)
-    if beyond:  # published so for Gemma 3 without vision: the image token has no embedding row
+    if beyond:  # Gemma 3 without vision is published like this: its image token has no embedding row
         yield Finding.warning(
             TOKENIZER_FILE,
             f"the target's tokenizer has ids up to {beyond[-1][0]}, but its vocab_size is {size}: texts that "

@@ -23,7 +23,7 @@ EMBEDDING_ENDING = "embed_tokens.weight"
 
 
 def check_target_tensors(pair: Pair) -> Iterator[Finding]:
-    """Compare the headers of all shards with the configuration, and sample the tensors' numbers."""
+    """Compare the headers of all shards with the configuration, and check a sample of the stored numbers."""
     config = pair.target_config
     with CheckpointReader(pair.target) as reader:
         names = _compare(reader, config)
@@ -44,7 +44,7 @@ def check_target_tensors(pair: Pair) -> Iterator[Finding]:
 
 
 def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
-    """Read the draft as serving does, and check its numbers. Draft models are only sampled."""
+    """Read the draft as serving does, and check its numbers. For a draft model, check only a sample."""
     choice = pair.choice
     if choice.algorithm is Algorithm.STANDALONE:
         config = pair.draft_model
@@ -77,7 +77,7 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
     with CheckpointReader(choice.require_folder()) as reader:
         yield from judge(_statistics(reader, list(reader.names), whole=True), "the head", sampled=False)
         yield from _file_format(reader)
-    # Last, because reading the head may raise; the statistics above may explain the error.
+    # Read the head last, because reading may raise. The statistics above may explain the error.
     missing = ", ".join(pair.head.missing())
     yield Finding.ok(
         "tensors",
@@ -124,7 +124,7 @@ def check_d2t(pair: Pair) -> Iterator[Finding]:
 
 
 def check_embedding(pair: Pair) -> Iterator[Finding]:
-    """Compare a head's own embedding with the target's, because some exports contain an untrained one."""
+    """Compare a head's embedding with the target's embedding. Some exports contain an untrained embedding."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(pair.choice.require_folder()) as head, CheckpointReader(pair.target) as target:
@@ -166,7 +166,9 @@ def _statistics(reader: CheckpointReader, names: Sequence[str], *, whole: bool) 
     floating = [
         name for name in names if reader.tensors[name].dtype.is_floating_point and reader.tensors[name].shape
     ]
-    if not whole:  # experts come in tens of thousands and look alike; loading reads all of the target anyway
+    if not whole:
+        # A sample is enough, because experts come in tens of thousands of similar tensors. Loading reads the
+        # whole target anyway.
         floating = floating[:: 1 + len(floating) // MAX_SAMPLED]
     return [NamedStatistics(name, describe(_file(reader, name), whole=whole)) for name in floating]
 

@@ -1,4 +1,4 @@
-"""Declares the `outrider doctor` command and its flags; heavy imports happen when it runs."""
+"""Declares the `outrider doctor` command and its flags. Heavy imports happen when the command runs."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def doctor(
 ) -> None:
     """Check whether a target and a draft can be served.
 
-    Examines their files, sizes, conventions and memory use without starting a service.
+    Examines files, sizes, conventions and memory use without starting a service.
 
-    Exit code 0: the pair can be served, perhaps with warnings. 2: it would be refused.
+    Exit code 0: the pair can be served, perhaps with warnings. 2: the pair would be refused.
     """
     from outrider.services.doctor.command import DoctorOptions, run_doctor
 

@@ -43,10 +43,10 @@ class DoctorOptions:
         draft: Folder of a head or a draft model, or None.
         algorithm: Value of `--speculative-algorithm`.
         token_map: Value of `--speculative-token-map`.
-        device, dtype: In the services' notation, including ``auto``.
+        device, dtype: Device and data type in the services' notation, including ``auto``.
         probe: Whether to run the pair and measure it.
-        prompts: JSON lines file with the probe's prompts; None for the built-in ones.
-        num_prompts, tokens: Number of prompts, and length of each answer.
+        prompts: JSON lines file with the probe's prompts. None selects the built-in prompts.
+        num_prompts, tokens: Number of prompts, and length of each answer in tokens.
         shape: Shape of the probe's draft trees.
         as_json: Whether to print one JSON object instead of a table.
     """
@@ -69,7 +69,7 @@ def run_doctor(options: DoctorOptions) -> int:
     """Examine a pair and print the report.
 
     Returns:
-        Exit code: 0 if the pair can be served, 2 if it would be refused.
+        Exit code: 0 if the pair can be served, or 2 if it would be refused.
 
     Raises:
         ConfigurationError: A flag is invalid.
@@ -95,7 +95,7 @@ def run_doctor(options: DoctorOptions) -> int:
 
 
 def print_report(report: DoctorReport, console: Console) -> None:
-    """Print the findings as a table, each fix below its finding, and the verdict."""
+    """Print the findings as a table, and then the verdict. Each fix is printed below its finding."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in report.findings:
         text = Text.assemble((f"{finding.field}: ", "cyan"), finding.message)

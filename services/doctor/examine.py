@@ -69,7 +69,7 @@ def _run(check: Check, pair: Pair) -> Iterator[Finding]:
 
 
 def _new(known: list[Finding], found: list[Finding]) -> list[Finding]:
-    """Drop repeated findings: several checks can fail on the same unreadable file."""
+    """Drop repeated findings, because several checks can fail on the same unreadable file."""
     seen = {(finding.field, finding.message) for finding in known}
     return [finding for finding in found if (finding.field, finding.message) not in seen]
 

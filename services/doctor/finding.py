@@ -14,7 +14,7 @@ class Severity(Enum):
     """Severity of a finding.
 
     Attributes:
-        OK: As expected, or for information.
+        OK: The result is as expected, or the finding is for information.
         WARNING: The pair can be served, but perhaps not well.
         REFUSED: The pair would not start.
     """
@@ -29,10 +29,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        severity: Severity.
+        severity: Severity of the finding.
         field: The config key, tensor, file or flag concerned.
         message: The observation, with its values.
-        fix: Suggested fix; empty for OK.
+        fix: Suggested fix. An OK finding has none.
         check: Name of the check. Filled in by `examine`.
     """
 
@@ -59,7 +59,7 @@ class Finding:
 
     @classmethod
     def of_error(cls, error: OutriderError) -> Finding:
-        """Return the finding for an error raised while loading. Its message includes the fix."""
+        """Return the finding for an error raised while loading. The error's message includes the fix."""
         return cls.refused(error.field or error.reason, error.message)
 
     def as_json(self) -> dict[str, str]:
@@ -78,9 +78,9 @@ class DoctorReport:
     """All findings about a pair.
 
     Attributes:
-        target, draft: The folders; draft is empty if there is none.
+        target, draft: Folders of the target and the draft. `draft` is empty if there is no draft.
         findings: Findings in the order of the checks.
-        numbers: Additional numbers for scripts: section (``memory``, ``probe``) → name → value.
+        numbers: Additional numbers for scripts, by section (``memory`` or ``probe``) and name.
     """
 
     target: str
@@ -98,7 +98,7 @@ class DoctorReport:
 
     @property
     def exit_code(self) -> int:
-        """0 if the pair can be served, perhaps with warnings; 2 if it would be refused."""
+        """Exit code: 0 if the pair can be served, perhaps with warnings, or 2 if it would be refused."""
         return 2 if self.severity is Severity.REFUSED else 0
 
     def as_json(self) -> dict[str, Any]:

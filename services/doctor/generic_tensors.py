@@ -1,4 +1,4 @@
-"""Checks tensors of models that run on transformers' modules against the tensors that a save would write."""
+"""For models run by transformers: compares the stored tensors with the tensors that a save would write."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from outrider.shared.nn.config.model_config import CONFIG_FILE, read_json
 def check_generic(reader: CheckpointReader, folder: Path) -> Iterator[Finding]:
     """Report tensors that are missing or have a wrong shape or type.
 
-    Extra names are not errors, because transformers renames tensors of older releases. If there are any, a
-    missing tensor may be stored under such a name. It then only causes a warning, and loading decides.
+    Extra names are not errors, because transformers renames tensors of older releases. If the files contain
+    extra names, a missing tensor may be stored under one of these names. The finding for a missing tensor is
+    then only a warning, and loading decides.
     """
     from outrider.shared.nn.generic.weights import wrong_types
 
@@ -70,7 +71,7 @@ def saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
     """Return name → shape of the tensors that transformers would save for a model.
 
     Args:
-        model: The model. Its weight conversions are set here.
+        model: The model. This function sets its weight conversions.
         folder: Folder of its configuration.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -78,8 +79,8 @@ def saved_shapes(model: Any, folder: Path) -> Mapping[str, Shape]:
 
     with faults_of(folder / CONFIG_FILE):
         tied = set(model.all_tied_weights_keys)
-        # Files store the experts of a layer one by one, while the model stacks them. This applies the same
-        # conversion as save_pretrained.
+        # Files store each expert of a layer separately, but the model stacks the experts. The next line
+        # applies the same conversion as save_pretrained.
         model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)
         tensors = revert_weight_conversion(
             model, {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

@@ -17,10 +17,10 @@ DOWNLOAD = "Download the checkpoint again, or take another export of it."
 UNTRAINED_SHARE = 0.8
 """A model counts as untrained if at least this share of its projections look freshly initialised."""
 OTHER_SIZE = 1.5
-"""Ratio of standard deviations from which a tensor is unlike the same tensor in other layers."""
+"""A tensor is unlike the same tensor in other layers if the standard deviations differ by this factor."""
 MIN_SIBLINGS = 3
 NORM_NEGATIVES = 0.25
-"""Share of negative weights above which a norm counts as untrained. A norm drawn around zero has half."""
+"""Share of negative weights above which a norm counts as untrained. Random weights around zero have 0.5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ def judge(
         whose: The model's name for the messages, such as ``the head``.
         sampled: True for a sampled model of many layers. A single tensor is then suspected only if it differs
             from the same tensor in other layers.
-        norms_about_one: True if norms multiply by their weight. False if they multiply by 1 + weight, whose
-            weights may have any sign.
+        norms_about_one: True if a norm multiplies by its weight. False if a norm multiplies by 1 + weight,
+            because such weights may have any sign.
     """
     broken = [one.name for one in examined if not one.statistics.finite]
     if broken:
@@ -103,7 +103,7 @@ def _norms(norms: Sequence[NamedStatistics], whose: str, about_one: bool) -> Ite
 
 
 def _untrained(weights: Sequence[NamedStatistics], whose: str, *, sampled: bool) -> Iterator[Finding]:
-    """Report projections that look freshly initialised: almost all together, or single large ones."""
+    """Report projections that look freshly initialised: almost all projections, or single large ones."""
     looks = {one.name: look for one in weights if (look := one.statistics.looks_initialised)}
     if looks and len(looks) >= UNTRAINED_SHARE * len(weights):
         name, look = next(iter(looks.items()))
@@ -130,7 +130,8 @@ def _untrained(weights: Sequence[NamedStatistics], whose: str, *, sampled: bool)
 def _differs(one: NamedStatistics, group: Sequence[NamedStatistics], look: str) -> bool:
     """Return True if a tensor that looks initialised differs from the same tensor in other layers.
 
-    Training leaves some tensors of small models almost unchanged, so similar tensors are not suspicious.
+    In small models, training leaves some tensors almost unchanged in all layers. A tensor that looks like the
+    same tensor in other layers is therefore not suspicious.
     """
     others = [other for other in group if other is not one and other.statistics.std > NEAR_ZERO]
     if not look.startswith("normal"):

@@ -35,7 +35,10 @@ from outrider.shared.spec.algorithm import Algorithm
 
 GIB = 1 << 30
 WORKSPACE = 0.05
-"""On a CPU: share of the weights added for activations, masks and allocator slack. Measured runs use less."""
+"""Memory for activations, masks and allocator slack on a CPU, as a share of the weights.
+
+Measured runs use less.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +47,18 @@ class MemoryEstimate:
 
     Attributes:
         target_weights, draft_weights: Weights in the data type used for serving. Tensors that the draft
-            borrows count once. On a GPU, the draft's weights include the table of embedding products of an
-            EAGLE-3 head.
-        target_kv_per_token: Keys and values (or latents) and the feature row of one token.
+            borrows count once. On a GPU, the weights of an EAGLE-3 head include its table of embedding
+            products.
+        target_kv_per_token: Keys and values (or latents) and the feature row of one token in the target.
         draft_kv_per_token: Keys and values of one token in the draft.
         context: Full context of the target, in tokens.
-        least_tokens: Minimum cache size in tokens; the target does not start with less.
+        least_tokens: Minimum cache size in tokens. The target does not start with a smaller cache.
         minimum: Weights, working memory, and caches of `least_tokens`.
         full_context: Like `minimum`, with caches for one text of the full context.
-        kv_tokens: Cache size in tokens that the target chooses with the given settings; 0 if it would not
-            start.
-        refusal: The target's error message if it would not start, else empty.
-        reserve: On a GPU: memory that the target reserves for CUDA graphs, activations and logits.
+        kv_tokens: Cache size in tokens that the target chooses with the given settings. The size is 0 if the
+            target would not start.
+        refusal: The target's error message if the target would not start. Otherwise empty.
+        reserve: Memory that the target reserves on a GPU for CUDA graphs, activations and logits.
         available, total: Free and total memory of the device.
     """
 
@@ -81,8 +84,8 @@ def plan_memory(
 
     Args:
         pair: Target and draft.
-        settings: Settings of the target; None uses its defaults.
-        memory_of_device: (free, total) bytes of the device; None queries the device.
+        settings: Settings of the target. None uses the target's defaults.
+        memory_of_device: (free, total) bytes of the device. None queries the device.
 
     Raises:
         CheckpointError: A folder cannot be read.
@@ -148,7 +151,7 @@ def plan_memory(
 
 
 def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -> int:
-    """Return the size of an EAGLE-3 head's table of embedding products on a GPU, or 0 if it keeps none.
+    """Return the size of an EAGLE-3 head's table of embedding products on a GPU, or 0 if there is no table.
 
     `token_products` makes this table while the head is loaded.
     """
@@ -160,7 +163,7 @@ def table_bytes(config: HeadConfig, dtype: torch.dtype, free: int, total: int) -
 
 
 def check_memory(pair: Pair) -> Iterator[Finding]:
-    """Compare the memory that the pair needs with the device's."""
+    """Compare the memory that the pair needs with the memory of the device."""
     plan = plan_memory(pair)
     yield Finding.ok(
         "memory",
@@ -188,7 +191,7 @@ def check_memory(pair: Pair) -> Iterator[Finding]:
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """Return (free, total) bytes of a device. For the host, free is what the kernel reports as available."""
+    """Return (free, total) bytes of a device. On the host, free bytes are the kernel's MemAvailable."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total

@@ -30,7 +30,7 @@ from outrider.shared.spec.algorithm import Algorithm
 
 HOST = torch.device("cpu")
 ANYTHING = "*"
-"""Pattern of ignored tensors in configurations of models whose tensors transformers checks itself."""
+"""Matches every tensor. A configuration with this pattern leaves the check of its tensors to transformers."""
 HEADERS_ONLY = torch.device("meta")
 
 
@@ -45,7 +45,7 @@ class Pair:
         token_map: File of an FR-Spec token map, or None.
 
     Raises:
-        CheckpointError: Raised by the properties if their files are unusable.
+        CheckpointError: Raised by a property whose files are unusable.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Pair:
 
     @cached_property
     def mtp(self) -> MtpWeights:
-        """The checkpoint's MTP layers, shapes only."""
+        """The shapes of the checkpoint's MTP layers."""
         return MtpWeights.load(self.choice.require_folder(), HEADERS_ONLY, self.dtype)
 
     @cached_property
@@ -147,8 +147,8 @@ class Pair:
 def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensors:
     """Return the tensors that a model's files must contain, including FP8 scales of weights and KV cache.
 
-    Returns nothing for a model that runs on transformers' modules. transformers renames tensors while
-    loading, and checks them itself.
+    The result is empty for a model that runs on transformers' modules, because transformers renames tensors
+    while loading and checks them itself.
     """
     if ANYTHING in config.ignored:
         return ExpectedTensors()

@@ -40,9 +40,9 @@ from outrider.shared.spec.tree import DraftShape
 PAGE_SIZE = 16
 BATCH = 8
 BETTER = 1.03
-"""Minimum factor by which an alternative must be better to be recommended; smaller gains may be chance."""
+"""An alternative is recommended only if it is better by at least this factor. Smaller gains may be chance."""
 USEFUL = 1.2
-"""Minimum useful accept length: below it, drafting costs more time than it saves."""
+"""Minimum useful accept length. Below this length, drafting costs more time than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Measured:
     Attributes:
         variant: ``as configured``, ``aux layers -1`` or ``aux layers +1``.
         aux_layer_ids: Target layers whose outputs were captured.
-        named_ids: Ids that a head's config uses for these layers of this target; None if it cannot express
-            them.
-        accept_length: Tokens per round, over rounds with draft nodes.
+        named_ids: Ids that a head's config uses for these layers of this target. None if the config cannot
+            express these layers.
+        accept_length: Average number of tokens per round, over rounds with draft nodes.
         rounds, tokens: Totals over all prompts.
         seconds: Duration of the run.
     """
@@ -74,7 +74,7 @@ def run_probe(
     """Load the pair and answer the prompts greedily, once per variant.
 
     Args:
-        pair: The pair; it must draft.
+        pair: The pair, which must have a draft method.
         prompts: Prompts as token ids.
         num_tokens: Length of each answer.
         shape: Shape of every draft tree.
@@ -99,7 +99,7 @@ def run_probe(
     spec = engine.strategy.feature_spec(pair.target_info)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
-    warm_up(engine, torch.device("cpu"))  # or the first run would also time the compilation of kernels
+    warm_up(engine, torch.device("cpu"))  # Otherwise the first run would also time the kernels' compilation.
     return [
         _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, _named(pair, one))
         for name, one in _variants(spec, decoder)
@@ -157,7 +157,7 @@ def _variants(spec: FeatureSpec, decoder: Decoder) -> Iterator[tuple[str, Featur
 
 
 def _named(pair: Pair, spec: FeatureSpec) -> tuple[int, ...] | None:
-    """Return the ids that the head's config would use for the captured layers; empty if none are captured."""
+    """Return the ids that the head's config would use for the captured layers, or () if there are none."""
     outputs = tuple(spec.aux_layer_ids)
     return (
         Eagle3Config.parse(pair.draft_raw, pair.head_reader.source).aux_naming(outputs, pair.target_info)

@@ -20,8 +20,9 @@ def read_prompts(file: Path | None, target: Path, vocab_size: int, count: int) -
     """Return up to `count` prompts.
 
     Args:
-        file: JSON lines with ``prompt``, ``messages`` or ``prompt_ids``; None uses the built-in prompts.
-        target: Folder with the tokenizer. If it has none and `file` is None, prompts are random token ids.
+        file: JSON lines with ``prompt``, ``messages`` or ``prompt_ids``. None uses the built-in prompts.
+        target: Folder with the tokenizer. If there is no tokenizer and `file` is None, prompts are random
+            ids.
         vocab_size: Vocabulary size of the target.
         count: Maximum number of prompts.
 

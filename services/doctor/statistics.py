@@ -14,11 +14,11 @@ NEAR_ZERO = 1e-6
 SIGMAS = 5.0
 UNIFORM = 1.2
 SLACK = 0.02
-"""Tolerated relative error of the formulas for independent numbers, which are inexact for small sizes."""
+"""Tolerated relative error of the formulas for independent numbers. Small sizes make the formulas inexact."""
 MIN_NUMBERS = 4096
-"""Fewer numbers do not determine a distribution."""
+"""Minimum count of numbers from which a distribution can be identified."""
 ENOUGH_NUMBERS = 1 << 15
-"""From this size on, a trained matrix is distinguishable from independent numbers on its own."""
+"""From this size on, a single trained matrix is distinguishable from independent numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,18 +26,18 @@ class TensorStatistics:
     """Statistics of a floating-point tensor, or of a sample of it.
 
     The three spreads are standard deviations, divided by the deviation expected for independent numbers of
-    the same kurtosis. They are 1 for independent numbers, and higher for trained weights, whose rows and
-    columns differ in size. For vectors they are 0.
+    the same kurtosis. The spreads are 1 for independent numbers and higher for trained weights, because
+    the rows and columns of trained weights differ in size. For vectors, the spreads are 0.
 
     Attributes:
         numbers: Count of numbers examined.
-        finite: True if all of them are finite.
+        finite: True if all examined numbers are finite.
         mean, std: Mean and standard deviation.
-        kurtosis: Excess kurtosis: 0 for a normal distribution, -1.2 for a uniform one, and higher, sometimes
-            far higher, for trained weights.
+        kurtosis: Excess kurtosis, which is 0 for a normal distribution and -1.2 for a uniform distribution.
+            Trained weights have a higher, sometimes far higher, kurtosis.
         row_spread, column_spread: Spread of the norms of rows and of columns.
         mean_spread: Spread of the means of columns.
-        rows, columns: Number of rows examined and their length; 0 for vectors.
+        rows, columns: Number of examined rows, and length of a row. Both numbers are 0 for vectors.
         negative: Share of negative numbers.
         constant: True if all numbers are equal.
     """
@@ -57,7 +57,7 @@ class TensorStatistics:
 
     @property
     def looks_initialised(self) -> str:
-        """Distribution from which all numbers seem to be drawn independently; empty if there is none."""
+        """Distribution from which all numbers seem to be drawn independently, or an empty string."""
         if self.numbers < MIN_NUMBERS or not self.finite or self.constant or not self.columns:
             return ""
         spreads = (
@@ -93,9 +93,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def sample(tensor: torch.Tensor, size: int = SAMPLE) -> torch.Tensor:
-    """Return a sample of about `size` numbers at most, as fp32.
+    """Return a sample of at most about `size` numbers, as fp32.
 
-    It consists of whole rows from several places of the tensor.
+    The sample consists of whole rows from several places of the tensor.
 
     Returns:
         ``[rows, columns]``, or ``[numbers]`` for a vector.

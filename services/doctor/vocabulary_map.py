@@ -1,7 +1,7 @@
-"""Infers from the values of a ``d2t`` tensor whether it holds offsets, as in published heads, or target ids.
+"""Infers from a ``d2t`` tensor's values whether it stores offsets, as in published heads, or target ids.
 
-Offsets grow slowly and repeat, because neighbouring tokens that are both kept share one. Target ids never
-repeat.
+Offsets grow slowly and repeat, because neighbouring tokens have the same offset if both are kept. Target ids
+never repeat.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def d2t_meaning(d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -
     as_offsets = is_vocabulary(values + torch.arange(values.shape[0]), t2d, target_size)
     as_ids = is_vocabulary(values, t2d, target_size)
     if as_offsets and as_ids:
-        # Zeros, for example, are valid as offsets. A map that keeps only the first tokens is ambiguous too.
+        # For example, 0, 1, 2, … are the ids of the first tokens, but the same numbers are valid offsets.
         return D2tMeaning.EITHER
     if as_offsets:
         return D2tMeaning.OFFSETS

@@ -20,7 +20,7 @@ DRAIN_ALPHA = 0.2
 class Admission:
     """Counts waiting sequences. A sequence waits from its admission until its first token.
 
-    Use it on the event loop only.
+    Use the object on the event loop only.
     """
 
     def __init__(self, max_requests: int, max_prompt_tokens: int, clock: Callable[[], float]) -> None:
@@ -58,7 +58,7 @@ class Admission:
         return float(min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(expected))))
 
     def _enter_tokens(self, tokens: int) -> None:
-        # Admit a prompt above the limit if no other prompt waits. Otherwise it could never run.
+        # Admit a prompt above the limit if no other prompt waits. Otherwise a long prompt could never run.
         if self.waiting_tokens and self.waiting_tokens + tokens > self._max_prompt_tokens:
             raise self._overloaded(
                 f"{self.waiting_tokens} prompt tokens are already waiting (limit {self._max_prompt_tokens})"
@@ -82,7 +82,10 @@ class Admission:
 
 
 class Slot:
-    """Room reserved for one request of one or more sequences. Leaving the context releases what remains."""
+    """Room reserved for one request of one or more sequences.
+
+    Leaving the context releases the remaining room.
+    """
 
     def __init__(self, admission: Admission, sequences: int) -> None:
         self._admission = admission
@@ -102,7 +105,7 @@ class Slot:
         self._tokens = dict(enumerate(lengths))
 
     def started(self, index: int) -> None:
-        """Record that sequence `index` has left the queue: its first token arrived, or it ended."""
+        """Record that sequence `index` has left the queue: its first token arrived, or the sequence ended."""
         tokens = self._tokens.pop(index, None)
         if tokens is not None:
             self._waiting -= 1

@@ -26,10 +26,10 @@ from outrider.shared.rpc.server import AioServer, aio_server
 PUBLIC_PATHS = frozenset(["/health", "/ready"])
 HEADER_LIMIT_BYTES = 64 * 1024
 BACKLOG = 2048
-# Time to flush the last bytes of replies, after the grace period.
+# Seconds to flush the last bytes of replies after the grace period.
 HTTP_STOP_S = 2
-# Size limit of gRPC messages, as a multiple of the body limit. The limit also applies to replies, and a reply
-# after a pause may contain many traced rounds.
+# The size limit of gRPC messages, as a multiple of the body limit. The limit also applies to replies. A reply
+# that was delayed by a pause may contain many traced rounds.
 GRPC_SLACK = 4
 _log = get_logger("outrider.gateway")
 
@@ -48,7 +48,7 @@ def create_app(core: GatewayCore) -> FastAPI:
     install_handlers(app)
     settings = core.settings
     public_paths = PUBLIC_PATHS | ({"/metrics"} if settings.public_metrics else frozenset())
-    # Middleware added last runs first: context, then authentication, then the body.
+    # The middleware added last runs first. The order is therefore context, authentication, body guard.
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
     app.add_middleware(Authentication, checker=KeyChecker(settings.api_key), public_paths=public_paths)
     app.add_middleware(RequestContext, metrics=core.metrics)
@@ -60,9 +60,9 @@ class GatewayServer:
     """A running gateway: call `start`, then `drain`.
 
     Attributes:
-        core: The core shared by both APIs.
+        core: The core that REST and gRPC share.
         port: Bound port of the REST API.
-        grpc_port: Bound port of the gRPC API; 0 before `start` or if gRPC is disabled.
+        grpc_port: Bound port of the gRPC API. The port is 0 before `start` and if gRPC is disabled.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -78,7 +78,7 @@ class GatewayServer:
         self._readiness: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start both servers. The gateway becomes ready when the target does."""
+        """Start the REST and gRPC servers. The gateway becomes ready when the target becomes ready."""
         settings = self._settings
         await self.core.client.start()
         if settings.grpc_port:
@@ -111,7 +111,7 @@ class GatewayServer:
         1. Report not ready.
         2. Accept requests for another `drain_notice_s`, until load balancers have noticed.
         3. Refuse new requests. Let running ones finish for up to `drain_grace_s`.
-        4. Stop both servers.
+        4. Stop the REST and gRPC servers.
         """
         settings, core = self._settings, self.core
         core.draining = True
@@ -157,7 +157,7 @@ class GatewayServer:
 def run(settings: GatewaySettings) -> int:
     """Serve until SIGTERM or SIGINT, then drain.
 
-    Configuration errors are logged together with their fix.
+    The log message of a configuration error includes the fix.
 
     Returns:
         The exit code of the process.
@@ -195,7 +195,7 @@ async def _serve(settings: GatewaySettings) -> int:
 class _QuietServer(uvicorn.Server):
     """A uvicorn server that leaves signals to the gateway.
 
-    uvicorn's own handler would stop listening before the gateway has reported that it is not ready.
+    uvicorn's own handler would stop listening before the gateway has reported not ready.
     """
 
     @contextlib.contextmanager
@@ -205,7 +205,8 @@ class _QuietServer(uvicorn.Server):
 
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Without it, replies are 40 ms late.
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Replies would be 40 ms late without
+    # TCP_NODELAY.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

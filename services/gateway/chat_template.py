@@ -1,7 +1,7 @@
 """Chat templates, rendered by Jinja in a restricted sandbox.
 
-The sandbox provides the functions that published templates use, and limits their time and output size.
-Templates come from the model's folder, never from a client. They are still untrusted code.
+The sandbox provides the functions that published templates use, and limits a template's time and output size.
+Templates come from the model's folder, never from a client. A template is still untrusted code.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_EXPONENT = 64
 MAX_FIELD_CHARS = 9_999
 MAX_INDENT = 16
 _WIDE_FIELD = re.compile(r"\d{5,}|\*")
-# Filters that can produce text of any length from a number. Chat templates do not need them.
+# Filters that can produce text of any length from a number. Chat templates do not need such filters.
 UNBOUNDED_FILTERS = ("center", "format", "wordwrap", "urlize", "xmlattr")
 
 _deadline: ContextVar[float] = ContextVar("render_deadline")
 
 
 class TemplateRefusal(TemplateError):
-    """Raised when a template calls raise_exception because it does not accept the messages."""
+    """Raised when a template calls raise_exception to reject the messages."""
 
 
 class GenerationBlock(Extension):
@@ -54,7 +54,7 @@ class GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Checks the time limit at every call, lookup and arithmetic operation, and sizes before allocation."""
+    """Checks the time limit at every call, lookup and arithmetic operation, and checks sizes in advance."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%", "//", "/", "-"])
 
@@ -74,7 +74,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_time()
         # Padding and formatting methods of strings can produce arbitrarily long text from one number.
-        # Jinja wraps str.format; `__wrapped__` is the method itself.
+        # Jinja wraps str.format. The method itself is in `__wrapped__`.
         method = getattr(__obj, "__wrapped__", __obj)
         if isinstance(text := getattr(method, "__self__", None), str):
             if any(
@@ -96,7 +96,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """A compiled chat template. Rendering is synchronous; render long chats on a worker thread."""
+    """A compiled chat template. Rendering is synchronous, so render long chats on a worker thread."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
@@ -105,7 +105,7 @@ class ChatTemplate:
 
         Args:
             source: The template's Jinja source.
-            special_tokens: Text of special tokens by name, such as ``bos_token``; available to the template.
+            special_tokens: Maps names such as ``bos_token`` to special tokens. Templates can use these names.
             now: Clock for the template's ``strftime_now``.
 
         Raises:

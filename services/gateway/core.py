@@ -31,10 +31,10 @@ class Job:
 
     Attributes:
         prompts: Returns the token ids of every prompt. Called after admission.
-        sequences: Number of sequences: prompts times `n`.
+        sequences: Number of sequences, which is the number of prompts times `n`.
         parameters: Sampling, stopping and speculation parameters.
         surface: Field names and defaults of the API that received the request.
-        timeout_s: Time left until the caller's deadline, or None. The server's own limit always applies.
+        timeout_s: Seconds until the caller's deadline, or None. The server's own limit always applies.
     """
 
     prompts: Prompts
@@ -45,12 +45,12 @@ class Job:
 
 
 class GatewayCore:
-    """The shared core of the gateway; one per process.
+    """The core that REST and gRPC share. A gateway process has one core.
 
     Attributes:
         draining: True once shutdown has begun. The gateway then reports not ready.
         admitting: Whether new requests are accepted.
-        idle: Set while no request is running.
+        idle: Event that is set while no request is running.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -89,7 +89,7 @@ class GatewayCore:
         """Return the text codec.
 
         Args:
-            field: Field of the request that needs the codec, for the error.
+            field: Field of the request that needs the codec. The error names this field.
 
         Raises:
             InvalidRequestError: If this server runs without a tokenizer.
@@ -103,12 +103,14 @@ class GatewayCore:
         return self.codec
 
     async def generate(self, job: Job) -> AsyncGenerator[ChoiceEvent, None]:
-        """Admit a request, tokenize its prompts and run its sequences. Closing the generator cancels them.
+        """Admit a request, tokenize its prompts and run its sequences.
+
+        Closing the generator cancels the sequences.
 
         Raises:
-            OutriderError: 429 if the server is overloaded, 400 if the tokens break a limit, 503 if the server
-                drains or has no target, or an error reported by the target. A 429 for too many sequences is
-                raised before any work is done.
+            OutriderError: With status 429 if the server is overloaded, 400 if the tokens break a limit, or
+                503 if the server drains or has no target. Errors reported by the target are raised as well.
+                The error for too many sequences is raised before any work is done.
         """
         if not self.admitting:
             raise self._draining()
@@ -134,7 +136,7 @@ class GatewayCore:
         return limit if job.timeout_s is None else min(job.timeout_s, limit)
 
     async def render_metrics(self) -> str:
-        """Return the gateway's metrics, followed by the target's if it answers."""
+        """Return the gateway's metrics. If the target answers, append the target's metrics."""
         metrics = self.metrics
         metrics.active.set(self.admission.active)
         metrics.waiting.set(self.admission.waiting)

@@ -1,6 +1,6 @@
 """Incremental detokenization: converts token ids to text, piece by piece.
 
-No piece ends inside a code point, and no piece is ever retracted. Text stays aligned with its tokens.
+No piece ends inside a code point, and no piece is ever retracted. No token is released before its text.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from tokenizers.decoders import DecodeStream
 from outrider.services.gateway.request import Chunk, StopRules
 from outrider.services.gateway.stop import StopMatcher
 
-# A code point has at most four bytes, so at most four byte tokens. A longer undecodable run is not UTF-8.
+# A code point has at most four bytes and takes at most four tokens. A longer undecodable run is not UTF-8.
 MAX_HELD_TOKENS = 8
-# Preceding tokens to decode together with held ones: a token's text can depend on its neighbors.
+# Number of preceding tokens to decode together with held tokens. A token's text can depend on its neighbors.
 CONTEXT_TOKENS = 8
 
 
 class IncrementalDecoder:
     """Decodes one sequence. The joined pieces equal the tokenizer's decoding of the whole sequence.
 
-    Bytes that never become valid UTF-8 are an exception. They are released as U+FFFD after `MAX_HELD_TOKENS`
-    tokens or at the end of the sequence.
+    Bytes that never become valid UTF-8 are an exception. Such bytes are released as U+FFFD after
+    `MAX_HELD_TOKENS` tokens or at the end of the sequence.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -37,7 +37,7 @@ class IncrementalDecoder:
         self._num_undecodable = 0
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; empty if there is none."""
+        """Return the text that `token_id` completes, or an empty string."""
         self._held.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
@@ -45,7 +45,7 @@ class IncrementalDecoder:
             # The stream raises a bare Exception if a token changes the text of earlier tokens.
             return self.flush()
         if piece is None:
-            # Skipped special tokens have no text and are held until text follows. Count only the others.
+            # Skipped special tokens have no text and are held until text follows. Count other tokens only.
             self._num_undecodable += bool(self._decode([token_id]))
             return self.flush() if self._num_undecodable > MAX_HELD_TOKENS else ""
         self._settle()
@@ -84,11 +84,11 @@ class TextAssembler:
     """Converts the tokens of one sequence to chunks of final text.
 
     Text that may become a stop string is held back. After a match, the text is cut.
-    A token is released together with the last of its text, never earlier.
+    A token is released together with the last character of its text.
     Without a tokenizer, chunks contain token ids and no text.
 
     Attributes:
-        num_tokens: Tokens added so far, up to and including the one that completed a stop string.
+        num_tokens: Number of tokens added so far. Tokens after a stop string do not count.
         matched_stop: The stop string that matched, or None.
     """
 
@@ -98,7 +98,7 @@ class TextAssembler:
         """Create an assembler.
 
         Args:
-            tokenizer: Decodes the tokens; None to release token ids only.
+            tokenizer: Decodes the tokens. None releases token ids only.
             rules: Stop strings and text options of the request.
             silent_token_ids: Tokens that end the sequence (EOS and stop tokens). They produce no text, even
                 if the tokenizer has text for them.
@@ -113,7 +113,7 @@ class TextAssembler:
         self.matched_stop: str | None = None
 
     def push(self, token_ids: Iterable[int]) -> Chunk:
-        """Add emitted tokens and return the chunk that is now final. Tokens after a match are dropped."""
+        """Add emitted tokens and return the chunk that is now final. Drop tokens after a stop string."""
         text = ""
         released: list[int] = []
         for token_id in token_ids:
@@ -131,7 +131,7 @@ class TextAssembler:
         return Chunk(text, tuple(released))
 
     def finish(self) -> Chunk:
-        """Return everything still held back, once the sequence has ended."""
+        """Return all text and tokens that are still held back. Call this once the sequence has ended."""
         text = ""
         released: list[int] = []
         if self._decoder is not None and self.matched_stop is None:

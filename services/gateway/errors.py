@@ -34,7 +34,7 @@ TAG_PREFIXES = ("list[", "dict[", "tuple[", "function-", "constrained-", "litera
 
 
 class JsonResponse(Response):
-    """JSON with ASCII escapes, so that a reply can quote any text of a client, even lone surrogates."""
+    """JSON with ASCII escapes, so that a reply can quote any text of a client, even with lone surrogates."""
 
     media_type = "application/json"
 
@@ -55,7 +55,7 @@ def error_body(error: OutriderError) -> dict[str, Any]:
 
 
 def error_response(error: OutriderError) -> JsonResponse:
-    """Return the complete error reply, with Retry-After where it applies."""
+    """Return the complete error reply. It has a Retry-After header if the error has a retry delay."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -67,7 +67,7 @@ def error_response(error: OutriderError) -> JsonResponse:
 def error_event(error: OutriderError) -> dict[str, Any]:
     """Return the event that ends a stream after an error.
 
-    The HTTP status of the reply has already been sent by then, so the event contains the status of the error.
+    The HTTP status of the reply has already been sent, so the event contains the error's status.
     """
     body = error_body(error)
     body["error"]["status"] = error.code.value

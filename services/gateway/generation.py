@@ -27,7 +27,7 @@ from outrider.services.gateway.target_client.stream import TargetStream
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 
-# Time to wait for the target's statistics after a stop string. The target sends them within two rounds.
+# Seconds to wait for statistics after a stop string. The target sends the statistics within two rounds.
 FINISH_WAIT_S = 2.0
 
 
@@ -48,7 +48,7 @@ class Generator:
         If one sequence fails, the whole request fails.
 
         Raises:
-            OutriderError: As reported by the target, or if the deadline passes.
+            OutriderError: If the target reports an error, or the deadline passes.
         """
         sequences = [self._sequence(index, request, slot) for index, request in enumerate(requests)]
         async with aclosing(sequences[0] if len(sequences) == 1 else _merge(sequences)) as events:
@@ -91,7 +91,7 @@ class Generator:
                         yield ChoiceEvent(index, Chunk(piece.text, piece.token_ids, rounds))
                     if assembler.matched_stop is not None:
                         break
-                # 4. A stop string matched: cancel the sequence on the target, but report its statistics.
+                # 4. A stop string matched. Cancel the sequence on the target, but wait for its statistics.
                 if assembler.matched_stop is not None:
                     stream.cancel(keep_tokens=assembler.num_tokens)
                     end = await _last_word(stream, request)
@@ -128,7 +128,8 @@ async def collect(events: AsyncIterator[ChoiceEvent], sequences: int) -> list[Co
 
 
 async def _merge(sequences: Sequence[AsyncGenerator[ChoiceEvent, None]]) -> AsyncGenerator[ChoiceEvent, None]:
-    # A queue of one event keeps back-pressure: if the reader stops, the target's streams fill up and pause.
+    # A queue of one event preserves back-pressure: if the reader stops, the target's streams fill up and
+    # pause.
     queue: asyncio.Queue[ChoiceEvent | Exception | None] = asyncio.Queue(maxsize=1)
 
     async def pump(sequence: AsyncGenerator[ChoiceEvent, None]) -> None:
@@ -166,7 +167,7 @@ async def _next(stream: TargetStream, deadline: float) -> TargetDelta | TargetFi
 
 
 async def _last_word(stream: TargetStream, request: GenerationRequest) -> TargetFinish:
-    """Return the target's statistics after a cancel, or empty ones if none arrive in time."""
+    """Return the target's statistics after a cancel, or empty statistics if none arrive in time."""
     try:
         async with asyncio.timeout(FINISH_WAIT_S):
             while not isinstance(event := await stream.next(), TargetFinish):

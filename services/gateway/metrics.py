@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics. /metrics returns them together with the target's."""
+"""The gateway's Prometheus metrics. /metrics returns them together with the target's metrics."""
 
 from __future__ import annotations
 

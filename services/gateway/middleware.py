@@ -171,7 +171,7 @@ class BodyGuard:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """Return the body, or None if the client disconnected while sending it."""
+        """Return the body, or None if the client disconnected while sending the body."""
         parts: list[bytes] = []
         size = 0
         try:
@@ -204,8 +204,8 @@ class BodyGuard:
 def _check_json(body: bytes) -> None:
     """Raise InvalidRequestError unless `body` is valid JSON that Python can parse.
 
-    Python's parser accepts NaN and Infinity, which JSON does not allow. It fails on deep nesting and on
-    numbers with too many digits.
+    Python's parser accepts NaN and Infinity, which JSON does not allow. The parser fails on deep nesting and
+    on numbers with too many digits.
     """
     try:
         json.loads(body, parse_constant=_refuse_constant)

@@ -1,4 +1,4 @@
-"""Checks request parameters and builds valid requests. All range checks of both APIs are here.
+"""Checks request parameters and builds valid requests. All range checks of REST and gRPC are here.
 
 Errors use the field names of the client's API, which `Surface` provides.
 """
@@ -26,10 +26,11 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = (1 << 31) - 1
-# Lower temperatures are treated as greedy, as in SGLang: sampling with them always picks the largest logit.
+# Lower temperatures are treated as greedy, as in SGLang. At such temperatures, sampling always picks the
+# largest logit.
 GREEDY_TEMPERATURE = 1e-6
 MAX_SALT_CHARS = 256
-# Drawn seeds have few enough bits to survive clients that read JSON numbers as doubles.
+# Clients may read JSON numbers as doubles. A double represents every integer of up to 53 bits exactly.
 DRAWN_SEED_BITS = 53
 DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
 
@@ -42,7 +43,7 @@ class Surface:
         prompt: Field that contains the prompt.
         max_tokens: Field that limits new tokens.
         prefix: Prefix of the names of sampling parameters.
-        default_max_tokens: Limit of new tokens if the client sets none; None for all that fit.
+        default_max_tokens: Limit of new tokens if the client sets no limit. None allows all tokens that fit.
         speculation: Field that contains the speculation options.
     """
 
@@ -65,7 +66,8 @@ GRPC_COMPLETE = replace(GRPC_CHAT, prompt="prompt", default_max_tokens=16)
 class Parameters:
     """Unchecked parameters of a client's request. None means absent.
 
-    Fields that accept one value or several, such as `stop`, are tuples here.
+    Fields that accept one value or several, such as `stop`, are tuples here. For a request without a
+    `speculation` object, `speculation` is the default `RequestedSpeculation`, whose mode is AUTO.
     """
 
     max_tokens: int | None = None
@@ -261,7 +263,7 @@ class RequestBuilder:
 
 
 def check_prompt_text(text: str, field: str) -> None:
-    """Reject text that cannot be encoded in UTF-8: JSON escapes can contain lone surrogates."""
+    """Reject text that cannot be encoded in UTF-8. JSON escapes can contain lone surrogates."""
     _check_text(text, field)
 
 
@@ -294,7 +296,7 @@ def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
 def _check_lengths(
     prompt_ids: tuple[int, ...], max_tokens: int | None, surface: Surface, info: TargetInfo
 ) -> int:
-    """Check the tokens of one prompt and return its limit of new tokens."""
+    """Check the length of one prompt and return the limit of new tokens for that prompt."""
     length, limit = len(prompt_ids), info.max_model_len
     if not length:
         raise InvalidRequestError(f"{surface.prompt} must contain at least one token.", field=surface.prompt)

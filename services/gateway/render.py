@@ -59,9 +59,9 @@ def speculation_object(stats: SpeculationReport, trace: Sequence[RoundTrace] | N
 
 
 def reply_speculation(completions: Sequence[Completion], trace: bool) -> dict[str, Any]:
-    """Return the `speculation` object of a whole reply, summed over its sequences.
+    """Return the `speculation` object of a whole reply, summed over all sequences.
 
-    It includes the trace of a single sequence. With several sequences, each choice has its own trace.
+    If there is one sequence, the object includes its trace. Otherwise each choice contains its own trace.
     """
     merged = merge_speculation([one.finished.speculation for one in completions])
     return speculation_object(merged, completions[0].rounds if trace and len(completions) == 1 else None)

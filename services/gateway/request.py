@@ -1,4 +1,4 @@
-"""Valid requests and their results: frozen data shared by both APIs, the core and the target client."""
+"""Valid requests and their results: frozen data shared by REST, gRPC, the core and the target client."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ MAX_STOPS = 4
 @dataclass(frozen=True, slots=True)
 class RequestedSpeculation:
     """Speculation options of a request. None selects the target's default.
+
+    A missing `speculation` object means mode AUTO. REST requests get this default from
+    `schemas.common.SpeculationOptions`, and gRPC requests get it from `convert.MODE_FROM_PROTO`.
 
     Attributes:
         mode: How the request uses speculation.
@@ -58,9 +61,10 @@ class GenerationRequest:
     """A valid request for one sequence.
 
     Attributes:
-        request_id: Unique among the running sequences of this gateway.
-        prompt_ids: At least one token id, each within the target's vocabulary.
-        max_new_tokens: At least 1. The prompt and the new tokens fit in the target's context.
+        request_id: Id that is unique among the running sequences of this gateway.
+        prompt_ids: Token ids of the prompt: at least one, each within the target's vocabulary.
+        max_new_tokens: Limit of new tokens, at least 1. The prompt and the new tokens fit in the target's
+            context.
         sampling: How tokens are sampled.
         speculation: Speculation options.
         stop: Conditions that end the sequence, and options for its text.
@@ -91,7 +95,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TargetDelta:
-    """Tokens that the target emitted together, with their rounds if the request asked for a trace."""
+    """Tokens that the target emitted together, and their rounds if the request asked for a trace."""
 
     token_ids: tuple[int, ...]
     rounds: tuple[RoundTrace, ...] = ()
@@ -130,7 +134,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one sequence: final text, its tokens, and at most one round if the request is traced."""
+    """A piece of one sequence: final text, its tokens, and at most one round of a traced request."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -189,7 +193,7 @@ class Completion:
 
 
 def merge_usage(finished: Sequence[Finished], choices_per_prompt: int) -> Usage:
-    """Return the sum over all sequences. A prompt shared by several choices counts once."""
+    """Return the token counts summed over all sequences. A prompt shared by several choices counts once."""
     first_choices = finished[::choices_per_prompt]
     return Usage(
         prompt_tokens=sum(one.usage.prompt_tokens for one in first_choices),
@@ -199,9 +203,10 @@ def merge_usage(finished: Sequence[Finished], choices_per_prompt: int) -> Usage:
 
 
 def merge_speculation(stats: Sequence[SpeculationReport]) -> SpeculationReport:
-    """Return the sum over all sequences.
+    """Return the statistics summed over all sequences.
 
-    Accept lengths are weighted by the number of rounds with draft nodes, which is estimated from the totals.
+    The accept length is an average, weighted by each sequence's number of rounds with draft nodes. This
+    number is estimated from the sequence's totals.
     """
     if len(stats) == 1:
         return stats[0]
@@ -231,7 +236,8 @@ def merge_speculation(stats: Sequence[SpeculationReport]) -> SpeculationReport:
 
 
 def _drafted_rounds(stats: SpeculationReport) -> float:
-    # accept_length = 1 + accepted / rounds with draft nodes. If nothing was accepted, use the upper bound.
+    # accept_length = 1 + accepted / rounds with draft nodes. If nothing was accepted, assume that every round
+    # had draft nodes.
     if stats.accepted_tokens and stats.accept_length > 1:
         return stats.accepted_tokens / (stats.accept_length - 1)
     return float(stats.rounds) if stats.draft_tokens else 0.0

@@ -1,4 +1,4 @@
-"""The public gRPC API (Chat, Complete, ListModels). It shares request checks and core with the REST API."""
+"""The public gRPC API (Chat, Complete, ListModels). It shares the request checks and the core with REST."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def encode_event(event: dict[str, Any]) -> bytes:
 class EventStream(Response):
     """Sends events until the generator ends, then [DONE].
 
-    An error before the first event becomes an error reply with its status. A later error becomes an event.
-    Comments keep a silent connection alive. When the client disconnects, the generator is closed, which
-    cancels the work behind it.
+    An error before the first event becomes an error reply with the error's status. A later error becomes an
+    event. Comment lines keep a silent connection alive. When the client disconnects, the generator is closed,
+    which cancels the request.
     """
 
     media_type = "text/event-stream"

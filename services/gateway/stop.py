@@ -1,4 +1,4 @@
-"""Stop strings: each is found as soon as it is complete, and never released in part."""
+"""Finds each stop string in the generated text as soon as it is complete, and never releases part of one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class StopMatcher:
         self._include_match = include_match
 
     def scan(self, buffer: str) -> Scan:
-        """Return how much of `buffer` is final, and the stop string that ends it there, if any.
+        """Return how much of `buffer` is final, and the stop string that ends the text there, if any.
 
-        `buffer` contains all unreleased text. The match that starts first wins. If several start at the same
-        place, the shortest wins, because it was complete first.
+        `buffer` contains all unreleased text. The match that starts first wins. If several matches start at
+        the same character, the shortest match wins, because it was complete first.
         """
         found = [(start, len(stop), stop) for stop in self._stops if (start := buffer.find(stop)) >= 0]
         if found:

@@ -22,7 +22,10 @@ CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 SHORT_TEXT = 4096
-"""Longest text, in characters, to encode on the event loop. Waking a worker thread would take longer."""
+"""Longest text, in characters, to encode on the event loop.
+
+For a text of this length, waking a worker thread would take longer than encoding.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class TextCodec:
         return self.encode(self.template.render(messages, options), add_special_tokens=False)
 
     async def encode_aside(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Encode without blocking the event loop: a long text is encoded on a worker thread."""
+        """Encode text without blocking the event loop. Long text is encoded on a worker thread."""
         if len(text) <= SHORT_TEXT:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
@@ -96,10 +99,10 @@ class TextCodec:
     async def encode_chat_aside(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """Encode a chat without blocking the event loop: a long chat is encoded on a worker thread.
+        """Encode a chat without blocking the event loop. A long chat is encoded on a worker thread.
 
         Raises:
-            InvalidRequestError: As for `encode_chat`.
+            InvalidRequestError: If the model has no chat template, or the template rejects these messages.
         """
         if len(messages) <= SHORT_TEXT and sum(len(str(message)) for message in messages) <= SHORT_TEXT:
             return self.encode_chat(messages, options)
@@ -138,7 +141,7 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
         return plain.read_text(encoding="utf-8")
     value = _read_json(wrapped).get("chat_template") or config.get("chat_template")
     if isinstance(value, list):
-        # Several named templates: those for tools and RAG have their own names, the plain one is "default".
+        # Of several named templates, "default" is the plain one. The other names are for tools and RAG.
         value = next(
             (one.get("template") for one in value if isinstance(one, dict) and one.get("name") == "default"),
             None,

@@ -1,4 +1,4 @@
-"""`outrider demo`: serves the embedded models, answers a prompt, and measures what speculation gains."""
+"""`outrider demo`: serves the embedded models, answers a prompt, and measures the gain from speculation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def run_demo(prompt: str, device: str, tokens: int) -> int:
 
     Args:
         prompt: The prompt to answer.
-        device: Device in the services' notation; ``auto`` uses CUDA if there is a GPU.
+        device: Device in the services' notation. ``auto`` uses CUDA if there is a GPU.
         tokens: Length of each measured answer. End-of-text tokens are ignored.
 
     Returns:
         The exit code.
 
     Raises:
-        OutriderError: The services could not start or answer. Their last lines are printed to stderr first.
+        OutriderError: The services could not start or could not answer. The last lines of their output are
+            printed to stderr first.
     """
     console = Console(highlight=False)
     log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)
@@ -70,7 +71,7 @@ def _answer(console: Console, client: RestClient, prompt: str) -> None:
 def _measure(console: Console, client: RestClient, prompt: str, tokens: int) -> None:
     """Print the median speed with and without speculation.
 
-    The runs alternate, so that a change in the machine's load affects both modes alike.
+    The runs alternate, so that a change in the machine's load affects all measurements alike.
     """
     runs: dict[str, list[Reply]] = {"on": [], "off": []}
     options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}

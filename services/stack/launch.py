@@ -1,4 +1,4 @@
-"""Starts the services for `outrider up` and waits until all are ready; builds each service's command line."""
+"""Builds the services' command lines for `outrider up`, starts the services and waits until all are ready."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from outrider.shared.spec.algorithm import Algorithm, check_given
 Progress = Callable[[str], None]
 
 OWN_PORTS = range(20_000, 32_000)
-"""Ports for `free_port`; below the range from which Linux assigns ports to connections (32768 and up)."""
+"""Ports for `free_port`. Linux assigns ports to connections from a higher range (32768 and up)."""
 START_TIMEOUT_S = 600.0
 POLL_S = 0.05
 DRAFT_DRAIN_S = 10.0
@@ -40,7 +40,7 @@ class StackPlan:
         children: Processes in the order in which they are drained: gateway, target, draft.
         url: REST address of the gateway.
         target_address: gRPC address of the target.
-        draft_address: Address of the draft; None if it has no process of its own.
+        draft_address: Address of the draft, or None if the draft has no process of its own.
     """
 
     children: tuple[ChildSpec, ...]
@@ -98,8 +98,9 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         "log-level": options.log_level,
     }
 
-    # 3. The target. EAGLE can mean MTP layers, as in SGLang. A draft process finds that out from the
-    # checkpoint, so the target is started without the name and accepts either.
+    # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process finds out from the
+    # checkpoint whether it is a head or MTP layers. The target is therefore started without the algorithm's
+    # name and accepts either.
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
     target_algorithm = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
     target = (
@@ -139,7 +140,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
 
 
 def _sessions(running: int | None) -> int | None:
-    """Return the draft's session limit for this many running sequences; None keeps its default."""
+    """Return the draft's session limit for this many running sequences. None keeps the draft's default."""
     return running if running is not None and running > DEFAULT_MAX_SESSIONS else None
 
 
@@ -180,7 +181,7 @@ def check_options(options: StackOptions) -> None:
     """Reject invalid options before any process is started.
 
     Raises:
-        ConfigurationError: Names the flag and the fix.
+        ConfigurationError: An option is invalid. The message names the flag and the fix.
     """
     check_values(options)
     if importlib.util.find_spec("torch") is None:
@@ -220,7 +221,7 @@ def check_options(options: StackOptions) -> None:
 
 
 def _check_target_flags(options: StackOptions) -> None:
-    """Check the target's flags with its own settings class, so that errors appear before it starts.
+    """Check the target's flags with the target's own settings class, before the target starts.
 
     This imports torch.
     """
@@ -261,8 +262,8 @@ def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
 def wants_inproc(options: StackOptions) -> bool:
     """Return True if the draft should run in the target's process.
 
-    An explicit transport decides. Otherwise n-grams and tensor parallelism always use the target's process,
-    and other drafts use it on a machine with one GPU.
+    An explicit transport decides. Otherwise n-grams and tensor parallelism always use the target's process.
+    Other drafts use the target's process if the machine has one GPU.
     """
     if not options.speculates or options.mps or options.transport in (Transport.GRPC, Transport.IPC):
         return False
@@ -278,10 +279,10 @@ def wants_inproc(options: StackOptions) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port whose successor is free too.
+    """Return a free port. The next higher port is free too.
 
-    Both lie outside the range from which the system assigns ports to outgoing connections, so they normally
-    stay free until a service listens on them.
+    Both ports lie outside the range from which the system assigns ports to outgoing connections. The ports
+    therefore normally stay free until a service listens on them.
     """
     while True:
         port = OWN_PORTS[secrets.randbelow(len(OWN_PORTS))]
@@ -360,7 +361,7 @@ def _wait_until_ready(
                 ServingProbe(grpc_address(plan.draft_address, "draft"), DRAFT_SERVICE)
             ).serving
         waiting["target"] = target.serving
-        # Last and only once the others serve: the gateway is ready only after the target is.
+        # Query the gateway last, because the gateway becomes ready only after the target.
         waiting["gateway"] = lambda: len(waiting) == 1 and gateway.status("/ready")[0] == 200
         while waiting:
             if stopped():

@@ -1,7 +1,7 @@
 """Starts and stops NVIDIA's multi-process service (MPS), so that target and draft use the GPU concurrently.
 
-MPS runs only on request (`outrider up --mps`). Its clients share one GPU context, so a fatal GPU fault in one
-process can end the others too. See https://docs.nvidia.com/deploy/mps.
+MPS runs only on request (`outrider up --mps`). Clients of MPS share one GPU context, so a fatal GPU fault in
+one process can end the others too. See https://docs.nvidia.com/deploy/mps.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def shared_gpu(folder: Path, echo: Echo) -> Iterator[Surroundings]:
     """Run an MPS daemon with its own pipes and logs until the context exits.
 
     Args:
-        folder: Folder to create for the pipes and logs. The path must be short because it becomes part of
-            socket names.
-        echo: Called with ("mps", line).
+        folder: Folder to create for the pipes and logs. The path must be short because the path becomes part
+            of socket names.
+        echo: Called with ("mps", message) if the daemon does not quit.
 
     Yields:
         The environment in which to start processes that share the GPU.
@@ -70,16 +70,19 @@ class _Control:
             "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
             "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
         }
-        # The daemon renumbers the GPUs listed in this variable. Its clients would then apply the variable a
-        # second time to the new numbers, so the daemon must not see it.
+        # The daemon renumbers the GPUs listed in this variable. The daemon's clients would then apply the
+        # variable again, to the new numbers, so the daemon must not see the variable.
         others = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         self._environment = {**others, **self.variables}
 
     def start(self) -> None:
-        """Start the daemon, and return when it listens. The control program leaves it in the background."""
+        """Start the daemon, and return when the daemon accepts connections.
+
+        The control program starts the daemon as a background process and then exits.
+        """
         for path in self.variables.values():
             Path(path).mkdir(parents=True)
-        # A file, not a pipe: the daemon inherits the descriptor, so a pipe would stay open while it runs.
+        # Use a file instead of a pipe. The daemon inherits the descriptor and would keep the pipe open.
         start_log = self._folder / "start.log"
         try:
             with start_log.open("wb") as output:
@@ -105,7 +108,7 @@ class _Control:
         """Send the daemon a command.
 
         Returns:
-            (answer, error): the daemon's answer, and why the command failed or None.
+            (answer, error). `error` is the reason why the command failed, or None.
         """
         try:
             done = subprocess.run(
@@ -125,7 +128,7 @@ class _Control:
         ) if done.returncode else None
 
     def let_go(self, process_id: int) -> None:
-        """Detach a process from the GPU before it is killed.
+        """Detach a process from the GPU before the process is killed.
 
         Killing an MPS client with kernels in flight would end the other clients too.
         """

@@ -21,9 +21,12 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_NUM_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
 DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
 DEFAULT_MAX_SESSIONS = 64
-"""Copies of the services' defaults, whose import would load torch. A test compares them."""
+"""The DEFAULT constants copy the services' defaults, because importing the services would load torch.
+
+A test compares the copies with the originals.
+"""
 NVIDIA_DEVICE = "nvidia[0-9]*"
-# NVIDIA's driver, the same driver under WSL, and ROCm's driver, whose GPUs torch also calls cuda.
+# Device files of NVIDIA's driver, of the same driver under WSL, and of ROCm. torch calls ROCm GPUs cuda too.
 GPU_DEVICES = (NVIDIA_DEVICE, "dxg", "kfd")
 
 
@@ -35,7 +38,7 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
         devices: Folder of the kernel's device files.
 
     Raises:
-        ConfigurationError: Names the flag, the value and the allowed values.
+        ConfigurationError: A value is invalid. The message names the flag, the value and the allowed values.
     """
     if not 1 <= options.port < MAX_PORT:
         raise _wrong("--port", options.port, f"between 1 and {MAX_PORT - 1}", "; gRPC uses the next port")
@@ -88,7 +91,7 @@ def check_mps_device(device: str, devices: Path = Path("/dev")) -> None:
     """Reject --mps for processes that share no NVIDIA GPU.
 
     Args:
-        device: Their device, in the notation of `--device`.
+        device: Device of the processes, in the notation of `--device`.
         devices: Folder of the kernel's device files.
 
     Raises:
@@ -105,7 +108,7 @@ def _no_mps(why: str) -> ConfigurationError:
 
 
 def _check_shape(options: StackOptions) -> None:
-    """Check the default tree shape against its limits, with the services' defaults for missing flags."""
+    """Check the default tree shape against the limits. The services' defaults replace missing flags."""
     for flag, value, default, cap_flag, cap, default_cap in (
         (
             "--num-steps",

@@ -34,23 +34,23 @@ class StackOptions:
     Attributes:
         target: Model folder in Hugging Face layout.
         draft: Folder of the draft head or draft model, or None.
-        algorithm: Drafting method. AUTO without a draft serves without speculation.
-        token_map: File of the token ids that may be drafted (FR-Spec); None allows all.
+        algorithm: Drafting method. With AUTO and no draft, the stack serves without speculation.
+        token_map: File of the token ids that may be drafted (FR-Spec). None allows all ids.
         ngram_corpus: File with additional texts for n-gram drafting.
-        device, dtype: In the services' notation.
+        device, dtype: Device and data type, in the services' notation.
         num_steps, topk, num_draft_tokens: Shape of the draft tree for requests that specify none.
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
         host, port: REST address of the gateway. The gRPC API listens on the next port.
         skip_tokenizer: Serve token ids only.
-        transport: How the target reaches the draft. For AUTO see `launch.wants_inproc`.
+        transport: How the target reaches the draft. `launch.wants_inproc` decides for AUTO.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.
-        max_running_requests: Number of sequences that the target runs at the same time. The draft's session
-            limit is raised to it if it exceeds the draft's default.
+        max_running_requests: Number of sequences that the target runs at the same time. If this number
+            exceeds the draft's default session limit, the draft's limit is raised to this number.
         mem_fraction_static: Fraction of GPU memory for weights and KV caches, including the draft's.
         mps: Share the GPU through NVIDIA's multi-process service. The draft then has its own process.
-        tp: Number of GPUs that share the target (processes on a CPU). With AUTO transport, the draft then
-            runs in the target's first process.
+        tp: Number of GPUs that share the target, or number of processes on a CPU. With AUTO transport, the
+            draft then runs in the target's first process.
         target_settings: Settings that only the target reads, by setting name.
     """
 

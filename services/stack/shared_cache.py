@@ -1,7 +1,8 @@
 """Chooses one KV cache size for a target and a draft that `outrider up` starts as two processes on one GPU.
 
-If each process sized its cache by the free memory that it finds, the result would depend on which starts
-first. Both therefore get the same size, from the memory plan for a target with the draft in its own process.
+If each process sized its cache by the free memory that it finds, the sizes would depend on which process
+starts first. Both processes therefore get the same size. The size comes from the memory plan for a target
+that runs the draft in the target's process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from outrider.services.stack.options import StackOptions
 from outrider.shared.spec.algorithm import Algorithm
 
 CONTEXTS_BYTES = 2 * (600 << 20)
-"""GPU memory of two processes' CUDA contexts. A running process's `mem_get_info` counts it as used."""
+"""GPU memory of two processes' CUDA contexts. A running process's `mem_get_info` counts contexts as used."""
 DRAFT_WORK_BYTES = 512 << 20
 """GPU memory that the draft process needs in addition to weights and cache: CUDA graphs, workspaces of matrix
 products, and copies made while it tunes tile sizes. The plan counts only the target's workspaces, because an
@@ -22,13 +23,14 @@ QUERY_TIMEOUT_S = 20.0
 
 
 def shared_kv_tokens(options: StackOptions) -> int | None:
-    """Return the size in tokens of both KV caches.
+    """Return the common size of both KV caches, in tokens.
 
     Args:
         options: Options of a stack whose draft has its own process.
 
     Returns:
-        The size in tokens. None if it is already set, if no GPU is shared, or if the plan says nothing fits.
+        The size. None if the size is already set, if no GPU is shared, or if the plan finds too little
+        memory.
 
     Raises:
         CheckpointError: A model folder cannot be read.

@@ -1,7 +1,8 @@
 """Runs services as child processes: restarts them when they exit, forwards their output, and stops them.
 
-One thread per child starts it, reads its output and waits for it. If this process dies without stopping its
-children, Linux kills them: each child has a parent-death signal, tied to the thread that started it.
+One thread per child starts the child, reads its output and waits for its exit. If this process dies without
+stopping its children, Linux kills them, because each child has a parent-death signal that is tied to the
+child's thread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from dataclasses import dataclass, field
 
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 5.0
-# A child that ran this long counts as recovered, so its next exit starts again from the first back-off.
+# A child that ran for this many seconds counts as recovered. The next restart uses the shortest
+# back-off again.
 STABLE_AFTER_S = 10.0
 PR_SET_PDEATHSIG = 1
 KEPT_LINES = 30
@@ -29,7 +31,7 @@ Echo = Callable[[str, str], None]
 
 
 def next_backoff(previous_s: float, lived_s: float) -> float:
-    """Return the delay before a restart: 0.2 s, doubling up to 5 s, and 0.2 s again after a stable run."""
+    """Return the delay before a restart. It doubles from 0.2 s to 5 s. A stable run resets the delay."""
     if previous_s == 0.0 or lived_s >= STABLE_AFTER_S:
         return FIRST_BACKOFF_S
     return min(previous_s * 2, LAST_BACKOFF_S)
@@ -42,7 +44,7 @@ class ChildSpec:
     Attributes:
         name: Prefix of its output lines.
         command: Command line.
-        drain_s: Seconds that it may take to stop after SIGTERM before it is killed.
+        drain_s: Seconds that the process may take to stop after SIGTERM. The process is killed after that.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Surroundings:
 
     Attributes:
         variables: Environment variables to add to this process's own.
-        before_kill: Called with the id of a process that did not stop in time, before it is killed.
+        before_kill: Called with the id of a process that did not stop in time, before the process is killed.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -66,12 +68,12 @@ class Surroundings:
 class Child:
     """A supervised process.
 
-    A process that exits after `Supervisor.settle` is restarted. If it exits before, the start has failed, and
-    the caller decides what to do.
+    A process that exits after `Supervisor.settle` is restarted. If the process exits earlier, the start has
+    failed, and the caller decides how to continue.
 
     Attributes:
-        starts: How often the process has been started.
-        exit_code: Exit code of the last run; None until one has ended.
+        starts: Number of times that the process has been started.
+        exit_code: Exit code of the last run, or None if no run has ended.
         last_lines: The most recent lines of its output.
     """
 
@@ -99,18 +101,18 @@ class Child:
         return process.pid if process and process.poll() is None else None
 
     def failed(self) -> bool:
-        """Return True if the process exited before the supervisor was settled; it is not restarted then."""
+        """Return True if the process exited before `Supervisor.settle`. Such a process is not restarted."""
         return self.exit_code is not None and not self._thread.is_alive()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM and prevent restarts. SIGCONT follows, because a suspended process would not react."""
+        """Send SIGTERM and prevent restarts. Then send SIGCONT, because a suspended process cannot react."""
         with self._lock:
             self._stopping.set()
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)
 
     def join(self) -> None:
-        """Wait until the process has exited; kill it when its drain time is over."""
+        """Wait until the process has exited. Kill the process when its drain time is over."""
         self._thread.join(self.spec.drain_s)
         if self._thread.is_alive():
             self._echo(self.spec.name, f"did not stop within {self.spec.drain_s:g} s; killed")
@@ -126,7 +128,7 @@ class Child:
     def _keep_running(self) -> None:
         backoff_s = 0.0
         while True:
-            # Under the lock, so that `ask_to_stop` cannot miss a process that is just being started.
+            # Start under the lock, so that `ask_to_stop` cannot miss a process that is just being started.
             with self._lock:
                 if self._stopping.is_set():
                     return
@@ -157,8 +159,8 @@ class Child:
 class Supervisor:
     """A group of child processes that start together and stop one after the other.
 
-    They stop in the order given: the gateway comes first, so that its streams can finish. Leaving the context
-    manager stops all children.
+    The children stop in the given order. The gateway comes first, so that its streams can finish. Leaving the
+    context manager stops all children.
     """
 
     def __init__(self, specs: Sequence[ChildSpec], echo: Echo, around: Surroundings | None = None) -> None:

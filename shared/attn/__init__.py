@@ -1,4 +1,4 @@
-"""Attention over paged K/V: the batch of a step, and the backends that plan it once and run it per layer."""
+"""Attention over paged K/V: the batch of a step, and backends that plan once per step and run per layer."""
 
 from outrider.shared.attn.base import (
     AttentionBackend,

@@ -20,7 +20,7 @@ MANY_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The visibility of the rows of one forward pass, and the slots of their K/V.
+    """Describes which tokens each row of one forward pass sees, and the slots of the rows' K/V.
 
     Rows of one sequence are consecutive. Every row sees the whole prefix ``[0, prefix_len)`` of its sequence.
     Past the prefix:
@@ -34,11 +34,11 @@ class AttentionBatch:
     Attributes:
         page_table: ``[bs, max_pages] int32``.
         prefix_lens: ``[bs] int32``.
-        kv_lens: ``[bs] int32``; number of visible tokens at most, including this step's rows.
-        query_start: ``[bs + 1] int32``; rows of sequence b are ``[query_start[b], query_start[b + 1])``.
+        kv_lens: ``[bs] int32``. Largest number of tokens that a row sees, including this step's rows.
+        query_start: ``[bs + 1] int32``. Rows of sequence b are ``[query_start[b], query_start[b + 1])``.
         ancestors: ``[rows, words] int32`` bit masks, or None for causal rows.
-        slots: ``[rows] int64``; the slot of each row's K/V, or -1 to store nothing.
-        max_query_len: Largest number of rows of a sequence, as a host number: reading it never waits.
+        slots: ``[rows] int64``. The slot of each row's K/V, or -1 to store nothing.
+        max_query_len: Largest number of rows of a sequence. It is a host number, so reading it never waits.
         max_kv_len: An upper bound of kv_lens, as a host number.
     """
 
@@ -80,14 +80,14 @@ class AttentionBackend(Protocol):
 
         Args:
             layer: Index of the layer within the pool.
-            q: ``[rows, heads, head_dim]``; rows may be strided.
-            k, v: ``[rows, kv_heads, head_dim]``; rows may be strided. A latent pool stores k alone and reads
-                values from it.
+            q: ``[rows, heads, head_dim]``. Rows may be strided.
+            k, v: ``[rows, kv_heads, head_dim]``. Rows may be strided. A latent pool stores only k and reads
+                values from k.
             pool: The pool that stores K/V.
             scale: Factor on the scores, usually head_dim ** -0.5.
             window: If above 0, a row at position p sees only positions above p - window. A tree row's
-                position is its prefix plus its number of ancestors. It sees its nearest ``window - 1``
-                ancestors, since parents have lower columns than their children.
+                position is its prefix plus its number of ancestors. A tree row sees its nearest
+                ``window - 1`` ancestors, because parents have lower columns than their children.
             sinks: ``[heads] fp32``, one logit per head that takes part in the softmax but has no value,
                 or None.
             softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask, as in
@@ -112,15 +112,15 @@ def build_batch(
 
     Args:
         pool: The pool of the leases.
-        leases: One per sequence, each long enough for ``starts[b] + counts[b]`` tokens.
+        leases: One lease per sequence, each long enough for ``starts[b] + counts[b]`` tokens.
         starts: Token index of each sequence's first row. Its rows use the slots of the indices
             ``[start, start + count)``.
         counts: Number of rows of each sequence, ≥ 1.
         ancestors: ``[sum(counts), words] int32`` masks of tree rows (bit j is token index prefix_len + j), or
             None for causal rows.
-        prefix_lens: Number of tokens that all rows of a sequence see. Defaults to `starts`. It is smaller
-            than the start if a tree grows level by level: the earlier levels then lie between the prefix and
-            the start, and rows see them through their mask bits only.
+        prefix_lens: Number of tokens that all rows of a sequence see. Defaults to `starts`. The number is
+            smaller than the start if a tree grows level by level. The earlier levels then lie between the
+            prefix and the start, and rows see these levels through mask bits only.
 
     Raises:
         ValueError: A lease is too short.
@@ -167,11 +167,11 @@ def pack_rows(padded: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 def causal_ancestors(count: int, words: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return causal masks ``[count, words] int32``: row i has bits 0…i.
 
-    For batches that mix causal and tree rows.
+    Use these masks in batches that mix causal and tree rows.
 
     Args:
         count: Number of rows, at most ``32 * words``.
-        words: Mask words per row, as for the batch's widest tree.
+        words: Mask words per row. The batch's widest tree determines the number.
         device: Device of the masks.
 
     Raises:
@@ -188,7 +188,7 @@ def causal_ancestors(count: int, words: int, device: torch.device | str = "cpu")
 def visible_columns(ancestors: torch.Tensor, num_columns: int) -> torch.Tensor:
     """Unpack mask words ``[rows, words] int32`` into ``[rows, num_columns] bool``.
 
-    Missing columns are False.
+    Columns past the last mask bit are False.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=ancestors.device)
     bits = ((ancestors[:, :, None] >> shifts) & 1).flatten(1).bool()  # [rows, 32 * words]

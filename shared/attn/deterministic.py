@@ -60,7 +60,7 @@ class DeterministicAttention:
         assert self._slots is not None
         k_plane = pool.k_planes[layer]
         v_plane = k_plane if pool.latent else pool.v_planes[layer]
-        kv_store(k, v, k_plane, v_plane, self._slots)  # A latent pool stores the same plane twice.
+        kv_store(k, v, k_plane, v_plane, self._slots)  # In a latent pool, both planes are the same.
         batch = self._batch
         out = path_attention(
             q,

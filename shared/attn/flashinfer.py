@@ -3,7 +3,7 @@
 Only this file imports FlashInfer.
 
 FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. Therefore, this
-backend cannot run in CUDA graphs, and a round cannot be launched before the previous one is read (see
+backend cannot run in CUDA graphs, and a round cannot be launched before the previous round is read (see
 `create.waits_for_device`).
 
 Trees are passed as custom masks in unpacked form. FlashInfer 0.6.11 reads the bit offsets of packed masks as
@@ -37,7 +37,7 @@ class _Layout:
             ``pages[page_start[b]:page_start[b + 1]]``.
         pages: ``[pages in use] int32``.
         last_page_lens: ``[sequences] int32``, number of tokens in each last page.
-        mask: ``[sum of rows * tokens] bool``, by sequence and then by row; None for causal rows.
+        mask: ``[sum of rows * tokens] bool``, by sequence and then by row. None for causal rows.
         rows: Number of rows that belong to a sequence. Later rows are padding.
     """
 
@@ -113,7 +113,8 @@ class FlashInferAttention:
         """Store K/V, then attend (see `AttentionBackend.run`).
 
         Raises:
-            ConfigurationError: The model needs a feature that this backend lacks. The message names it.
+            ConfigurationError: The model needs a feature that this backend lacks. The message names the
+                feature.
         """
         assert self._batch is not None, "plan() comes before run()"
         self._check(q, pool, window, sinks)
@@ -130,8 +131,8 @@ class FlashInferAttention:
         return torch.nn.functional.pad(out.flatten(1), (0, 0, 0, padding)) if padding else out.flatten(1)
 
     def _plan_variant(self, variant: _Variant, layout: _Layout, page_size: int) -> Any:
-        # FlashInfer's automatic choice depends on the mask, and a wrapper never changes its backend. fa2
-        # supports both cases.
+        # Choose fa2, which works with and without a mask. FlashInfer's automatic choice depends on the mask,
+        # but a wrapper never changes its backend.
         wrapper = self._wrappers.get(variant)
         if wrapper is None:
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")

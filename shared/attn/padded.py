@@ -2,8 +2,8 @@
 
 All inputs are at fixed addresses. A graph serves any number of rows up to its own.
 
-Padding is at the front, because causal rows are counted from the end: the last row is then always the newest
-token. Results of padding rows are ignored, and their K/V is not stored.
+Padding is at the front, because causal rows are counted from the end. The last row is therefore always the
+newest token. Results of padding rows are ignored, and their K/V is not stored.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from outrider.shared.kv.pool import KVPool
 
 
 class PaddedRows:
-    """Inputs of a pass over at most `size` rows. They share one buffer, so one copy from the host fills it.
+    """Inputs of a pass over at most `size` rows. One copy from the host fills their buffer.
 
     Args:
         size: Rows of the pass.
         pages: Columns of the page table.
         pool: The pool that stores the rows' K/V.
-        extra: Number of further 32-bit words for the caller. They are 8-byte aligned.
+        extra: Number of further 32-bit words for the caller. The words are 8-byte aligned.
 
     Attributes:
-        size, pages: The arguments.
+        size, pages: The arguments of the same names.
         tokens: ``[size] int32``.
         positions: ``[size] int32``.
         batch: The batch to plan attention with.

@@ -20,14 +20,14 @@ class _Sequence:
     """One sequence of the planned step, on the host.
 
     Attributes:
-        rows: Its rows of the batch.
-        prefix_len, kv_len: Number of tokens that all its rows see, and that any of them may see.
-        views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, if its pages are consecutive;
-            else empty.
-        pages: ``[pages in use] int64``, to gather K and V if they are not.
-        mask: ``[rows, kv_len]``, added to the scores; None if every row sees everything.
-        windowed: Per window size, the first visible token index and the mask from there on. Filled by the
-            first layer that uses the window.
+        rows: The sequence's rows of the batch.
+        prefix_len, kv_len: Number of tokens that every row sees, and largest number that a row may see.
+        views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, if the sequence's pages are
+            consecutive. Otherwise empty.
+        pages: ``[pages in use] int64``. Needed to gather K and V if the pages are not consecutive.
+        mask: ``[rows, kv_len]``, added to the scores. None if every row sees all tokens.
+        windowed: Per window size, the first visible token index and the mask from that index on. Filled by
+            the first layer that uses the window.
     """
 
     rows: slice
@@ -46,8 +46,8 @@ class _Plan:
     Attributes:
         sequences: The sequences in the order of their rows.
         stores: K and V of every layer at the step's slots, ``[1, kv_heads, rows, head_dim]`` each, if the
-            slots are consecutive; else empty.
-        slots: ``[stored rows] int64``, the slots if they are not.
+            slots are consecutive. Otherwise empty.
+        slots: ``[stored rows] int64``. Needed to store K and V if the slots are not consecutive.
         stored_rows: ``[stored rows] int64`` if some rows are not stored, else None.
     """
 
@@ -119,7 +119,7 @@ def _attend(
 ) -> torch.Tensor:
     """Return ``[rows, heads * head_dim]`` for the queries ``[1, heads, rows, head_dim]`` of one sequence.
 
-    Tokens before index `first` are skipped; the mask starts at `first`.
+    Tokens before index `first` are skipped, so the mask starts at `first`.
     """
     if sequence.views:
         keys, values = sequence.views[2 * layer], sequence.views[2 * layer + 1]
@@ -174,14 +174,15 @@ def _attend_by_scores(
 
 
 def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[int, torch.Tensor | None]:
-    """Return the first token index that any row sees within the window, and the mask from there on."""
+    """Return the first token index that any row sees within the window, and the mask from that index on."""
     known = sequence.windowed.get(window)
     if known is not None:
         return known
     count, kv_len = sequence.rows.stop - sequence.rows.start, sequence.kv_len
     device = batch.slots.device
     # A causal row's position is its index. A tree row's position is its prefix plus its number of ancestors.
-    # For tree rows, `index` has the positions of their ancestors, which count back from the row's own.
+    # For tree rows, `index` has the positions of the row's ancestors, counted back from the row's own
+    # position.
     index = torch.arange(kv_len, device=device).expand(count, -1)
     if batch.ancestors is None:
         positions = index[0, kv_len - count :]
@@ -195,7 +196,7 @@ def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[
         index = torch.cat([index[:, :cut], cut + path - 1], dim=-1)
     first = max(0, min(int(positions.min()) - window + 1, cut))
     hidden = index[:, first:] <= positions[:, None] - window
-    # If there is no mask, there is one causal row, and everything outside its window lies before `first`.
+    # Without a mask, the only row is causal, and all tokens outside its window lie before `first`.
     mask = None if sequence.mask is None else sequence.mask[:, first:].masked_fill(hidden, float("-inf"))
     sequence.windowed[window] = first, mask
     return first, mask
@@ -243,7 +244,7 @@ def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan
 
 
 def _views(pool: KVPool, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
-    """Return K and V of every layer as `KVPool.slot_views` does. In a latent pool both are the same view."""
+    """Return K and V of every layer (see `KVPool.slot_views`). With a latent, K and V are the same view."""
     views = pool.slot_views(first_slot, count)
     return tuple(view for view in views for _ in range(2)) if pool.latent else views
 
@@ -266,8 +267,8 @@ def _mask(
             return None
         hidden = torch.ones(count, kv_len, dtype=torch.bool, device=device).triu(kv_len - count + 1)
     elif device.type == "cpu":
-        # numpy's overhead is a third of torch's. It dominates here, and a draft pays it for every level of a
-        # tree.
+        # Use numpy, because its overhead is a third of torch's. The overhead dominates here, and a draft pays
+        # for it at every level of a tree.
         bits = np.unpackbits(
             batch.ancestors[rows].contiguous().numpy().view(np.uint8), axis=1, bitorder="little"
         )

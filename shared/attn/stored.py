@@ -13,7 +13,7 @@ from outrider.shared.kv.pool import KVPool
 class StoredAttention(ABC):
     """An `AttentionBackend` that can attend without storing K/V.
 
-    It is an abstract class rather than a Protocol because every pass runs `isinstance` on it.
+    This is an abstract class rather than a Protocol because every pass runs `isinstance` on it.
     """
 
     @abstractmethod

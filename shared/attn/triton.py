@@ -40,7 +40,7 @@ class KernelAttention(StoredAttention):
     ) -> torch.Tensor:
         """Store K/V, then attend (see `AttentionBackend.run`)."""
         k_plane, v_plane = _planes(pool, layer)
-        kv_store(k, v, k_plane, v_plane, self.slots)  # A latent pool stores the same plane twice.
+        kv_store(k, v, k_plane, v_plane, self.slots)  # In a latent pool, both planes are the same.
         return self.attend(layer, q, pool, scale, window, sinks, softcap)
 
     @property
@@ -84,5 +84,5 @@ class KernelAttention(StoredAttention):
 
 
 def _planes(pool: KVPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the planes of K and V. In a latent pool both are the same plane."""
+    """Return the planes of K and V. In a latent pool, both planes are the same."""
     return pool.k_planes[layer], pool.k_planes[layer] if pool.latent else pool.v_planes[layer]

@@ -9,7 +9,7 @@ Each page of a pool is in exactly one of two states:
     held         one PageLease   PageLease.release(), PageLease.shrink(), or leaving the lease's `with` block
 
 A page is in at most one lease. ``free_pages + held_pages == num_pages`` holds after every call, and
-`PageAllocator.check` asserts it. No other code keeps page numbers after their lease has ended.
+`PageAllocator.check` asserts this equation. No other code keeps page numbers after their lease has ended.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class PageAllocator:
     that attention on the CPU can read K/V in place:
 
     - A lease grows into the page after its last one if that is free.
-    - A new lease starts in the middle of the largest run, which leaves room to grow for the lease before the
-      run. It starts at the beginning of the run if that is page 0, or if the second half is too short.
+    - A new lease starts in the middle of the largest run, so that the lease before the run can still grow.
+      The new lease starts at the beginning of the run if that is page 0, or if the second half is too short.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -49,7 +49,7 @@ class PageAllocator:
         return sum(len(lease.pages) for lease in self._leases)
 
     def allocate(self, n: int) -> PageLease | None:
-        """Lease `n` ≥ 0 pages. Return None and change nothing if fewer are free."""
+        """Lease `n` ≥ 0 pages. Return None and change nothing if fewer pages are free."""
         pages = self._take(n, after=None)
         if pages is None:
             return None
@@ -79,7 +79,7 @@ class PageAllocator:
         assert self.free_pages + self.held_pages == self.num_pages
 
     def _take(self, n: int, after: int | None) -> list[int] | None:
-        """Remove `n` pages from the free runs, starting with those that follow page `after`."""
+        """Remove `n` pages from the free runs, starting with the pages that follow page `after`."""
         if n < 0:
             raise ValueError(f"cannot take {n} pages")
         if n > self._free:
@@ -104,7 +104,7 @@ class PageAllocator:
         middle = start + (end - start) // 2
         if start == 0 or middle == start or end - middle < n:
             return start
-        # The lease before this run may still grow. Leave it half of the run.
+        # The lease before this run may still grow, so leave half of the run for that lease.
         self._run_ends[start] = middle
         self._insert_run(middle, end)
         return middle
@@ -143,7 +143,7 @@ class PageLease:
     leases. A ``with`` statement releases the lease at its end.
 
     Attributes:
-        pages: The page numbers; empty after release. Only the lease itself may modify the list.
+        pages: The page numbers. Empty after release. Only the lease itself may modify the list.
         version: Changes whenever `pages` changes, so that callers can cache copies of the page table.
     """
 
@@ -160,7 +160,7 @@ class PageLease:
         return self not in self._allocator._leases
 
     def extend(self, n: int) -> bool:
-        """Append `n` ≥ 0 further pages. Return False and change nothing if fewer are free."""
+        """Append `n` ≥ 0 further pages. Return False and change nothing if fewer pages are free."""
         if self.released:
             raise ValueError("the lease was released; allocate a new one")
         pages = self._allocator._take(n, after=self.pages[-1] if self.pages else None)
@@ -171,7 +171,7 @@ class PageLease:
         return True
 
     def shrink(self, num_pages: int) -> None:
-        """Keep the first `num_pages` pages and free the others. A shorter lease stays as it is."""
+        """Keep the first `num_pages` pages and free all later pages. A shorter lease does not change."""
         kept, dropped = self.pages[:num_pages], self.pages[num_pages:]
         if dropped:
             self.pages = kept

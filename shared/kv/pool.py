@@ -38,11 +38,11 @@ class KVPool:
         kv_heads, head_dim: Shape of one token's K (and V) in one layer.
         dtype: Element type of feature rows, and of K and V unless `kv_dtype` is given.
         device: Device of the planes.
-        feature_size: Width of a feature row; 0 for no feature plane.
+        feature_size: Width of a feature row. 0 means that there is no feature plane.
         latent: True if a layer has one latent plane instead of two. `k_planes` then contains the latents,
             `v_planes` is empty, and values are read from the keys.
-        kv_dtype: Element type of K and V. FP8 takes half the memory; `kernels.tree_attention` and
-            `kernels.path_attention` can read it.
+        kv_dtype: Element type of K and V. FP8 takes half the memory. `kernels.tree_attention` and
+            `kernels.path_attention` can read FP8.
 
     Raises:
         ConfigurationError: The device has too little memory.
@@ -73,7 +73,7 @@ class KVPool:
         self.device = torch.device(device)
         self.latent = latent
         self.allocator = PageAllocator(num_pages)
-        # [layers, 2, num_pages, page_size, kv_heads, head_dim]; one plane per layer with a latent
+        # [layers, 2, num_pages, page_size, kv_heads, head_dim]; with a latent, each layer has one plane
         self._storage = self._allocate(
             self.kv_dtype, layers, 1 if latent else 2, num_pages, page_size, kv_heads, head_dim
         )
@@ -96,7 +96,7 @@ class KVPool:
 
     @property
     def feature_size(self) -> int:
-        """Width of a feature row; 0 if there is no feature plane."""
+        """Width of a feature row, or 0 if there is no feature plane."""
         return 0 if self.features is None else self.features.shape[-1]
 
     @property
@@ -113,7 +113,10 @@ class KVPool:
         )
 
     def resize_features(self, feature_size: int) -> None:
-        """Replace the feature plane by an empty one of this width (0: none). All stored rows are lost."""
+        """Replace the feature plane by an empty plane of this width. All stored rows are lost.
+
+        A width of 0 removes the plane.
+        """
         self.features = None  # Free its memory before allocating the next plane.
         if feature_size:
             self.features = self._allocate(self.dtype, self.num_pages, self.page_size, feature_size)
@@ -157,8 +160,9 @@ class KVPool:
     def slot_views(self, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
         """Return views of `count` consecutive slots in all layers, each ``[1, kv_heads, count, head_dim]``.
 
-        They share the planes' memory. Their order is K of layer 0, V of layer 0, K of layer 1, …; a latent
-        pool has one view per layer. One call per step is cheaper than several calls per layer.
+        The views share the planes' memory. Their order is K of layer 0, V of layer 0, K of layer 1, and so
+        on. In a latent pool, there is one view per layer. One call per step is cheaper than calls in each
+        layer.
         """
         token = self.kv_heads * self.head_dim
         plane = self.num_pages * self.page_size * token
@@ -212,7 +216,7 @@ class KVPool:
         return slots
 
     def slot_array(self, lease: PageLease, start: int, stop: int) -> np.ndarray:
-        """Return the result of `token_slots` as ``[stop - start] int64``. Faster for many tokens."""
+        """Return the result of `token_slots` as ``[stop - start] int64``. This is faster for many tokens."""
         index = np.arange(start, stop)
         return (
             np.asarray(lease.pages, dtype=np.int64)[index // self.page_size] * self.page_size
@@ -225,7 +229,7 @@ class KVPool:
         self.features.view(-1, self.feature_size).index_copy_(0, slots, rows.to(self.dtype))
 
     def store_some_features(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write feature rows like `store_features`. Slot -1 stores nothing. Never waits for a GPU."""
+        """Write feature rows like `store_features`, but skip rows with slot -1. Never waits for a GPU."""
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         plane = self.features[:, :, None]  # one head per token
         rows = rows[:, None]

@@ -1,7 +1,8 @@
-"""The control channel: one TCP connection from each rank to rank 0. Commands go out and reports come back.
+"""The control channel of each rank; a rank's process ends when rank 0 is gone (`beat_until_gone`).
 
-A frame is a length of four bytes, followed by that many bytes. A closed connection reveals a dead process.
-Regular heartbeats ("beats") distinguish a stopped process from one that has nothing to send.
+Each rank has one TCP connection to rank 0. Rank 0 sends commands, and the rank sends reports. A frame is a
+length of four bytes, followed by that many bytes. A closed connection reveals a dead process. Regular
+heartbeats ("beats") distinguish a stopped process from a process that has nothing to send.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RankReport:
 
 
 class RankConnection:
-    """Frames over a socket. One thread may receive; any thread may send.
+    """Frames over a socket. Only one thread may receive, but any thread may send.
 
     Attributes:
         awake_s: Seconds for which `receive` polls the socket before it blocks. Waking a sleeping core takes
@@ -187,12 +188,12 @@ def accept_ranks(
     """Listen, publish the address in the store, and wait for ranks 1 … size - 1.
 
     Args:
-        store: The ranks' common store. It receives the address and a secret, which keeps strangers from
-            taking a rank's place.
+        store: The ranks' common store. It receives the address and a secret. The secret keeps other programs
+            from connecting as a rank.
         host: This machine's address as seen by the other ranks.
         size: Number of ranks.
         timeout_s: Time limit for all ranks together.
-        check: Called repeatedly during the wait. Raises to give up, for example because a process died.
+        check: Called repeatedly during the wait. Raises an error to give up, for example if a process died.
 
     Raises:
         UnavailableError: Some ranks did not connect in time.
@@ -235,8 +236,8 @@ def accept_ranks(
 def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
     """Connect this rank to rank 0. Wait until rank 0 has put its address in the store.
 
-    A store can outlive the ranks, as torchrun's does when torchrun restarts them. It then still contains the
-    address of the previous rank 0, where nothing listens. This function therefore retries.
+    A store can outlive the ranks, as torchrun's store does when torchrun restarts the ranks. The store then
+    still contains the address of the previous rank 0, where nothing listens. This function therefore retries.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.
@@ -261,8 +262,8 @@ def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
 def store_of_these(store: Store) -> Store:
     """Return a section of the store that no earlier set of ranks has used.
 
-    The ranks must be connected already. The section is named after their secret. torchrun's restart count
-    cannot name it, because each host counts only the restarts that its own failures caused.
+    The ranks must be connected already. The section is named after the ranks' secret. torchrun's restart
+    count is not a suitable name, because each host counts only the restarts that its own failures caused.
     """
     return PrefixStore(bytes(store.get(ADDRESS_KEY)).decode().split(" ")[2], store)
 
@@ -274,7 +275,7 @@ def beat_until_gone(connection: RankConnection, grace_s: float) -> None:
 
     Args:
         connection: The connection to rank 0.
-        grace_s: Seconds left for an orderly exit before the process is ended.
+        grace_s: Seconds that the process has for an orderly exit before this thread ends it.
     """
     threading.Thread(target=_beat, args=(connection, grace_s), name="tp-beat", daemon=True).start()
 

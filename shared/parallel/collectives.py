@@ -48,7 +48,7 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy rank 0's tensor into the (contiguous) tensors of the other ranks."""
+        """Copy rank 0's tensor into the tensors of the other ranks, which must be contiguous."""
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -123,7 +123,7 @@ class TorchCollectives:
         return out
 
     def lost(self) -> bool:
-        """Return False: a late rank makes these collectives fail instead."""
+        """Return False, because a late rank makes these collectives fail instead."""
         return False
 
     @property

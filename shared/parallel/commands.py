@@ -1,6 +1,6 @@
 """The commands that rank 0 sends to the other ranks on the control channel.
 
-Commands contain no tensors. Rank 0 broadcasts the tensors of a command right after it.
+Commands contain no tensors. Rank 0 broadcasts the tensors of a command right after the command.
 
 A command is encoded as one byte for its kind, followed by its fields as 64-bit integers. Every rank runs the
 commands in order, so all ranks make the same collective calls.
@@ -28,9 +28,9 @@ class Forward:
 
     Attributes:
         rows, bs, max_pages: Number of token rows, and the page table's shape.
-        mask_words: Words per ancestor mask; 0 for causal rows.
+        mask_words: Words per ancestor mask. 0 stands for causal rows.
         wide_tokens, wide_positions: 1 if the tensor is int64, 0 if it is int32.
-        max_query_len, max_kv_len: As in `AttentionBatch`.
+        max_query_len, max_kv_len: The attributes of `AttentionBatch`.
     """
 
     rows: int
@@ -48,8 +48,8 @@ class Logits:
     """Compute this rank's columns of the logits and send them to rank 0.
 
     Attributes:
-        rows: Rows of hidden states, which follow by broadcast. 0 stands for all rows of the last forward
-            pass; every rank has those.
+        rows: Number of rows of hidden states, which follow by broadcast. 0 stands for all rows of the last
+            forward pass, which every rank already has.
         best_only: 1 to send only the best value and token id of each row instead of all columns.
     """
 
@@ -59,12 +59,12 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Compact:
-    """Move the accepted rows in the pool. The path and the counts follow by broadcast.
+    """Move the accepted rows in the pool. The accepted paths and their lengths follow by broadcast.
 
     Attributes:
-        bs, width: Shape of the path.
-        max_pages: Width of the page table, which then follows as well, together with the cached lengths.
-            0 means that both are those of the last forward pass.
+        bs, width: Shape of the tensor of paths.
+        max_pages: Width of the page table. The page table and the cached lengths then follow too. 0 means
+            that the ranks use the page table and the cached lengths of the last forward pass.
     """
 
     bs: int
@@ -74,7 +74,7 @@ class Compact:
 
 @dataclass(frozen=True, slots=True)
 class Scrub:
-    """Zero pages. Their numbers follow by broadcast."""
+    """Zero pages. The page numbers follow by broadcast."""
 
     num_pages: int
 

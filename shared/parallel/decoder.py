@@ -20,24 +20,24 @@ from outrider.shared.parallel.reduce import Reduce
 from outrider.shared.parallel.shard import Shard, ShardedSource
 
 HeadReader = Callable[[], torch.Tensor]
-"""Reads the whole output head ``[vocab, hidden]`` for a draft that borrows it."""
+"""Reads the whole output head ``[vocab, hidden]`` for a draft that borrows the head."""
 
 
 class ShardedDecoder(Decoder):
     """This rank's share of a `Decoder`. `config` describes the whole model.
 
-    All ranks must run `forward` together, because it sums over them. `columns` returns this rank's part of
-    the logits.
+    All ranks must run `forward` together, because it sums over the ranks. `columns` returns this rank's part
+    of the logits.
 
     Args:
         shard: This rank's share.
         collectives: Collectives over all ranks.
         embedding: ``[vocab, hidden]``, whole.
-        layers: Layers with this rank's sizes, which sum over the ranks.
+        layers: Layers with this rank's sizes. Each layer sums its results over the ranks.
         norm: The final norm.
         head: ``[vocabulary_rows, hidden]``, this rank's rows of the output head.
         fingerprint: Fingerprint of the whole model.
-        reduce: The layers' sum over the ranks.
+        reduce: Computes the layers' sums over the ranks.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ShardedDecoder(Decoder):
             self.fused.reduce = self.reduce
 
     def quantize(self) -> None:
-        """Compute this rank's products in FP8 from now on. Call it on every rank.
+        """Compute this rank's products in FP8 from now on. Call this method on every rank.
 
         This rank's columns of o and down get their own scales.
 
@@ -96,7 +96,9 @@ class ShardedDecoder(Decoder):
 
     @torch.inference_mode()
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the best of this rank's columns for each row as ``[rows, 2] int32``.
+        """Return the best value of each row among this rank's columns, with its token id.
+
+        The result is ``[rows, 2] int32``.
 
         The first number has the bits of the fp32 value. The second is the token id, or -1 if `choose_tokens`
         rejects the row's logits (NaN or infinite).
@@ -137,8 +139,8 @@ class ShardedDecoder(Decoder):
 def best_of(gathered: torch.Tensor) -> torch.Tensor:
     """Return the greedy token of each row, ``[rows] int64``, from all ranks' results of `best`.
 
-    The result equals that of `choose_tokens`. Ties go to the lowest id. A row is -1 if
-    any rank's `best` is -1.
+    The result equals the result of `choose_tokens`. In a tie, the lowest id wins. A row's token is -1 if any
+    rank's `best` is -1.
 
     Args:
         gathered: ``[ranks, rows, 2] int32``.
@@ -160,7 +162,7 @@ def build_rank(
     reduce: Reduce,
     on_layer: OnLayer | None = None,
 ) -> Rank:
-    """Make a rank's decoder from a source of whole tensors, each of which is cut on the device.
+    """Make a rank's decoder from a source of whole tensors. Each tensor is cut on the device.
 
     `on_layer` is called for each layer, as in `load_decoder`.
     """

@@ -1,4 +1,4 @@
-"""Rank 0's control of the other ranks: sends them commands, and notices when one is dead, silent or stuck.
+"""Rank 0's control of the other ranks: sends commands, and notices when a rank is dead, silent or stuck.
 
 A rank reports a regular heartbeat (a "beat", see `channel`). A rank without beats is considered lost.
 """
@@ -22,9 +22,9 @@ from outrider.shared.parallel.channel import BEAT_S, RankConnection, ReportKind
 from outrider.shared.parallel.commands import Command, Stop, encode
 
 SILENT_BEATS = 15
-"""Number of silent beats after which a rank is considered stopped or cut off."""
+"""Number of missed beats after which a rank is considered stopped or cut off."""
 QUIET_BEATS = 3
-"""Number of silent beats after which a rank is blamed for an error that occurs anyway."""
+"""When an error occurs, a rank that has missed this many beats is blamed for the error."""
 NOTICE_S = 1.0
 
 _LIBRARY_PLACE = re.compile(r"\[[^\]]*\.(cc|cpp|h|hpp|cu):\d+\]")
@@ -37,11 +37,11 @@ class Lead:
     """Sends commands to the other ranks in order, and fails the group permanently when a rank is lost.
 
     Args:
-        connections: One per rank, from rank 1 on.
-        on_failure: Called once, from the thread that notices, when a rank is lost or out of step. Nothing can
+        connections: One connection per rank, starting with rank 1.
+        on_failure: Called once when a rank is lost or out of step, from the thread that notices. Nothing can
             be computed afterwards, and a running collective may never return, so the process has to end.
         step_timeout_s: Longest time between two commands of a step (see `step`). Unlimited by default.
-        bounded: True if the collectives inside `together` time out by themselves, as gloo's do. NCCL's
+        bounded: True if the collectives inside `together` time out by themselves, as with gloo. With NCCL,
             collectives in a CUDA graph wait forever.
     """
 
@@ -104,7 +104,7 @@ class Lead:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch the `with` block: the group fails if it does not return in time. Use it from one thread."""
+        """Fail the group if the `with` block does not finish in time. Use this from one thread."""
         # A thread that waits for the device cannot be woken, so `_watch` fails the group from its own thread.
         self._step_beats = 0
         self._in_step = True
@@ -196,7 +196,7 @@ class Lead:
     def _explained(self, command: Command, error: BaseException) -> OutriderError:
         """Return the error to report when rank 0 fails during a command.
 
-        A collective usually fails because a rank is lost, so give the beats time to show which one.
+        A collective usually fails because a rank is lost, so wait until the beats can show which rank it is.
         """
         self._noticed.wait(NOTICE_S)
         for _ in range(QUIET_BEATS):

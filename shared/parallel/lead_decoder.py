@@ -1,7 +1,7 @@
-"""Rank 0's decoder and K/V pool, which the engine uses: each call also runs on the other ranks.
+"""Rank 0's decoder and K/V pool, which the engine uses. Each call also runs on the other ranks.
 
-`LeadDecoder` also reports the engine's CUDA graphs to the other ranks, which record and replay their own
-graphs in step.
+`LeadDecoder` also reports the engine's CUDA graphs to the other ranks. The other ranks record and replay
+their own graphs at the same points.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ POOL_TIMEOUT_S = 120.0
 
 
 class LeadDecoder(ShardedDecoder):
-    """Rank 0's `ShardedDecoder`, used like any other `Decoder` by one thread at a time, after `connect`.
+    """Rank 0's `ShardedDecoder`. Call `connect` first, and then use it like any other `Decoder`.
 
-    It also observes the engine's CUDA graphs, so that the other ranks record and replay theirs in step.
+    Only one thread at a time may use this decoder. The decoder also observes the engine's CUDA graphs, so
+    that the other ranks record and replay their own graphs at the same points.
     """
 
     _lead: Lead
@@ -46,7 +47,7 @@ class LeadDecoder(ShardedDecoder):
     _last: tuple[torch.Tensor, AttentionBatch] | None = None
 
     def connect(self, lead: Lead, read_head: HeadReader) -> None:
-        """Attach the other ranks. `read_head` reads the output head for drafts that borrow it."""
+        """Attach the other ranks. `read_head` reads the output head for drafts that borrow the head."""
         self._lead = lead
         self._read_head = read_head
 
@@ -69,7 +70,7 @@ class LeadDecoder(ShardedDecoder):
         return pool
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight. The output head is read from disk again, since no rank stores it whole."""
+        """Return a weight. The output head is read from disk again, because no rank stores it whole."""
         if name == LM_HEAD and not self.config.tie_word_embeddings:
             assert self._read_head is not None
             return self._read_head()
@@ -106,7 +107,7 @@ class LeadDecoder(ShardedDecoder):
     def choose(
         self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Choose tokens. If all rows are greedy, ranks send their best values and ids instead of columns."""
+        """Choose tokens. If all rows are greedy, ranks send only their best values and ids, not columns."""
         if not sampling.all_greedy:
             return choose_tokens(self.logits(hidden), sampling, positions)
         with self._together_on(hidden, best_only=True):
@@ -132,8 +133,8 @@ class LeadDecoder(ShardedDecoder):
     def spread_scrub(self, pages: torch.Tensor) -> None:
         """Make the other ranks zero pages.
 
-        Pages are scrubbed after invalid logits. If those came from missing another rank's data, and not from
-        the model, fail the group instead.
+        Pages are scrubbed after invalid logits. If the logits are invalid because this rank missed another
+        rank's data, fail the group instead.
         """
         if self.collectives.lost():
             raise self._lead.fail(missed(0))
@@ -144,7 +145,7 @@ class LeadDecoder(ShardedDecoder):
         """Watch the `with` block, as `Lead.step` does."""
         return self._lead.step()
 
-    # `GraphObserver`: the other ranks record, launch and drop the graphs of the same numbers.
+    # `GraphObserver`: the other ranks record, launch and drop their graphs with the same numbers.
 
     def recording(self, graph: int) -> None:
         self._lead.send(Record(graph))
@@ -165,7 +166,8 @@ class LeadDecoder(ShardedDecoder):
     def _together_on(self, hidden: torch.Tensor, best_only: bool) -> Iterator[None]:
         """Make the other ranks compute logits of these rows.
 
-        The rows are broadcast unless they are exactly those of the last forward pass, which every rank has.
+        The rows are broadcast, unless they are exactly the rows of the last forward pass. Every rank
+        already has the rows of the last pass.
         """
         known = self._last is not None and hidden is self._last[0]
         with self._lead.together(Logits(0 if known else hidden.shape[0], int(best_only))):
@@ -175,7 +177,7 @@ class LeadDecoder(ShardedDecoder):
 
 
 class SpreadPool(KVPool):
-    """Rank 0's part of a pool with planes on all ranks. Operations on its rows run on all of them."""
+    """Rank 0's part of a pool with planes on all ranks. Operations on rows run on all ranks."""
 
     _decoder: LeadDecoder
 

@@ -10,12 +10,12 @@ from outrider.shared.parallel.reduce import Reduce
 
 
 class RowParallelLinear(Linear):
-    """A rank's columns of a matrix. Calling it returns the whole product on every rank.
+    """A rank's columns of a matrix. A call returns the whole product on every rank.
 
     Args:
-        inner: ``[out, in / ranks]``. Every rank has the whole bias. It is moved to this object and added
-            after the sum.
-        reduce: Sums over the ranks.
+        inner: This rank's columns, ``[out, in / ranks]``. Every rank has the whole bias. The bias is moved to
+            this object and added after the sum.
+        reduce: Computes the sum over the ranks.
     """
 
     __slots__ = ("_inner", "_reduce")
@@ -62,11 +62,11 @@ class RowParallelLinear(Linear):
 
 
 class RowParallelMLP:
-    """An MLP or experts whose intermediate dimension is split over the ranks, which sum their outputs.
+    """An MLP or experts whose intermediate dimension is split over the ranks. The ranks sum their outputs.
 
     Args:
         inner: This rank's part.
-        reduce: Sums over the ranks.
+        reduce: Computes the sum over the ranks.
     """
 
     __slots__ = ("_inner", "_reduce")

@@ -42,7 +42,7 @@ class StepInputs:
         )
 
     def pack(self) -> torch.Tensor:
-        """Return the inputs as one int32 vector. Takes a single copy on the device."""
+        """Return the inputs as one int32 vector. This takes a single copy on the device."""
         batch = self.batch
         lengths = [batch.page_table, batch.prefix_lens, batch.kv_lens, batch.query_start]
         masks = [] if batch.ancestors is None else [batch.ancestors]

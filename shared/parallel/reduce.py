@@ -20,7 +20,7 @@ from outrider.shared.parallel.collectives import Collectives
 SUMMED_PARTS_BYTES = 128 << 10
 """Largest product, in bytes, whose parts are summed over the ranks separately.
 
-Up to this size, that takes less time than adding the parts up first, which costs another launch.
+Up to this size, separate sums take less time than adding the parts first, which takes another launch.
 """
 
 
@@ -36,9 +36,9 @@ class ReduceKind(Enum):
     """How ranks exchange data.
 
     Attributes:
-        AUTO: Small sums and messages through peer memory, if the GPUs can access it and a trial succeeds.
-        ONE_SHOT: Small sums by the kernel of torch's symmetric memory, everything else by the group (NCCL).
-        GROUP: Everything by the group.
+        AUTO: Small sums and messages use peer memory, if the GPUs can access it and a trial succeeds.
+        ONE_SHOT: Small sums use the kernel of torch's symmetric memory. The group (NCCL) does the rest.
+        GROUP: The group does everything.
     """
 
     AUTO = "auto"

@@ -1,4 +1,4 @@
-"""Splits weights over the ranks: one rank's share, as in Megatron-LM (arXiv 1909.08053, section 3).
+"""Splits weights over the ranks and cuts out a rank's share, as in Megatron-LM (arXiv 1909.08053, section 3).
 
 - Column-parallel (the rows of the weight are split): q, k, v, gate, up and lm_head.
 - Row-parallel (the columns are split, and the products are summed over the ranks): o and down. Their biases
@@ -6,9 +6,9 @@
 - Whole on every rank: the embedding and the norms.
 - With fewer K/V heads than ranks, several ranks store the same K/V head.
 - In latent attention, the projections out of and into the latent are split by heads. The projection that
-  makes the cached latent is whole.
-- Every rank has a part of each expert and the whole router, so that all ranks read the same amount of weights
-  whichever experts are chosen.
+  makes the cached latent is whole on every rank.
+- Every rank has the whole router and a part of each expert. All ranks therefore read the same amount of
+  weights, whichever experts are chosen.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _FUSED_EXPERTS = {
     "experts.down_proj_blocks": 2,
     "experts.down_proj_scales": 2,
 }
-"""Tensors that contain all experts, and the dimension that is the intermediate size.
+"""Maps tensors that contain all experts to the dimension that is the intermediate size.
 
-That dimension is twice as long in gate_up tensors, and it counts groups in MXFP4 tensors.
+In gate_up tensors, that dimension is twice as long. In MXFP4 tensors, it counts groups.
 """
 _SUMMED = "experts.down_proj_bias"
 """Every rank's product includes this bias, but the sum must include it only once."""
@@ -123,7 +123,7 @@ class Shard:
     def part(self, name: str) -> tuple[int, Span] | None:
         """Return the split dimension of the tensor `name` and this rank's part of it.
 
-        None: the tensor is not split.
+        Return None if the tensor is not split.
         """
         if name.endswith(_QUERY_ROWS) or name.endswith(_MLP_ROWS):
             return 0, Span(self.rank, 1, self.size)
@@ -154,7 +154,7 @@ class ShardedSource:
     def take(
         self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return this rank's part of a tensor. `shape` is that of the part (see `TensorSource.take`)."""
+        """Return this rank's part of a tensor. `shape` is the part's shape (see `TensorSource.take`)."""
         part = self._shard.part(name)
         if part is None:
             tensor = self._source.take(name, shape, dtype=dtype, to=to)
@@ -220,9 +220,9 @@ def _refused(problem: str) -> ConfigurationError:
 
 
 def _expert_columns(experts: ExpertsConfig | None, rank: int, size: int) -> Span:
-    """Return a rank's part of each expert, in whole grains of the checkpoint.
+    """Return a rank's part of each expert. A part is a multiple of the grain, the checkpoint's group size.
 
-    Parts may differ by one grain.
+    The parts of two ranks may differ by one grain.
     """
     if experts is None:
         return Span(0, 0, 0)

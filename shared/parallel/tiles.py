@@ -15,7 +15,9 @@ _WORD = 4
 
 
 def spread_tiles(collectives: Collectives, tried: Sequence[Tried], device: torch.device) -> list[Tried]:
-    """Use rank 0's tiles on every rank. Every rank calls it at the same point. Waits for the device.
+    """Use rank 0's tiles on every rank. Waits for the device.
+
+    Every rank must call this function at the same point.
 
     Args:
         collectives: Collectives over all ranks.

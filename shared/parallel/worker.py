@@ -119,7 +119,7 @@ class Worker:
                 raise AssertionError(f"{command} out of place")
 
     def _run_until_recorded(self) -> int:
-        """Run the commands of a capture. Return their number."""
+        """Run the commands of a capture. Return the number of commands."""
         count = 0
         while not isinstance(command := self._next(), GraphRecorded):
             self._execute(command)

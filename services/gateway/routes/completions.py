@@ -54,7 +54,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str) -> None:
-    """Reject text if there is no tokenizer, and text that cannot be encoded in UTF-8."""
+    """Reject text that cannot be encoded in UTF-8. Without a tokenizer, reject all text."""
     for prompt in batch:
         if isinstance(prompt, str):
             core.need_codec(field)

@@ -33,7 +33,7 @@ def core_of(request: Request) -> GatewayCore:
 
 
 def timeout_of(request: Request) -> float | None:
-    """Return the client's deadline in seconds, or None if there is no such header.
+    """Return the client's deadline in seconds, or None if the request has no deadline header.
 
     Raises:
         InvalidRequestError: If the header is not a positive number of milliseconds.
@@ -59,7 +59,7 @@ class ReplyHead:
 
     @classmethod
     def new(cls, prefix: str, kind: str, model: str, rid: str | None) -> ReplyHead:
-        """Create the head of a reply that begins now. `rid` is the client's own id, if it sent one."""
+        """Create the head of a reply that begins now. `rid` is the id that the client sent, if any."""
         return cls(rid or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
 
     def object_of(self, **fields: Any) -> dict[str, Any]:

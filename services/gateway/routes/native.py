@@ -31,7 +31,7 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     """Continue text or token ids.
 
     The reply to a batch, or to `n` above 1, is a list. As in SGLang, every event of a stream repeats all text
-    so far.
+    that has been generated so far.
     """
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
@@ -111,7 +111,7 @@ def _reply(core: GatewayCore, one: Completion, rid: str, trace: bool) -> dict[st
 def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, Any]:
     """Return SGLang's `meta_info`.
 
-    Its accept length is completion tokens per verify pass, so it includes the token of the prefill.
+    SGLang defines the accept length as completion tokens per verify pass, so the prefill's token counts too.
     """
     stats, usage = end.speculation, end.usage
     return {

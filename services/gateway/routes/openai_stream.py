@@ -22,8 +22,9 @@ class StreamShape:
 
     Attributes:
         choice: Returns the choice of a chunk.
-        opening: Returns the choice of a sequence's opening chunk, by index; None for no opening chunk.
-        include_usage: Whether to end with a usage chunk and to send ``usage: null`` in all others.
+        opening: Returns the choice of the opening chunk of the sequence with this index. Returns None if the
+            sequence has no opening chunk.
+        include_usage: Whether to end with a usage chunk and to send ``usage: null`` in all other chunks.
         with_ids: Whether to include token ids.
     """
 

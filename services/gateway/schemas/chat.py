@@ -11,7 +11,7 @@ from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.schemas.common import ZERO, Neutral, NeutralOnly, OpenAIRequest, StrictModel
 from outrider.shared.base.errors import InvalidRequestError
 
-# Template variables that clients may set. Others would let a client write outside its messages.
+# Template variables that clients may set. Any other variable could insert text outside the client's messages.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
 
 
@@ -49,7 +49,7 @@ class Message(NeutralOnly):
     tool_call_id: Neutral = None
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return the message as chat templates expect it.
+        """Return the message in the form that chat templates expect.
 
         Raises:
             InvalidRequestError: If a part of the message is not supported. The error names the part.
@@ -92,7 +92,7 @@ class Message(NeutralOnly):
 
 
 class ChatRequest(OpenAIRequest):
-    """The request body: OpenAI's fields, those of SGLang and vLLM that apply here, and `speculation`."""
+    """The request body: OpenAI's fields, the supported fields of SGLang and vLLM, and `speculation`."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIRequest.NEUTRAL,
@@ -114,7 +114,7 @@ class ChatRequest(OpenAIRequest):
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
-    # These have no effect without tools, reasoning parsers or predicted outputs.
+    # The next fields have no effect without tools, reasoning parsers or predicted outputs.
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     prediction: Any = None
@@ -131,10 +131,11 @@ class ChatRequest(OpenAIRequest):
     web_search_options: Neutral = None
 
     def token_limit(self) -> int | None:
-        """Return the client's limit of new tokens, or None. The client may use either name of the field.
+        """Return the client's limit of new tokens, or None.
 
+        The client may set `max_tokens` or `max_completion_tokens`.
         Raises:
-            InvalidRequestError: If both names are set to different values.
+            InvalidRequestError: If the two fields have different values.
         """
         if self.max_completion_tokens is None:
             return self.max_tokens
@@ -145,7 +146,7 @@ class ChatRequest(OpenAIRequest):
         return self.max_completion_tokens
 
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
-        """Check the messages and return them as chat templates expect them.
+        """Check the messages and return them in the form that chat templates expect.
 
         Raises:
             InvalidRequestError: If there are too many messages, or a part of one is not supported.

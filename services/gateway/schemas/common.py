@@ -19,7 +19,10 @@ class StrictModel(BaseModel):
 
 
 class SpeculationOptions(StrictModel):
-    """The `speculation` object of a request. `max_nodes` includes the root."""
+    """The `speculation` object of a request. `max_nodes` includes the root.
+
+    A request without this object is treated as if the object were empty, so its mode is ``auto``.
+    """
 
     mode: Literal["auto", "on", "off"] = "auto"
     depth: int | None = None
@@ -45,7 +48,10 @@ class StreamOptions(StrictModel):
 
 
 def _one_or_many(value: object) -> object:
-    """Accept one string or a list. Raises one clear error, where pydantic would list every type it tried."""
+    """Accept one string or a list. Raise one clear error for any other value.
+
+    pydantic itself would list an error for every type that it tried.
+    """
     if value is None:
         return None
     many = [value] if isinstance(value, str) else value
@@ -62,11 +68,11 @@ StopStrings = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_inp
 TokenIds = Annotated[list[int], BeforeValidator(_one_id_or_many, json_schema_input_type=int | list[int])]
 
 Neutral = Any
-"""An unsupported parameter: its neutral values are accepted, all others are rejected by name."""
+"""Type of an unsupported parameter. Only its neutral values are accepted. The error names the parameter."""
 
 
 class NeutralOnly(StrictModel):
-    """A model with unsupported fields. Subclasses list the accepted, neutral values of each in `NEUTRAL`."""
+    """A model with unsupported fields. `NEUTRAL` lists the neutral values that each such field accepts."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -92,7 +98,7 @@ ONE = (1, 1.0)
 
 
 class OpenAIRequest(NeutralOnly):
-    """Fields of both completions routes. None always means absent."""
+    """Fields of the chat and text completions routes. None means that a field is absent."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "presence_penalty": ZERO,
@@ -129,7 +135,7 @@ class OpenAIRequest(NeutralOnly):
     priority: int | None = None
     cache_salt: str | None = None
 
-    # OpenAI defines these. They have no effect here.
+    # OpenAI defines the next fields. The fields have no effect here.
     user: Any = None
     metadata: Any = None
     store: Any = None

@@ -50,7 +50,7 @@ class NativeSamplingParams(NeutralOnly):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    # Keep the stop string in the text.
+    # True keeps the stop string in the text.
     no_stop_trim: bool | None = None
 
     presence_penalty: Neutral = None
@@ -68,7 +68,7 @@ class NativeSamplingParams(NeutralOnly):
 
 
 class NativeRequest(NeutralOnly):
-    """The request body: exactly one of `text` and `input_ids`, each a single prompt or a batch."""
+    """The request body. It contains either `text` or `input_ids`, as a single prompt or as a batch."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         "return_logprob": (False,),
@@ -126,7 +126,8 @@ class NativeRequest(NeutralOnly):
         """Return the sampling, stopping and speculation parameters.
 
         Raises:
-            InvalidRequestError: If an unsupported field is set, or the two names of the seed contradict.
+            InvalidRequestError: If an unsupported field is set, or the two names of the seed have different
+                values.
         """
         self.refuse_unsupported()
         given = self.sampling_params or NativeSamplingParams()

@@ -28,17 +28,17 @@ from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 TARGET_SERVICE = "outrider.target.v1.Target"
-# Back-off between connection attempts; the last value repeats.
+# Back-off between connection attempts, in seconds. The last value repeats.
 RECONNECT_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 RPC_TIMEOUT_S = 5.0
 STATS_TIMEOUT_S = 1.0
-# Memory cost of an unread delta in addition to its own bytes: the envelope of a chunk.
+# Memory that an unread event's envelope takes, in addition to the bytes of the event's message.
 CHUNK_OVERHEAD_BYTES = 256
 _log = get_logger("outrider.gateway.target")
 
 
 class Readiness:
-    """A flag that tasks can wait for, both until it is set and until it is cleared."""
+    """A flag. Tasks can wait until the flag is set or until it is cleared."""
 
     def __init__(self) -> None:
         self._changed = {True: asyncio.Event(), False: asyncio.Event()}
@@ -58,7 +58,7 @@ class Readiness:
 
 
 class TargetClient:
-    """Maintains a session with one target and reconnects it. Use it on one event loop only."""
+    """Maintains a session with one target, and reconnects a lost session. Use it on one event loop only."""
 
     def __init__(self, address: str, limits: ReaderLimits) -> None:
         self._address = address
@@ -124,7 +124,7 @@ class TargetClient:
         self._streams.pop(request_id, None)
 
     async def refresh_info(self) -> TargetInfo:
-        """Request the target's information again: its draft may have connected after the gateway.
+        """Request the target's information again, because a draft may have connected to the target later.
 
         Raises:
             OutriderError: If the target does not answer within a second.

@@ -1,4 +1,4 @@
-"""One sequence on the target session: delivers its events in order, and pauses it while they are not read."""
+"""One sequence on the target session: delivers events in order, and pauses the sequence for slow readers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ReaderLimits:
     """Limits on the unread events of a stream.
 
     Attributes:
-        max_unread_bytes: Above this size the sequence is paused. Below a quarter of it, it is resumed.
+        max_unread_bytes: The sequence is paused above this size, and resumed below a quarter of this size.
         timeout_s: A paused sequence is aborted after this many seconds without a read.
     """
 
@@ -78,7 +78,7 @@ class TargetStream:
         """Ask the target to stop the sequence. Its `TargetFinish` still arrives.
 
         Args:
-            keep_tokens: Tokens after this many are not billed; None to bill all.
+            keep_tokens: Number of tokens to bill. None bills all tokens.
         """
         if not self._ended:
             cancel = target_pb2.Cancel(request_id=self.request_id, keep_tokens=keep_tokens)
@@ -94,7 +94,7 @@ class TargetStream:
             self._abort_timer = None
 
     def deliver(self, event: TargetDelta | TargetFinish | OutriderError, cost: int) -> None:
-        """Add an event of the session.
+        """Add an event that the session has received for this sequence.
 
         Args:
             event: The event. Anything but a `TargetDelta` ends the stream.
