@@ -14,7 +14,7 @@ import torch
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine, ProposedTrees
 from outrider.services.draft.growth.device_rounds import SessionRounds
-from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Verdict
+from outrider.services.draft.sessions.session import WARMING, Answer, Ask, PeerId, Reason, Verdict
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.warmup import warm_up
@@ -38,7 +38,6 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import root_trees, scatter_trees
 
 HOST_PEER = PeerId(1)
-WARMING = "warming"
 FAILED = "draft_error"
 
 log = get_logger("outrider.draft")

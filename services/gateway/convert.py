@@ -139,19 +139,6 @@ def stats_from_proto(stats: common_pb2.SpeculationStats) -> SpeculationReport:
     )
 
 
-def stats_to_proto(stats: SpeculationReport) -> common_pb2.SpeculationStats:
-    """Convert the speculation statistics of a sequence to protobuf."""
-    return common_pb2.SpeculationStats(
-        accept_length=stats.accept_length,
-        rounds=stats.rounds,
-        draft_tokens=stats.draft_tokens,
-        accepted_tokens=stats.accepted_tokens,
-        accepted_histogram=stats.accepted_histogram,
-        fallback_reason=stats.fallback_reason,
-        speedup_estimate=stats.speedup_estimate,
-    )
-
-
 def round_from_proto(one: common_pb2.RoundTrace) -> RoundTrace:
     """Convert one traced round from protobuf."""
     return RoundTrace(
@@ -160,22 +147,6 @@ def round_from_proto(one: common_pb2.RoundTrace) -> RoundTrace:
         nodes=tuple(TraceNode(node.token, node.parent, node.depth, node.logprob) for node in one.nodes),
         accepted=tuple(one.accepted),
         emitted=tuple(one.emitted),
-        draft_ms=one.draft_ms,
-        verify_ms=one.verify_ms,
-    )
-
-
-def round_to_proto(one: RoundTrace) -> common_pb2.RoundTrace:
-    """Convert one traced round to protobuf."""
-    return common_pb2.RoundTrace(
-        round=one.round,
-        base_len=one.base_len,
-        nodes=[
-            common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob)
-            for node in one.nodes
-        ],
-        accepted=one.accepted,
-        emitted=one.emitted,
         draft_ms=one.draft_ms,
         verify_ms=one.verify_ms,
     )

@@ -10,13 +10,14 @@ import grpc
 
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
-from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO, round_to_proto, stats_to_proto
+from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, request_id_of
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
 from outrider.services.gateway.request import Chunk, Finished, RequestedSpeculation, Started
 from outrider.services.gateway.schemas.chat import Message
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.rpc.convert import report_to_proto, round_to_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
 ROLES = ("system", "developer", "user", "assistant")
@@ -195,7 +196,7 @@ def _finished(end: Finished, seed: int) -> gateway_pb2.Finished:
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
         ),
-        speculation=stats_to_proto(end.speculation),
+        speculation=report_to_proto(end.speculation),
         seed=seed,
     )
     if isinstance(matched, str):

@@ -36,7 +36,7 @@ class OverlapSchedule(Enum):
 class RoundPlacement(Enum):
     """Whether rounds with a draft in another process run through the host or on the devices.
 
-    Rounds on the devices of target and draft use `shared.spec.device`. AUTO selects these rounds if the
+    Rounds on the devices of target and draft use `shared.spec.resident`. AUTO selects these rounds if the
     target uses a single GPU.
     """
 

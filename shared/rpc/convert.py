@@ -11,6 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from outrider.common.v1 import common_pb2
 from outrider.shared.base.errors import ErrorCode, OutriderError
+from outrider.shared.base.generation import RoundTrace, SpeculationReport
 
 ERROR_DOMAIN = "outrider"
 
@@ -120,3 +121,32 @@ def _code_of_http(status: int) -> ErrorCode:
         return ErrorCode(status)
     except ValueError:
         return ErrorCode.INTERNAL
+
+
+def report_to_proto(report: SpeculationReport) -> common_pb2.SpeculationStats:
+    """Convert the speculation statistics of a sequence to protobuf."""
+    return common_pb2.SpeculationStats(
+        accept_length=report.accept_length,
+        rounds=report.rounds,
+        draft_tokens=report.draft_tokens,
+        accepted_tokens=report.accepted_tokens,
+        accepted_histogram=report.accepted_histogram,
+        fallback_reason=report.fallback_reason,
+        speedup_estimate=report.speedup_estimate,
+    )
+
+
+def round_to_proto(one: RoundTrace) -> common_pb2.RoundTrace:
+    """Convert one traced round to protobuf."""
+    return common_pb2.RoundTrace(
+        round=one.round,
+        base_len=one.base_len,
+        nodes=[
+            common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob)
+            for node in one.nodes
+        ],
+        accepted=one.accepted,
+        emitted=one.emitted,
+        draft_ms=one.draft_ms,
+        verify_ms=one.verify_ms,
+    )

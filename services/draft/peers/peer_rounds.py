@@ -26,20 +26,24 @@ from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.growth.device_rounds import SessionRounds
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.growth.draft_round import round_rows
+from outrider.services.draft.peers.round_sizes import (
+    kind_of,
+    length_class_of,
+    load_sampling,
+    size_of,
+    tell_pending,
+)
 from outrider.services.draft.peers.rounds_inlet import RoundsInlet
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
-from outrider.services.draft.sessions.session import PeerId, Session
+from outrider.services.draft.sessions.session import WARMING, PeerId, Session
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.fence import extend_prefix_hash
 from outrider.shared.spec.resident import RoundState, TreesBlob, packed_bytes
-from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftShape
 
 MAX_STATE_BYTES = 16 * 1024 * 1024
 """Largest accepted `RoundState.packed`."""
-WARMING = "warming"
-"""The reason sent while rows of a prompt are still missing."""
 MAX_SIZES = 64
 """Number of round sizes that are kept. Each size has its own memory and graphs."""
 STATE_LIMIT_S = 2.0
@@ -94,7 +98,7 @@ class PeerRounds:
         self._rounds = rounds
         rounds.write_later()
         self._buffers = buffers
-        self._size = _kind(message)
+        self._size = kind_of(message)
         self._untold = [
             (row.base_len, prefix_hash) for row, prefix_hash in zip(message.rows, before, strict=True)
         ]
@@ -233,7 +237,7 @@ class RoundsDesk:
 
         Any thread may call this.
         """
-        return (_kind(message), _length_class(message)) in self._served
+        return (kind_of(message), length_class_of(message)) in self._served
 
     @torch.inference_mode()
     def enter(self, peer: PeerId, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> str:
@@ -264,13 +268,13 @@ class RoundsDesk:
             self._engine.strategy.extend(behind, self._engine.strategy.info.extend_rows)
         before = [session.prefix_hash for session in sessions]
         for session, row in rows:
-            _tell_pending(session, row, self._now())
-        _load_sampling(buffers.state, sessions)
+            tell_pending(session, row, self._now())
+        load_sampling(buffers.state, sessions)
         session_rounds = SessionRounds(rounds.memory, sessions, shape, buffers.state, self._now)
         self._rounds = PeerRounds(self, message, sessions, session_rounds, buffers, before)
         self._peer = peer
         self._rounds.prepare()
-        self._served.add((_kind(message), _length_class(message)))
+        self._served.add((kind_of(message), length_class_of(message)))
         return ""
 
     @torch.inference_mode()
@@ -392,47 +396,12 @@ class RoundsDesk:
         if message.feature_size != size or (size and message.feature_dtype != wire_dtype(dtype)):
             return False
         known = rounds.graphs.admits(message.batch) and (
-            len(self._buffers) < MAX_SIZES or _size(message) in self._buffers
+            len(self._buffers) < MAX_SIZES or size_of(message) in self._buffers
         )
         return known and packed_bytes(message.batch, message.columns, size, dtype) <= MAX_STATE_BYTES
 
     def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DeviceGrowth) -> _Buffers:
-        key = _size(message)
+        key = size_of(message)
         if key not in self._buffers:
             self._buffers[key] = _Buffers.make(message, rounds.memory.pool.dtype, self._device)
         return self._buffers[key]
-
-
-def _kind(message: draft_pb2.RoundsEnter) -> tuple[int, int, int, int, int]:
-    return message.batch, message.columns, message.shape.depth, message.shape.topk, message.shape.max_nodes
-
-
-def _length_class(message: draft_pb2.RoundsEnter) -> int:
-    """Return a class of similar sequence lengths. A higher class may need wider tables and other graphs."""
-    return max((row.fence.committed_len for row in message.rows), default=0).bit_length()
-
-
-def _size(message: draft_pb2.RoundsEnter) -> tuple[int, int, int]:
-    return message.batch, message.columns, message.shape.max_nodes
-
-
-def _tell_pending(session: Session, row: draft_pb2.Commit, now: float) -> None:
-    """Append the tokens by which the first round extends. The first state contains their features."""
-    session.ask = None
-    session.tokens.extend(row.token_ids)
-    session.prefix_hash = row.fence.prefix_hash
-    session.features = FeatureQueue(session.cached_rows)
-    session.last_used_s = now
-
-
-def _load_sampling(state: RoundState, sessions: Sequence[Session]) -> None:
-    """Fill the fields of a state that do not change from round to round."""
-    signed = [signed_seed(session.seed) for session in sessions]
-    for field, values in (
-        (state.temperature, [session.temperature for session in sessions]),
-        (state.seeds, signed),
-        (state.choices, [session.choice_index for session in sessions]),
-    ):
-        host = torch.tensor(values, dtype=field.dtype)
-        # Pinned, because a copy from pageable memory would block the host until the prompts' passes are over.
-        field[: len(sessions)].copy_(host.pin_memory() if field.is_cuda else host, non_blocking=True)

@@ -17,7 +17,7 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.peers.inline_rounds import InlineRounds
 from outrider.services.draft.peers.peer import Outlet, Peer
-from outrider.services.draft.peers.peer_rounds import WARMING, RoundsDesk
+from outrider.services.draft.peers.peer_rounds import RoundsDesk
 from outrider.services.draft.peers.replies import (
     NeedResync,
     Opened,
@@ -35,7 +35,7 @@ from outrider.services.draft.serving.convert import (
     target_info,
 )
 from outrider.services.draft.serving.loop import DraftLoop
-from outrider.services.draft.sessions.session import Answer, PeerId, Verdict
+from outrider.services.draft.sessions.session import WARMING, Answer, PeerId, Verdict
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import CheckpointError, ProtocolError

@@ -16,6 +16,9 @@ from outrider.shared.spec.tree import DraftShape
 PeerId = NewType("PeerId", int)
 """One session stream of one target; never reused within a process."""
 
+WARMING = "warming"
+"""Reason of a sequence without a tree whose rows have not all been taken in yet."""
+
 
 class RowSource(Enum):
     """The input from which a strategy computes its KV rows.

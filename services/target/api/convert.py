@@ -22,12 +22,10 @@ from outrider.services.target.request import (
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import (
     FinishReason,
-    RoundTrace,
     SamplingParams,
     SpeculationMode,
-    SpeculationReport,
 )
-from outrider.shared.rpc.convert import error_to_proto
+from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
 from outrider.target.v1 import target_pb2
 
 MAX_REQUEST_ID_LENGTH = 256
@@ -112,24 +110,13 @@ def _sampling(options: common_pb2.SamplingOptions) -> SamplingParams:
 def event_to_proto(event: Event) -> target_pb2.GenerateReply:
     """Convert an event to a message."""
     if isinstance(event, TokensEvent):
-        delta = target_pb2.TokenDelta(token_ids=event.token_ids, rounds=[_round(one) for one in event.rounds])
+        delta = target_pb2.TokenDelta(
+            token_ids=event.token_ids, rounds=[round_to_proto(one) for one in event.rounds]
+        )
         return target_pb2.GenerateReply(request_id=event.request_id, delta=delta)
     if isinstance(event, FinishedEvent):
         return target_pb2.GenerateReply(request_id=event.request_id, finish=_finish(event))
     return target_pb2.GenerateReply(request_id=event.request_id, error=error_to_proto(event.error))
-
-
-def report_to_proto(report: SpeculationReport) -> common_pb2.SpeculationStats:
-    """Convert speculation statistics to a message."""
-    return common_pb2.SpeculationStats(
-        accept_length=report.accept_length,
-        rounds=report.rounds,
-        draft_tokens=report.draft_tokens,
-        accepted_tokens=report.accepted_tokens,
-        accepted_histogram=report.accepted_histogram,
-        fallback_reason=report.fallback_reason,
-        speedup_estimate=report.speedup_estimate,
-    )
 
 
 def _finish(event: FinishedEvent) -> target_pb2.Finish:
@@ -145,19 +132,4 @@ def _finish(event: FinishedEvent) -> target_pb2.Finish:
         queue_ms=event.queue_s * 1e3,
         prefill_ms=event.prefill_s * 1e3,
         decode_ms=event.decode_s * 1e3,
-    )
-
-
-def _round(one: RoundTrace) -> common_pb2.RoundTrace:
-    return common_pb2.RoundTrace(
-        round=one.round,
-        base_len=one.base_len,
-        nodes=[
-            common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob)
-            for node in one.nodes
-        ],
-        accepted=one.accepted,
-        emitted=one.emitted,
-        draft_ms=one.draft_ms,
-        verify_ms=one.verify_ms,
     )

@@ -23,21 +23,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.kernels.verify_round import RoundTensors, begin_round, post_round
+from outrider.kernels.verify_round import begin_round
 from outrider.services.target.model.bucketed_verify import table_pages
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.input_batch import InputBatch, SamplingMode
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
+from outrider.services.target.model.result_ring import ResultRing
+from outrider.services.target.model.state_rows import load_state, round_tensors, take_rows
 from outrider.services.target.model.verify_step import root_batch, unpack, verify_step
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.kv.upload import upload
 from outrider.shared.spec.resident import DeviceDrafter, ExchangedBatch, ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftShape
 
-RESULTS_KEPT = 5
-"""Number of result buffers, used in turn. Two rounds may be in flight, and a recording runs two more."""
 MOST_TABLES = 512
 """Number of input tables, of about 10 KiB each, above which tables that no graph reads are freed."""
 
@@ -61,36 +60,6 @@ class _Batch:
     state: RoundState
     rounds: ResidentBatch | None
     exchanged: ExchangedBatch | None
-
-
-class _Results:
-    """A ring of buffers in host memory for the results of the rounds of one size.
-
-    Args:
-        bs: Number of rows of the rounds' state.
-        columns: Number of columns of the rounds' state.
-        device: Device of the rounds.
-    """
-
-    def __init__(self, bs: int, columns: int, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            size = (RESULTS_KEPT, bs, 2 + 2 * columns)
-            self._ring = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
-            self._turn = torch.zeros(1, dtype=torch.int32, device=device)
-        self._next = 0
-
-    def post(self, packed: torch.Tensor) -> None:
-        """Write a round's result to the next buffer. This write is part of the round and may be recorded."""
-        post_round(packed, self._ring, self._turn)
-
-    def take(self) -> torch.Tensor:
-        """Return the buffer to which the latest enqueued round writes."""
-        place, self._next = self._next, (self._next + 1) % RESULTS_KEPT
-        return self._ring[place]
-
-    def recorded(self) -> None:
-        """Skip the buffers that the trial runs of a recording have used. Wait for the device."""
-        self._next = int(self._turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +110,7 @@ class RoundRunner:
         self._columns, self._recorded = columns, recorded
         self._states: dict[tuple[int, int, int], RoundState] = {}
         self._tables: dict[tuple[int, int, int], InputBatch] = {}
-        self._results: dict[tuple[int, int], _Results] = {}
+        self._results: dict[tuple[int, int], ResultRing] = {}
         self._batch: _Batch | None = None
         self._current: InputBatch | None = None
         self._rows: list[Sequence | None] = []
@@ -175,7 +144,7 @@ class RoundRunner:
             bs, shape.max_nodes, table_pages(sequences, self._runner.pool.page_size, shape.max_nodes)
         )
         tables.load(sequences)
-        _load(state, tables)
+        load_state(state, tables)
         rounds = None
         if shape.drafts:
             assert self._drafter is not None
@@ -216,7 +185,7 @@ class RoundRunner:
             self._enqueued.append(self._on_its_way(batch.state, launched_at))
             return True
         assert self._current is not None
-        begin_round(_round_tensors(batch.state), self._current.limits)
+        begin_round(round_tensors(batch.state), self._current.limits)
         ahead = self._graphs.replays(key) and key in self._tried
         try:
             exchanged.exchange(batch.state, wait_limit_s(), ahead)
@@ -282,8 +251,8 @@ class RoundRunner:
             bs, batch.shape.max_nodes, table_pages(going, self._runner.pool.page_size, batch.shape.max_nodes)
         )
         tables.load(sequences)
-        _load(state, tables)
-        _take_rows(state, batch.state, rows)
+        load_state(state, tables)
+        take_rows(state, batch.state, rows)
         self._batch = replace(batch, state=state, mode=SamplingMode.of(going))
         self._current, self._rows = tables, sequences
         self._enqueued = deque(replace(one, order=[one.order[row] for row in rows]) for one in self._enqueued)
@@ -308,7 +277,7 @@ class RoundRunner:
             bs, shape.max_nodes, table_pages((), self._runner.pool.page_size, shape.max_nodes)
         )
         tables.make_idle()
-        _load(state, tables)
+        load_state(state, tables)
         rounds = self._drafter.rounds_for_capture(shape, state) if shape.drafts and self._drafter else None
         self._batch = _Batch(shape, mode, capture, state, rounds, _exchanged(rounds))
         self._current = tables
@@ -323,7 +292,7 @@ class RoundRunner:
         batch, tables = self._entered(), self._current
         assert tables is not None
         state = batch.state
-        round_state = _round_tensors(state)
+        round_state = round_tensors(state)
         if batch.exchanged is None:
             roots = begin_round(round_state, tables.limits)
         drafts = root_batch(roots, tables) if batch.rounds is None else batch.rounds.draft(state)
@@ -391,7 +360,7 @@ class RoundRunner:
             done.record()
         return _Enqueued(launched_at, self._results_of(state).take(), done, range(len(self._rows)))
 
-    def _results_of(self, state: RoundState) -> _Results:
+    def _results_of(self, state: RoundState) -> ResultRing:
         return self._results[state.bs, state.columns]
 
     def _state(self, bs: int, shape: DraftShape) -> RoundState:
@@ -402,7 +371,7 @@ class RoundRunner:
         found = self._states.get(key)
         if found is None:
             found = self._states[key] = RoundState.idle(bs, columns, feature_size, pool.dtype, pool.device)
-            self._results.setdefault((bs, columns), _Results(bs, columns, pool.device))
+            self._results.setdefault((bs, columns), ResultRing(bs, columns, pool.device))
         return found
 
     def _tables_for(self, bs: int, nodes: int, pages: int) -> InputBatch:
@@ -430,30 +399,3 @@ class RoundRunner:
 
 def _exchanged(rounds: ResidentBatch | None) -> ExchangedBatch | None:
     return rounds if isinstance(rounds, ExchangedBatch) else None
-
-
-def _round_tensors(state: RoundState) -> RoundTensors:
-    return RoundTensors(state.committed_lens, state.tokens, state.counts)
-
-
-def _load(state: RoundState, tables: InputBatch) -> None:
-    """Make every row idle and copy the sequences' parameters from the tables."""
-    state.counts.zero_()
-    state.tokens.zero_()
-    state.committed_lens.copy_(tables.committed_lens)
-    rows = tables.first_rows
-    state.temperature.copy_(rows.temperature)
-    state.seeds.copy_(rows.seeds)
-    state.choices.copy_(rows.choices)
-
-
-def _take_rows(state: RoundState, source: RoundState, rows: Seq[int]) -> None:
-    """Copy `rows` of one state to the first rows of another state."""
-    index = upload(rows, torch.int64, state.counts.device)
-    for mine, theirs in (
-        (state.committed_lens, source.committed_lens),
-        (state.counts, source.counts),
-        (state.tokens, source.tokens),
-        (state.features, source.features),
-    ):
-        mine[: len(rows)].copy_(theirs.index_select(0, index))

@@ -16,7 +16,7 @@ from outrider.services.target.scheduling.sequence import Sequence
 from outrider.services.target.startup.trial_sequences import PROMPT_LEN, release, trial_sequence
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.spec.tree import DraftBatch
-from outrider.shared.spec.trees import root_trees
+from outrider.shared.spec.trees import HostTree, pad_trees, root_trees
 
 PLAIN_STEPS = 8
 TREE_DEPTH = 4
@@ -88,20 +88,11 @@ def _tree(runner: ModelRunner, attempt: int, plain: list[int]) -> list[int]:
 
 
 def _tree_with_decoys(root: int, truth: list[int], vocab_size: int, device: torch.device) -> DraftBatch:
-    tokens, parents, depths, masks = [root], [-1], [0], [1]
-    parent = 0
-    for depth, token in enumerate(truth, 1):
-        for candidate in ((token + 1) % vocab_size, token):
-            masks.append(masks[parent] | 1 << len(tokens))
-            tokens.append(candidate)
-            parents.append(parent)
-            depths.append(depth)
-        parent = len(tokens) - 1
-
-    def row(values: list[int]) -> torch.Tensor:
-        return torch.tensor([values], dtype=torch.int32, device=device)
-
-    return DraftBatch(row(tokens), row(parents), row(depths), row([len(tokens)])[0], row(masks)[:, :, None])
+    tree, parent = HostTree.of_root(root), 0
+    for token in truth:
+        tree.add((token + 1) % vocab_size, parent, 0.0)
+        parent = tree.add(token, parent, 0.0)
+    return pad_trees([tree], device)
 
 
 def _prefill(runner: ModelRunner, sequence: Sequence) -> list[int]:

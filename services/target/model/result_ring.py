@@ -1,0 +1,40 @@
+"""The pinned host memory into which the rounds on the device post their results, in turn."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.verify_round import post_round
+
+RESULTS_KEPT = 5
+"""Number of result buffers, used in turn. Two rounds may be in flight, and a recording runs two more."""
+
+
+class ResultRing:
+    """A ring of buffers in host memory for the results of the rounds of one size.
+
+    Args:
+        bs: Number of rows of the rounds' state.
+        columns: Number of columns of the rounds' state.
+        device: Device of the rounds.
+    """
+
+    def __init__(self, bs: int, columns: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            size = (RESULTS_KEPT, bs, 2 + 2 * columns)
+            self._ring = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self._next = 0
+
+    def post(self, packed: torch.Tensor) -> None:
+        """Write a round's result to the next buffer. This write is part of the round and may be recorded."""
+        post_round(packed, self._ring, self._turn)
+
+    def take(self) -> torch.Tensor:
+        """Return the buffer to which the latest enqueued round writes."""
+        place, self._next = self._next, (self._next + 1) % RESULTS_KEPT
+        return self._ring[place]
+
+    def recorded(self) -> None:
+        """Skip the buffers that the trial runs of a recording have used. Wait for the device."""
+        self._next = int(self._turn)
