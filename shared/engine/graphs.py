@@ -286,7 +286,7 @@ class GraphCache:
         torch stops at the error, so its allocator and random generator would otherwise stay in capture mode.
         """
         torch.cuda.synchronize()
-        # Keep the graph alive: the allocator calls into it until the capture has ended for the allocator, too.
+        # Keep the graph alive: the allocator calls into it until its capture has ended.
         self._broken.append(graph)
         device = torch.cuda.current_device()
         with contextlib.suppress(RuntimeError):  # some torch versions end this before they raise the error

@@ -5,18 +5,14 @@ runs the rounds of an admitted batch. In each round, the draft receives a state 
 features) and returns trees. A `RoundsInlet` transfers states and trees in stream order. `RoundState` is this
 draft's copy of the state.
 
-The target reads a round's tokens back from its device, and then sends them to this host in these messages:
-
-    RoundsEnter                the pending tokens; round 1 extends by them
-    RoundsNext n + 1 or later  the tokens that round n chose; round n + 1 extends by them
-    RoundsLeave                all remaining tokens except those of the last round, which follow in a commit
+The target sends the tokens of a round after it has read them back. RoundsEnter has the pending tokens,
+RoundsNext n + 1 or later those that round n chose, and RoundsLeave all but those of the last round.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -26,6 +22,7 @@ from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.growth.device_rounds import SessionRounds
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
 from outrider.services.draft.growth.draft_round import round_rows
+from outrider.services.draft.peers.round_buffers import RoundBuffers
 from outrider.services.draft.peers.round_sizes import (
     kind_of,
     length_class_of,
@@ -39,7 +36,7 @@ from outrider.services.draft.sessions.session import WARMING, PeerId, Session
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.fence import extend_prefix_hash
-from outrider.shared.spec.resident import RoundState, TreesBlob, packed_bytes
+from outrider.shared.spec.resident import packed_bytes
 from outrider.shared.spec.tree import DraftShape
 
 MAX_STATE_BYTES = 16 * 1024 * 1024
@@ -48,27 +45,6 @@ MAX_SIZES = 64
 """Number of round sizes that are kept. Each size has its own memory and graphs."""
 STATE_LIMIT_S = 2.0
 """Limit of the device's wait for a state. The target sends its state as soon as its pass is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Inputs and outputs of the rounds of one size, at fixed addresses."""
-
-    state: RoundState  # the received state
-    blob: torch.Tensor  # all memory of `state`
-    number: torch.Tensor  # the round number in the header of `blob`
-    expected: torch.Tensor  # [1] int32, the current round; a state with another number drafts nothing
-    trees: TreesBlob  # the trees to send
-
-    @classmethod
-    def make(cls, message: draft_pb2.RoundsEnter, dtype: torch.dtype, device: torch.device) -> _Buffers:
-        """Allocate the buffers for the size in `message`."""
-        state = RoundState.idle(message.batch, message.columns, message.feature_size, dtype, device)
-        assert state.packed is not None
-        with torch.inference_mode(False):
-            expected = torch.zeros(1, dtype=torch.int32, device=device)
-        trees = TreesBlob.make(message.batch, message.shape.max_nodes, device)
-        return cls(state, state.packed, state.packed[:4].view(torch.int32), expected, trees)
 
 
 class PeerRounds:
@@ -89,7 +65,7 @@ class PeerRounds:
         message: draft_pb2.RoundsEnter,
         sessions: Sequence[Session],
         rounds: SessionRounds,
-        buffers: _Buffers,
+        buffers: RoundBuffers,
         before: Sequence[int],
     ) -> None:
         self.id = message.rounds
@@ -222,7 +198,7 @@ class RoundsDesk:
         self._engine = engine
         self._device = device
         self._now = now
-        self._buffers: dict[tuple[int, int, int], _Buffers] = {}
+        self._buffers: dict[tuple[int, int, int], RoundBuffers] = {}
         self._served: set[Hashable] = set()
         self._rounds: PeerRounds | None = None
         self._peer: PeerId | None = None
@@ -400,8 +376,8 @@ class RoundsDesk:
         )
         return known and packed_bytes(message.batch, message.columns, size, dtype) <= MAX_STATE_BYTES
 
-    def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DeviceGrowth) -> _Buffers:
+    def _buffers_for(self, message: draft_pb2.RoundsEnter, rounds: DeviceGrowth) -> RoundBuffers:
         key = size_of(message)
         if key not in self._buffers:
-            self._buffers[key] = _Buffers.make(message, rounds.memory.pool.dtype, self._device)
+            self._buffers[key] = RoundBuffers.make(message, rounds.memory.pool.dtype, self._device)
         return self._buffers[key]

@@ -14,11 +14,12 @@ from typing import Any
 
 import grpc
 
-from outrider.services.target.api.convert import event_to_proto, report_to_proto, request_from_proto
+from outrider.services.target.api.convert import event_to_proto, request_from_proto
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.request import Event, EventSink, FailedEvent, SpeculationLimits, TokensEvent
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.rpc.convert import report_to_proto
 from outrider.shared.rpc.tensors import split_tensor
 from outrider.shared.spec.drafter import DrafterState
 from outrider.target.v1 import target_pb2, target_pb2_grpc

@@ -2,11 +2,10 @@
 
 A round is one piece of device work, replayed from a CUDA graph where possible:
 
-1. Make ended rows idle.
-2. Draft.
-3. Verify and walk the tree.
-4. Compact the K/V and store the features.
-5. Write the `RoundState`, the input of the next round.
+1. Make ended rows idle, and draft.
+2. Verify and walk the tree.
+3. Compact the K/V and store the features.
+4. Write the `RoundState`, the input of the next round.
 
 The host adds pages and removes rows in stream order. If the draft is in another process, the exchange with
 the draft is enqueued separately in each round. The recorded part of the round starts after the draft's trees

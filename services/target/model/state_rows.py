@@ -1,4 +1,4 @@
-"""Fills the rows of a round's state: idle rows with their sampling parameters, and rows that move to another batch."""
+"""Fills the rows of a round's state: idle rows with their sampling parameters, and rows of another batch."""
 
 from __future__ import annotations
 

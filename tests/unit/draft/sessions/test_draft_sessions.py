@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from support.session_table import (
+    OTHER,
+    PEER,
+    VOCAB,
+    WIDTH,
+    Table,
+    ask,
+    commit_of,
+    expect,
+    fence_of,
+    opening,
+    rows_of,
+    started,
+)
 
 from outrider.services.draft.sessions.feature_queue import (
     EARLY_LIFE_S,
@@ -16,102 +25,15 @@ from outrider.services.draft.sessions.feature_queue import (
     MAX_ROWS_AHEAD,
     FeatureQueue,
 )
-from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, RowSource, Session, Verdict
-from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
-from outrider.shared.kv.pages import PageAllocator
+from outrider.services.draft.sessions.session import Reason, RowSource, Verdict
+from outrider.services.draft.sessions.session_table import SessionLimits
 from outrider.shared.spec.drafter import Commit, SequenceOpen
-from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
-
-WIDTH, VOCAB = 2, 50
-PEER, OTHER = PeerId(1), PeerId(2)
-SHAPE = DraftShape(3, 2, 5)
-LIMITS = SessionLimits(
-    max_sessions=3,
-    max_len=60,
-    vocab_size=VOCAB,
-    feature_size=WIDTH,
-    max_shape=DraftShape(8, 8, 64),
-    lease_s=10.0,
-    evict_idle_s=1.0,
-)
-
-
-def feature_of(tokens: Sequence[int], position: int) -> list[float]:
-    """Return a feature row that identifies the prefix it was computed from."""
-    digest = extend_prefix_hash(FNV_OFFSET, tokens[: position + 1])
-    return [float(position), float(digest % 100003)]
-
-
-def rows_of(tokens: Sequence[int], start: int, stop: int) -> torch.Tensor:
-    return torch.tensor([feature_of(tokens, position) for position in range(start, stop)]).view(-1, WIDTH)
-
-
-def fence_of(tokens: Sequence[int], session_id: int = 1, epoch: int = 1) -> Fence:
-    return Fence(session_id, epoch, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
-
-
-def opening(tokens: Sequence[int], session_id: int = 1, epoch: int = 1) -> SequenceOpen:
-    return SequenceOpen(fence_of(tokens, session_id, epoch), tokens, seed=0, temperature=0.0)
-
-
-def commit_of(
-    tokens: Sequence[int], base_len: int, session_id: int = 1, epoch: int = 1, features: bool = True
-) -> Commit:
-    rows = rows_of(tokens, base_len - 1, len(tokens) - 1) if features else None
-    return Commit(fence_of(tokens, session_id, epoch), base_len, tokens[base_len:], rows)
-
-
-class Table(SessionTable):
-    """A table whose sessions hold pages, as a strategy would reserve them."""
-
-    def __init__(self, limits: SessionLimits = LIMITS) -> None:
-        self.pages = PageAllocator(64)
-        super().__init__(limits, self._free)
-
-    @staticmethod
-    def _free(session: Session) -> None:
-        if session.lease is not None:
-            session.lease.release()
-
-    def extend_all(self) -> None:
-        """Consume every available row and check that it matches the session's tokens."""
-        for session in list(self):
-            count = session.extendable_rows
-            if count > 0:
-                session.lease = session.lease or self.pages.allocate(1)
-                rows = session.features.take(count)
-                stop = session.cached_rows + count
-                assert torch.equal(rows, rows_of(session.tokens, session.cached_rows, stop))
-                session.cached_rows = stop
-
-    def check(self) -> None:
-        super().check()
-        self.pages.check()
-        assert self.pages.held_pages == sum(
-            len(session.lease.pages) for session in self if session.lease is not None
-        )
 
 
 @pytest.fixture
 def table() -> Table:
     return Table()
-
-
-def ask(round_number: int = 1, shape: DraftShape = SHAPE) -> Ask:
-    return Ask(round_number, shape, asked_s=0.0)
-
-
-def expect(answer: Answer, verdict: Verdict, reason: Reason = Reason.NONE) -> None:
-    assert (answer.verdict, answer.reason) == (verdict, reason)
-
-
-def started(table: Table, tokens: Sequence[int], session_id: int = 1) -> Session:
-    expect(table.open(PEER, opening(tokens, session_id), 0.0), Verdict.ACCEPTED)
-    expect(table.add_features(PEER, session_id, 1, 0, rows_of(tokens, 0, len(tokens)), 0.0), Verdict.ACCEPTED)
-    session = table.get(PEER, session_id)
-    assert session is not None
-    return session
 
 
 def test_a_session_is_ready_when_its_features_reach_the_root(table: Table) -> None:
@@ -306,115 +228,3 @@ def test_rows_behind_a_gap_are_bounded() -> None:
     features = FeatureQueue()
     assert features.add(10, torch.zeros(MAX_ROWS_AHEAD, WIDTH))
     assert not features.add(10 + MAX_ROWS_AHEAD, torch.zeros(1, WIDTH))
-
-
-class Sessions(RuleBasedStateMachine):
-    """Random traffic of one target with lost, repeated and reordered messages; its view is the truth."""
-
-    truths: Bundle[int] = Bundle("truths")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = Table()
-        self.truth: dict[int, list[int]] = {}
-        self.epoch: dict[int, int] = {}
-        self.sent: list[tuple[str, object]] = []
-        self.now = 0.0
-
-    @initialize()
-    def begin(self) -> None:
-        self.table.touch(PEER, self.now)
-
-    def deliver(self, kind: str, message: object) -> None:
-        self.now += 0.01
-        self.table.touch(PEER, self.now)
-        if kind == "open":
-            assert isinstance(message, SequenceOpen)
-            self.table.open(PEER, message, self.now)
-        elif kind == "commit":
-            assert isinstance(message, Commit)
-            answer = self.table.commit(PEER, message, ask(), self.now)
-            if answer.verdict is Verdict.RESYNC:
-                assert self.table.get(PEER, message.fence.session_id) is None
-        else:
-            session_id, epoch, base, rows = message  # type: ignore[misc]
-            self.table.add_features(PEER, session_id, epoch, base, rows, self.now)
-
-    def send(self, kind: str, message: object, fate: str) -> None:
-        self.sent.append((kind, message))
-        if fate != "lost":
-            self.deliver(kind, message)
-        if fate == "twice":
-            self.deliver(kind, message)
-
-    fates = st.sampled_from(["once", "once", "once", "twice", "lost"])
-
-    @rule(
-        target=truths,
-        session_id=st.integers(0, 4),
-        tokens=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
-        fate=fates,
-    )
-    def open(self, session_id: int, tokens: list[int], fate: str) -> int:
-        self.truth[session_id] = list(tokens)
-        self.epoch[session_id] = self.epoch.get(session_id, 0) + 1
-        self.send("open", opening(tokens, session_id, self.epoch[session_id]), fate)
-        return session_id
-
-    @rule(session_id=truths, parts=st.integers(1, 3), fate=fates)
-    def send_features(self, session_id: int, parts: int, fate: str) -> None:
-        tokens = self.truth[session_id]
-        size = -(-len(tokens) // parts)
-        for base in range(0, len(tokens), size):
-            rows = rows_of(tokens, base, min(len(tokens), base + size))
-            self.send("features", (session_id, self.epoch[session_id], base, rows), fate)
-
-    @rule(
-        session_id=truths,
-        fresh=st.lists(st.integers(0, VOCAB - 1), min_size=0, max_size=4),
-        overlap=st.integers(0, 3),
-        fate=fates,
-    )
-    def commit(self, session_id: int, fresh: list[int], overlap: int, fate: str) -> None:
-        tokens = self.truth[session_id]
-        base_len = max(1, len(tokens) - overlap)
-        tokens.extend(fresh)
-        self.send("commit", commit_of(list(tokens), base_len, session_id, self.epoch[session_id]), fate)
-
-    @rule(which=st.integers(0, 10**6))
-    def replay_something_old(self, which: int) -> None:
-        if self.sent:
-            self.deliver(*self.sent[which % len(self.sent)])
-
-    @rule(session_id=st.integers(0, 4))
-    def close(self, session_id: int) -> None:
-        self.table.close(PEER, session_id)
-
-    @rule()
-    def draft(self) -> None:
-        ready = self.table.ready()
-        self.table.extend_all()
-        for session in ready:
-            assert session.cached_rows == session.committed_len - 1
-            session.ask = None
-
-    @rule(silence_s=st.sampled_from([0.5, 2.0, 11.0]))
-    def wait(self, silence_s: float) -> None:
-        self.now += silence_s
-        self.table.expire(self.now)
-
-    @invariant()
-    def sessions_hold_true_prefixes_and_pages_add_up(self) -> None:
-        self.table.check()
-        for session in self.table:
-            if session.epoch == self.epoch[session.session_id]:
-                assert session.tokens == self.truth[session.session_id][: session.committed_len]
-
-    def teardown(self) -> None:
-        self.table.drop_peer(PEER)
-        self.table.check()
-        assert self.table.pages.held_pages == 0
-
-
-TestSessions = Sessions.TestCase
-TestSessions.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
