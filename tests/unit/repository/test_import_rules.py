@@ -6,6 +6,7 @@ The tests violate each contract once in a copy of the sources.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -111,11 +112,25 @@ def importer_of(path: str) -> str:
     return "outrider." + path.removesuffix(".py").replace("/", ".")
 
 
+def inner_orders() -> list[tuple[str, str, str, str]]:
+    """Return name, container, a lowest file and a highest file of each contract inside a room."""
+    parser = ConfigParser()
+    parser.read(ROOT / ".importlinter")
+    found = []
+    for section in parser.sections():
+        if ":inside-" in section:
+            contract = parser[section]
+            layers = [re.split(r" [|] ", layer) for layer in contract["layers"].split("\n") if layer]
+            found.append((contract["name"], contract["containers"].strip(), layers[-1][0], layers[0][0]))
+    return found
+
+
 def test_every_contract_has_a_violation_here() -> None:
     parser = ConfigParser()
     parser.read(ROOT / ".importlinter")
     names = [parser[section]["name"] for section in parser.sections() if ":contract:" in section]
     planted = {contract for contract, _path, _module in PLANTED} | {"No file imports itself"}
+    planted |= {name for name, *_rest in inner_orders()}
     assert [name for name in names if not any(name.startswith(contract) for contract in planted)] == []
 
 
@@ -130,6 +145,22 @@ def test_every_planted_violation_breaks_its_contract(sources: Path) -> None:
         assert verdicts.split("KEPT")[0].count("BROKEN"), f"{contract} is kept: {output}"
         found = any(f"{importer} {verb} {module} (l" in output for verb in ("->", "imports"))
         assert found, f"{importer} may import {module}: {output}"
+
+
+def test_an_import_that_runs_up_inside_a_room_is_found(sources: Path) -> None:
+    planted = []
+    for name, container, low, high in inner_orders():
+        folder = container.removeprefix("outrider.").replace(".", "/")
+        path = f"{folder}/{low}.py"
+        if not (sources / "farm" / "outrider" / path).exists():
+            path = f"{folder}/{low}/__init__.py"
+        plant(sources, path, f"\nimport {container}.{high}\n")
+        planted.append((name, f"{container}.{low}", f"{container}.{high}"))
+    assert len(planted) > 30
+    code, output = lint(sources)
+    assert code == 1, output
+    for name, low, high in planted:
+        assert f"{name} BROKEN" in output, f"{low} may import {high}: {output}"
 
 
 @pytest.mark.parametrize("statement", ["\nimport {}\n", TYPE_ONLY], ids=["run time", "type only"])
