@@ -52,7 +52,7 @@ from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.dummy import random_decoder
-from outrider.shared.nn.layers.blocks import Linear
+from outrider.shared.nn.layers.modules import Linear
 from outrider.shared.spec.tree import DraftShape
 
 

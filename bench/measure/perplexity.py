@@ -22,7 +22,7 @@ from outrider.shared.attn.create import AttentionKind, create_backend
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
-from outrider.shared.nn.quantized import quantize_fp8
+from outrider.shared.nn.quantized import quantize_decoder
 
 WIDE = "as it is"
 """Name of the row of the unquantized model. Its perplexity is the floor of the other rows."""
@@ -172,7 +172,7 @@ def _token_ids(options: PerplexityOptions) -> Iterator[list[int]]:
 def _load(options: PerplexityOptions, *, changed: bool) -> Decoder:
     decoder = load_decoder(options.target, options.device, options.dtype)
     if changed and options.quantization == "fp8":
-        quantize_fp8(decoder)
+        quantize_decoder(decoder)
     if changed and options.kv_cache_dtype == "fp8_e4m3":
         decoder.kv_dtype = torch.float8_e4m3fn
     return decoder

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.shared.rpc.client import connect
+from outrider.shared.rpc.client import open_channel
 
 TARGET_SERVICE = "outrider.target.v1.Target"
 DRAFT_SERVICE = "outrider.draft.v1.Draft"
@@ -22,7 +22,7 @@ class ServingProbe:
     """
 
     def __init__(self, address: str, service: str = "") -> None:
-        self._channel = connect(address)
+        self._channel = open_channel(address)
         self._stub: Any = health_pb2_grpc.HealthStub(self._channel)
         self._request = health_pb2.HealthCheckRequest(service=service)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from pydantic import Field
 from outrider.services.draft.algorithm import Algorithm, check_given
 from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import ServiceSettings, settings_config
+from outrider.shared.base.settings import Dtype, ServiceSettings, settings_config
 from outrider.shared.rpc.address import check_listen_address, grpc_address
 from outrider.shared.spec.tree import DraftShape
 
@@ -25,15 +24,6 @@ SESSION_TOKENS = 16 * 1024
 limit is close to a target's cache on a large GPU, for example 848K tokens for an 8B model on an H200."""
 SMALL_HEAD = 1024
 """Hidden size up to which a head's operations are too short to gain from several threads."""
-
-
-class Dtype(Enum):
-    """Type of weights and activations. AUTO is fp32 on the CPU and bf16 on CUDA."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 class DraftSettings(ServiceSettings):

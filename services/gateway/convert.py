@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from outrider.common.v1 import common_pb2
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
-from outrider.services.gateway.target_info import TargetInfo, TargetStats
+from outrider.services.gateway.served_target import ServedTarget, TargetStats
 from outrider.shared.base.generation import (
     FinishReason,
     RoundTrace,
@@ -86,10 +86,10 @@ def finish_from_proto(finish: target_pb2.Finish) -> TargetFinish:
     )
 
 
-def info_from_proto(reply: target_pb2.GetInfoReply) -> TargetInfo:
+def info_from_proto(reply: target_pb2.GetInfoReply) -> ServedTarget:
     """Convert the reply of GetInfo."""
     speculation = reply.speculation
-    return TargetInfo(
+    return ServedTarget(
         model_id=reply.model_id,
         architecture=reply.architecture,
         vocab_size=reply.vocab_size,

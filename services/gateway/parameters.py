@@ -17,8 +17,8 @@ from outrider.services.gateway.request import (
     RequestedSpeculation,
     StopRules,
 )
+from outrider.services.gateway.served_target import ServedTarget
 from outrider.services.gateway.settings import GatewaySettings
-from outrider.services.gateway.target_info import TargetInfo
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 from outrider.shared.base.generation import SamplingParams
 
@@ -94,7 +94,7 @@ class RequestBuilder:
         self._settings = settings
         self._names = frozenset(settings.served_model_name)
 
-    def check_model(self, model: str | None, info: TargetInfo) -> str:
+    def check_model(self, model: str | None, info: ServedTarget) -> str:
         """Return the model name for the reply.
 
         Raises:
@@ -191,7 +191,7 @@ class RequestBuilder:
         prompts: Sequence[tuple[int, ...]],
         parameters: Parameters,
         surface: Surface,
-        info: TargetInfo,
+        info: ServedTarget,
         deadline: float,
     ) -> list[GenerationRequest]:
         """Return `n` requests for each prompt, grouped by prompt. All choices share one seed.
@@ -243,7 +243,7 @@ class RequestBuilder:
         return requests
 
     @staticmethod
-    def _check_speculation(asked: RequestedSpeculation, surface: Surface, info: TargetInfo) -> None:
+    def _check_speculation(asked: RequestedSpeculation, surface: Surface, info: ServedTarget) -> None:
         caps = (
             ("depth", asked.depth, info.max_steps or DEFAULT_MAX_STEPS),
             ("topk", asked.topk, info.max_topk or DEFAULT_MAX_TOPK),
@@ -294,7 +294,7 @@ def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
 
 
 def _check_lengths(
-    prompt_ids: tuple[int, ...], max_tokens: int | None, surface: Surface, info: TargetInfo
+    prompt_ids: tuple[int, ...], max_tokens: int | None, surface: Surface, info: ServedTarget
 ) -> int:
     """Check the length of one prompt and return the limit of new tokens for that prompt."""
     length, limit = len(prompt_ids), info.max_model_len

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.services.gateway.request import Completion, Finished, Usage, merge_speculation
-from outrider.services.gateway.target_info import TargetInfo
+from outrider.services.gateway.served_target import ServedTarget
 from outrider.shared.base.generation import RoundTrace, SpeculationReport
 
 
@@ -77,12 +77,12 @@ def choice_extras(one: Completion, alone: bool, trace: bool, with_ids: bool) -> 
     return extras
 
 
-def metadata_object(info: TargetInfo, seed: int) -> dict[str, Any]:
+def metadata_object(info: ServedTarget, seed: int) -> dict[str, Any]:
     """Return the `metadata` object: the values needed to reproduce the answer."""
     return {"weight_version": info.weight_version, "seed": seed}
 
 
-def finish_extras(end: Finished, info: TargetInfo, seed: int) -> dict[str, Any]:
+def finish_extras(end: Finished, info: ServedTarget, seed: int) -> dict[str, Any]:
     """Return the additional top-level fields of a stream's finish chunk."""
     return {"speculation": speculation_object(end.speculation), "metadata": metadata_object(info, seed)}
 

@@ -13,15 +13,6 @@ class Device(Enum):
     CUDA = "cuda"
 
 
-class Dtype(Enum):
-    """Data type of weights and activations. AUTO means float32 on a CPU and bfloat16 on CUDA."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
 class OverlapSchedule(Enum):
     """Whether rounds stay on the device, where each round is launched before the previous one is read.
 

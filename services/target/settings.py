@@ -11,7 +11,6 @@ from pydantic import Field
 
 from outrider.services.target.choices import (
     Device,
-    Dtype,
     KvCacheDtype,
     OverlapSchedule,
     Quantization,
@@ -21,7 +20,7 @@ from outrider.services.target.ranks import Ranks
 from outrider.services.target.request import SpeculationLimits
 from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import ServiceSettings, settings_config
+from outrider.shared.base.settings import Dtype, ServiceSettings, settings_config
 from outrider.shared.parallel.reduce import ReduceKind
 from outrider.shared.rpc.address import IpcAddress, check_address, check_listen_address
 from outrider.shared.spec.algorithm import Algorithm

@@ -14,6 +14,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, Self, get_origin
 
@@ -23,6 +24,15 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from outrider.shared.base.errors import ConfigurationError
 
 ENV_PREFIX = "OUTRIDER_"
+
+
+class Dtype(Enum):
+    """Data type of weights and activations. AUTO means float32 on a CPU and bfloat16 on CUDA."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 def settings_config(service: str) -> SettingsConfigDict:

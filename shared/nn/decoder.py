@@ -17,9 +17,9 @@ from outrider.shared.base.errors import CheckpointError, ConfigurationError
 from outrider.shared.kv.pool import KVPool, token_bytes
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.fused import FusedForward, can_fuse
-from outrider.shared.nn.layers.blocks import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.layers.fp8_linear import Fp8Linear, quantize_layer
 from outrider.shared.nn.layers.load import load_attention, load_layer, load_mlp
+from outrider.shared.nn.layers.modules import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.layers.rope import RotaryEmbedding
 from outrider.shared.obs.logging import get_logger
 

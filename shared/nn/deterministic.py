@@ -29,8 +29,8 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config.model_config import Activation
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, HeadNorm, RMSNorm
 from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.modules import Attention, DecoderLayer, GatedMLP, HeadNorm, RMSNorm
 from outrider.shared.nn.layers.rope import Rotation, rotate
 
 FILTER_ROWS = 16

@@ -10,8 +10,8 @@ import torch
 from outrider.shared.nn.checkpoint.tensor_source import Shape, TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder
-from outrider.shared.nn.layers.blocks import RMSNorm
 from outrider.shared.nn.layers.load import load_layer
+from outrider.shared.nn.layers.modules import RMSNorm
 
 SPREAD = 0.02
 """Standard deviation of the weights, as in the initialization of published models."""

@@ -10,7 +10,7 @@ from outrider.kernels.skinny_gemm import project
 from outrider.kernels.stream import MANY_ROWS
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.decoder import DecoderOutput
-from outrider.shared.nn.layers.blocks import Linear, RMSNorm
+from outrider.shared.nn.layers.modules import Linear, RMSNorm
 from outrider.shared.spec.drafter import FeatureSpec
 
 _FC_NORM = re.compile(r"fc_norm\.(\d+)\.weight")

@@ -36,8 +36,8 @@ from outrider.shared.nn.families.registry import check_architecture
 from outrider.shared.nn.generic.choose import read_generic
 from outrider.shared.nn.generic.layout import GenericConfig
 from outrider.shared.nn.kv_scales import ScaledSource, find_scales, read_scales
-from outrider.shared.nn.layers.blocks import DecoderLayer, RMSNorm
 from outrider.shared.nn.layers.load import load_layer
+from outrider.shared.nn.layers.modules import DecoderLayer, RMSNorm
 from outrider.shared.obs.logging import get_logger
 
 _log = get_logger("outrider.decoder")

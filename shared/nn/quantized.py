@@ -18,9 +18,9 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder, OnLayer
 from outrider.shared.nn.generic.layout import GenericConfig
-from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP
 from outrider.shared.nn.layers.fp8_linear import quantize_layer
 from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.modules import Attention, DecoderLayer, GatedMLP
 
 SMALLEST_SCALE = 1e-12  # scale of a row of zeros
 
@@ -119,7 +119,7 @@ def _round_layer(layer: DecoderLayer, *, on_gpu: bool) -> None:
 
 
 @torch.inference_mode()
-def quantize_fp8(decoder: Decoder) -> None:
+def quantize_decoder(decoder: Decoder) -> None:
     """Compute the products of a decoder's layers in FP8 from now on. Call this before its first pass.
 
     Layers that were rounded while they were loaded stay as they are.

@@ -10,10 +10,10 @@ import torch
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import EMBEDDING, FINAL_NORM, LM_HEAD, Decoder, OnLayer
-from outrider.shared.nn.layers.blocks import DecoderLayer, RMSNorm
 from outrider.shared.nn.layers.load import load_layer
+from outrider.shared.nn.layers.modules import DecoderLayer, RMSNorm
 from outrider.shared.nn.open import CheckedSource
-from outrider.shared.nn.quantized import quantize_fp8
+from outrider.shared.nn.quantized import quantize_decoder
 from outrider.shared.parallel.collectives import Collectives
 from outrider.shared.parallel.linear import parallelise, unparallelise
 from outrider.shared.parallel.reduce import Reduce
@@ -68,12 +68,12 @@ class ShardedDecoder(Decoder):
         This rank's columns of o and down get their own scales.
 
         Raises:
-            ConfigurationError: `quantize_fp8` refuses the model.
+            ConfigurationError: `quantize_decoder` refuses the model.
         """
         for layer in self.layers:
             unparallelise(layer)
         try:
-            quantize_fp8(self)
+            quantize_decoder(self)
         finally:
             for layer in self.layers:
                 parallelise(layer, self.reduce)

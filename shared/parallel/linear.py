@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, Linear, MLPBlock
 from outrider.shared.nn.layers.latent_attention import LatentAttention
+from outrider.shared.nn.layers.modules import Attention, DecoderLayer, GatedMLP, Linear, MLPBlock
 from outrider.shared.parallel.reduce import Reduce
 
 

@@ -19,7 +19,7 @@ IDEMPOTENT_METHODS = (
 )
 
 
-def connect(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> grpc.Channel:
+def open_channel(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> grpc.Channel:
     """Open a channel to ``host:port`` or ``unix:/path``. The channel connects and reconnects on its own."""
     return grpc.insecure_channel(check_address(address, "address"), options=_options(max_message_bytes))
 

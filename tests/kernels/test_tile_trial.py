@@ -33,7 +33,7 @@ from outrider.shared.nn.fused import FusedForward, blocks, trial
 from outrider.shared.nn.fused.products import ProductUse, uses_of
 from outrider.shared.nn.fused.trial import BETTER, ROW_COUNTS, pick
 from outrider.shared.nn.layers import linear
-from outrider.shared.nn.layers.blocks import Attention, GatedMLP
+from outrider.shared.nn.layers.modules import Attention, GatedMLP
 from outrider.shared.nn.open import load_decoder
 
 BF16 = torch.bfloat16

@@ -10,7 +10,7 @@ import grpc
 import torch
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
-from outrider.shared.rpc.client import connect
+from outrider.shared.rpc.client import open_channel
 from outrider.shared.rpc.tensors import encode_tensor
 from outrider.shared.rpc.version import PROTOCOL_VERSION
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
@@ -23,7 +23,7 @@ class ScriptedTarget:
 
     def __init__(self, address: str, target_id: str = "t1") -> None:
         self.target_id = target_id
-        self._channels = [connect(address), connect(address)]
+        self._channels = [open_channel(address), open_channel(address)]
         self.stub, self._bulk_stub = (draft_pb2_grpc.DraftStub(channel) for channel in self._channels)
         self._requests: queue.SimpleQueue[draft_pb2.SessionRequest | None] = queue.SimpleQueue()
         self._chunks: queue.SimpleQueue[draft_pb2.BulkRequest | None] = queue.SimpleQueue()

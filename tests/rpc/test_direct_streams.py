@@ -14,7 +14,7 @@ import pytest
 from support.stream_rig import METHOD, SERVER, WAIT_S, Echo, EchoServers, Serve
 
 from outrider.shared.rpc import polling
-from outrider.shared.rpc.client import connect
+from outrider.shared.rpc.client import open_channel
 from outrider.shared.rpc.direct import ClientStream, StreamEndedError
 from outrider.shared.rpc.direct_server import ServerStream
 from outrider.shared.rpc.polling import (
@@ -116,7 +116,7 @@ def test_a_killed_server_ends_the_stream() -> None:
     """The server's process is killed, so only the socket shows the end."""
     with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        channel = connect(f"127.0.0.1:{server.stdout.readline().strip()}")
+        channel = open_channel(f"127.0.0.1:{server.stdout.readline().strip()}")
         stream = ClientStream(channel, METHOD, PollWindow())
         stream.send(b"first")
         assert stream.receive() == b"first"
@@ -148,11 +148,11 @@ import subprocess, sys, time
 from outrider.shared.rpc import polling
 polling.MANY_CORES = 0
 polling.watch_sockets()
-from outrider.shared.rpc.client import connect
+from outrider.shared.rpc.client import open_channel
 from outrider.shared.rpc.direct import ClientStream
 server = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
 poll_window = polling.PollWindow()
-channel = connect("127.0.0.1:" + server.stdout.readline().strip())
+channel = open_channel("127.0.0.1:" + server.stdout.readline().strip())
 stream = ClientStream(channel, "/test.Echo/Stream", poll_window)
 
 def spent_in_a_wait():

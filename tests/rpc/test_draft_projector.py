@@ -17,7 +17,7 @@ from outrider.services.target.draft_client.breaker import Breaker
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity
 from outrider.services.target.draft_client.transport.create import carrier_of
 from outrider.shared.nn.open import load_decoder
-from outrider.shared.rpc.client import connect
+from outrider.shared.rpc.client import open_channel
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -69,7 +69,7 @@ def test_info_reports_sessions_pages_and_metrics(tmp_path: Path) -> None:
     service = DraftService(DraftSettings.load(values))
     service.start()
     try:
-        with connect(service.address) as channel:
+        with open_channel(service.address) as channel:
             info = draft_pb2_grpc.DraftStub(channel).GetInfo(draft_pb2.GetInfoRequest())
         assert info.head.algorithm == "EAGLE3"
         assert info.pages_total == info.pages_free > 0

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.common.v1 import common_pb2
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError, OverloadedError
-from outrider.shared.rpc.client import connect, connect_aio
+from outrider.shared.rpc.client import connect_aio, open_channel
 from outrider.shared.rpc.convert import STATUS_OF_CODE, error_from_proto, error_to_proto
 from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.server import aio_server, sync_server
@@ -93,7 +93,7 @@ def test_a_domain_error_crosses_a_synchronous_call_unchanged(error: OutriderErro
     server = sync_server("127.0.0.1:0", [(ADD, SyncTarget(error))], [NAME], max_workers=2)
     server.start()
     try:
-        with connect(server.address) as channel:
+        with open_channel(server.address) as channel:
             stub = target_pb2_grpc.TargetStub(channel)
             with pytest.raises(grpc.RpcError) as caught:
                 stub.GetInfo(target_pb2.GetInfoRequest(), timeout=10)
@@ -137,7 +137,7 @@ def test_an_unknown_exception_is_internal_and_reveals_nothing() -> None:
     )
     server.start()
     try:
-        with connect(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        with open_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
             target_pb2_grpc.TargetStub(channel).GetInfo(target_pb2.GetInfoRequest(), timeout=10)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert "secret" not in (caught.value.details() or "")
@@ -149,7 +149,7 @@ def test_context_abort_keeps_its_own_status() -> None:
     server = sync_server("127.0.0.1:0", [(ADD, SyncTarget(RuntimeError()))], [NAME], max_workers=2)
     server.start()
     try:
-        with connect(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        with open_channel(server.address) as channel, pytest.raises(grpc.RpcError) as caught:
             target_pb2_grpc.TargetStub(channel).GetStats(target_pb2.GetStatsRequest(), timeout=10)
         assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.ABORTED, "aborted by hand")
     finally:
@@ -208,7 +208,7 @@ def test_an_unknown_status_of_a_newer_peer_counts_as_internal() -> None:
 
 def test_an_error_without_our_details_is_mapped_by_its_grpc_status() -> None:
     # No server listens there, so the transport itself reports UNAVAILABLE.
-    with connect("127.0.0.1:1") as channel, pytest.raises(grpc.RpcError) as caught:
+    with open_channel("127.0.0.1:1") as channel, pytest.raises(grpc.RpcError) as caught:
         target_pb2_grpc.TargetStub(channel).GetInfo(target_pb2.GetInfoRequest(), timeout=5)
     assert error_from_rpc(caught.value).code is ErrorCode.UNAVAILABLE
 

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.address import check_address, check_listen_address
-from outrider.shared.rpc.client import connect, connect_aio
+from outrider.shared.rpc.client import connect_aio, open_channel
 from outrider.shared.rpc.server import PatientHealth, aio_server, sync_server
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
@@ -65,14 +65,14 @@ def check(channel: grpc.Channel, service: str) -> int:
 
 
 def test_health_follows_set_serving_for_every_name(server) -> None:
-    with connect(server.address) as channel:
+    with open_channel(server.address) as channel:
         assert [check(channel, name) for name in ("", NAME)] == [NOT_SERVING, NOT_SERVING]
         server.set_serving(True)
         assert [check(channel, name) for name in ("", NAME)] == [SERVING, SERVING]
 
 
 def test_watchers_see_the_change_and_occupy_no_worker(server) -> None:
-    with connect(server.address) as channel:
+    with open_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watches = [stub.Watch(health_pb2.HealthCheckRequest(service=NAME), timeout=20) for _ in range(6)]
         assert [next(watch).status for watch in watches] == [NOT_SERVING] * 6
@@ -121,7 +121,7 @@ def test_a_watcher_that_leaves_during_a_notification_does_not_block_the_server()
 
 
 def test_reflection_lists_the_services(server) -> None:
-    with connect(server.address) as channel:
+    with open_channel(server.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         replies = stub.ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=10
@@ -131,7 +131,7 @@ def test_reflection_lists_the_services(server) -> None:
 
 
 def test_messages_may_be_large_but_not_unlimited(server) -> None:
-    with connect(server.address) as channel:
+    with open_channel(server.address) as channel:
         stub = target_pb2_grpc.TargetStub(channel)
         large = target_pb2.GenerateRequest(prompt_ids=range(3_000_000))
         assert len(next(stub.Generate(large, timeout=30)).request_id) == 3_000_000
@@ -158,7 +158,7 @@ def test_stop_lets_a_stream_finish_within_the_grace_and_refuses_new_calls() -> N
     import threading
 
     started = threading.Event()
-    with connect(server.address) as channel:
+    with open_channel(server.address) as channel:
         replies = target_pb2_grpc.TargetStub(channel).Session(feed(), timeout=20)
         assert next(replies).replies[0].request_id == "1"
         stopper = threading.Thread(target=server.stop, args=(10,))

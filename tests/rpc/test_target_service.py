@@ -24,7 +24,7 @@ from outrider.common.v1 import common_pb2
 from outrider.services.target.api.servicer import SERVICE_NAME, TargetServicer
 from outrider.services.target.app import Target
 from outrider.services.target.settings import TargetSettings
-from outrider.shared.rpc.client import connect
+from outrider.shared.rpc.client import open_channel
 from outrider.shared.rpc.server import aio_server
 from outrider.shared.rpc.tensors import join_tensors
 from outrider.target.v1 import target_pb2, target_pb2_grpc
@@ -82,7 +82,7 @@ def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 @pytest.fixture
 def stub(service: Service) -> Iterator[target_pb2_grpc.TargetStub]:
-    with connect(service.address) as channel:
+    with open_channel(service.address) as channel:
         yield target_pb2_grpc.TargetStub(channel)
     assert pages_held(service) == 0
 
@@ -307,7 +307,7 @@ def test_sigterm_lets_streams_finish_and_exits_with_zero(model: Path, tmp_path: 
         (*command, "--threads", "1"), stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
     ) as process:
         try:
-            with connect(address) as channel:
+            with open_channel(address) as channel:
                 health = health_pb2_grpc.HealthStub(channel)
                 states = health.Watch(
                     health_pb2.HealthCheckRequest(service=SERVICE_NAME), wait_for_ready=True, timeout=120

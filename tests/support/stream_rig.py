@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import grpc
 
-from outrider.shared.rpc.client import connect
+from outrider.shared.rpc.client import open_channel
 from outrider.shared.rpc.direct import ClientStream, StreamEndedError
 from outrider.shared.rpc.direct_server import ServerStream
 from outrider.shared.rpc.polling import PollWindow
@@ -60,7 +60,7 @@ class EchoServers:
         server = grpc.server(ThreadPoolExecutor(4), handlers=[echo])
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        channel = connect(f"127.0.0.1:{port}")
+        channel = open_channel(f"127.0.0.1:{port}")
         stream = ClientStream(channel, METHOD, PollWindow())
         self._servers.append(server)
         self._channels.append(channel)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize, RoundDrafter, round_rows
+from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize, RoundDrafter, max_round_rows
 from outrider.services.draft.growth.host_grower import scratch_rows
 from outrider.services.draft.growth.page_tables import PageTable, PageTables
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
@@ -241,7 +241,7 @@ class SessionRounds(ResidentBatch):
     def _sized(self, state: RoundState) -> tuple[GrowthSize, torch.Tensor]:
         """Return the size of rounds with this state, and the node limit of every row."""
         bounded = self._bounded
-        rows = min(round_rows(bounded), state.columns)
+        rows = min(max_round_rows(bounded), state.columns)
         shape = GrowthSize(state.bs, rows, bounded.depth, bounded.topk, self._shape.max_nodes)
         return shape, self._memory.budgets(state.bs, bounded.max_nodes)
 

@@ -23,7 +23,7 @@ from outrider.services.draft.growth.draft_round import (
     GrowthInputs,
     GrowthSize,
     RoundDrafter,
-    round_rows,
+    max_round_rows,
 )
 from outrider.services.draft.growth.extend_graph import ExtendGraph
 from outrider.services.draft.growth.page_tables import PageTable
@@ -290,7 +290,7 @@ class DeviceGrowth:
 
 def pending_rows(shape: DraftShape) -> int:
     """Return how many rows a session may have pending when one launch extends it and grows its tree."""
-    return round_rows(shape.bounded()) if shape.drafts else 0
+    return max_round_rows(shape.bounded()) if shape.drafts else 0
 
 
 def _packed_size(bs: int, rows: int) -> int:

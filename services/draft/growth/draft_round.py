@@ -45,10 +45,10 @@ class GrowthSize:
     def of(cls, bs: int, shape: DraftShape) -> GrowthSize:
         """Return the size of rounds whose previous round had trees of the same shape."""
         shape = shape.bounded()
-        return cls(bs, round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
+        return cls(bs, max_round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
 
 
-def round_rows(shape: DraftShape) -> int:
+def max_round_rows(shape: DraftShape) -> int:
     """Return the largest number of tokens that a round with trees of this shape can choose."""
     return min(shape.depth, shape.max_nodes - 1) + 1
 

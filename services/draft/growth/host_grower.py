@@ -27,7 +27,7 @@ import torch
 from outrider.kernels.topk_expand import Expansion, topk_expand
 from outrider.kernels.tree_build import tree_build
 from outrider.services.draft.growth.growing_model import GrowingModel, PassKey
-from outrider.services.draft.growth.tree_levels import Beam, LevelRows, Levels, ShapeConstants
+from outrider.services.draft.growth.tree_levels import LevelRows, Levels, ShapeConstants, TreeBeam
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
@@ -125,7 +125,7 @@ class HostGrower:
         )
         tokens, scores, logprobs = [expansion.token_ids], [expansion.scores], [expansion.logprobs]
         beams: list[torch.Tensor] = []
-        beam = Beam(expansion, batch.states.repeat_interleave(topk, 0), constants)
+        beam = TreeBeam(expansion, batch.states.repeat_interleave(topk, 0), constants)
         if depth > 1:
             levels = self._prepare_levels(batch, stable_lens, topk, constants)
         history: list[LevelRows] = []

@@ -2,7 +2,7 @@
 
 - `ShapeConstants`: tensors that depend only on the shape of a batch.
 - `Levels`: positions and memory of all levels of one round.
-- `Beam`: the rows that the next level runs, with their scores, parents and ancestor masks.
+- `TreeBeam`: the rows that the next level runs, with their scores, parents and ancestor masks.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class LevelRows:
     parents: torch.Tensor
 
 
-class Beam:
+class TreeBeam:
     """The rows that the next level runs, sequence by sequence. Starts with the children of the roots.
 
     Attributes:

@@ -39,7 +39,7 @@ from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape
 from outrider.shared.nn.fused.products import HasProducts, ProductUse
-from outrider.shared.nn.layers.blocks import DecoderLayer, RMSNorm
+from outrider.shared.nn.layers.modules import DecoderLayer, RMSNorm
 from outrider.shared.nn.layers.rope import Rotation
 from outrider.shared.spec.drafter import FeatureSpec
 

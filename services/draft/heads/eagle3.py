@@ -45,7 +45,7 @@ from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.fused.products import HasProducts, ProductUse
-from outrider.shared.nn.layers.blocks import Attention, DecoderLayer
+from outrider.shared.nn.layers.modules import Attention, DecoderLayer
 from outrider.shared.nn.layers.rope import Rotation
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import FeatureSpec

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.shared.nn.layers.blocks import Attention, RMSNorm
 from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.modules import Attention, RMSNorm
 from outrider.shared.nn.layers.token_products import token_products
 
 

@@ -18,7 +18,8 @@ from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused import attention_block, mlp_block
 from outrider.shared.nn.fused.products import ProductUse, uses_of
-from outrider.shared.nn.layers.blocks import (
+from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.modules import (
     Attention,
     AttentionBlock,
     DecoderLayer,
@@ -26,7 +27,6 @@ from outrider.shared.nn.layers.blocks import (
     MLPBlock,
     RMSNorm,
 )
-from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.layers.rope import Rotation
 
 

@@ -11,7 +11,7 @@ from outrider.services.draft.heads.files.head_config import HeadConfig
 from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
-from outrider.shared.nn.layers.blocks import Linear
+from outrider.shared.nn.layers.modules import Linear
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

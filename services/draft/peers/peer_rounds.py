@@ -21,7 +21,7 @@ from outrider.kernels.round_trade import admit_counts, pack_trees
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.growth.device_rounds import SessionRounds
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
-from outrider.services.draft.growth.draft_round import round_rows
+from outrider.services.draft.growth.draft_round import max_round_rows
 from outrider.services.draft.peers.round_buffers import RoundBuffers
 from outrider.services.draft.peers.round_sizes import (
     kind_of,
@@ -366,7 +366,7 @@ class RoundsDesk:
         engine = self._engine
         if not shape.drafts or not engine.sessions.allows(shape):
             return False
-        if len(message.rows) > message.batch or round_rows(shape.bounded()) > message.columns:
+        if len(message.rows) > message.batch or max_round_rows(shape.bounded()) > message.columns:
             return False
         size, dtype = engine.strategy.info.feature_size, rounds.memory.pool.dtype
         if message.feature_size != size or (size and message.feature_dtype != wire_dtype(dtype)):

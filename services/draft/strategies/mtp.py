@@ -34,7 +34,7 @@ from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import EMBEDDING, LM_HEAD
-from outrider.shared.nn.layers.blocks import Linear
+from outrider.shared.nn.layers.modules import Linear
 from outrider.shared.nn.layers.rope import RotaryEmbedding, Rotation
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape

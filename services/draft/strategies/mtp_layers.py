@@ -25,8 +25,8 @@ from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.fp8_source import SCALE_SUFFIX, Fp8Source
 from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.config.model_config import CONFIG_FILE, ConfigReader, ModelConfig, read_json
-from outrider.shared.nn.layers.blocks import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.layers.load import load_layer
+from outrider.shared.nn.layers.modules import DecoderLayer, Linear, RMSNorm
 from outrider.shared.nn.layers.rope import Rotation
 from outrider.shared.nn.open import read_model_config
 

@@ -24,7 +24,7 @@ from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused.products import HasProducts, ProductUse
-from outrider.shared.nn.layers.blocks import Linear
+from outrider.shared.nn.layers.modules import Linear
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 

@@ -18,8 +18,8 @@ from outrider.services.gateway.convert import (
     target_stats_from_proto,
 )
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish
+from outrider.services.gateway.served_target import ServedTarget, TargetStats
 from outrider.services.gateway.target_client.stream import ReaderLimits, TargetStream
-from outrider.services.gateway.target_info import TargetInfo, TargetStats
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import connect_aio
@@ -68,7 +68,7 @@ class TargetClient:
         self._streams: dict[str, TargetStream] = {}
         self._outgoing: asyncio.Queue[target_pb2.SessionRequest] | None = None
         self._serving = asyncio.Event()
-        self._info: TargetInfo | None = None
+        self._info: ServedTarget | None = None
         self.readiness = Readiness()
 
     async def start(self) -> None:
@@ -90,7 +90,7 @@ class TargetClient:
         return bool(self.readiness)
 
     @property
-    def info(self) -> TargetInfo:
+    def info(self) -> ServedTarget:
         """The target's information as of the last connection or refresh.
 
         Raises:
@@ -123,7 +123,7 @@ class TargetClient:
         """Stop delivering events of a sequence."""
         self._streams.pop(request_id, None)
 
-    async def refresh_info(self) -> TargetInfo:
+    async def refresh_info(self) -> ServedTarget:
         """Request the target's information again, because a draft may have connected to the target later.
 
         Raises:

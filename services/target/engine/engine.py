@@ -66,7 +66,7 @@ class TargetEngine(Steppable):
 
     Attributes:
         draining: True from the start of a shutdown. The engine then refuses new requests.
-        again: Records CUDA graphs again after the draft has changed.
+        rerecording: Records CUDA graphs again after the draft has changed.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TargetEngine(Steppable):
         self._drafter = drafter
         self._drafts = drafter.state() is not DrafterState.NONE
         self._follower = DraftSessions(drafter, runner, scheduler)
-        self.again = Rerecording(runner.graphs)
+        self.rerecording = Rerecording(runner.graphs)
         self._delivery = OutputProcessor(scheduler, self._follower, self.metrics, self.controller)
         self._proposals = Proposals(drafter, self._follower, self.controller, self.metrics)
         self._inbox: deque[Submit | Cancel | Pause] = deque()
@@ -200,7 +200,7 @@ class TargetEngine(Steppable):
 
     def ask_recorded(self) -> threading.Event:
         """Return an event that is set once all graphs for the current draft are recorded. Thread-safe."""
-        asked = self.again.ask()
+        asked = self.rerecording.ask()
         self.wake()
         return asked
 
@@ -242,11 +242,13 @@ class TargetEngine(Steppable):
         """Return True if `step` has work, including graphs to record while no request is live."""
         if self._inbox or self._delivery.pending or self.on_device or self._scheduler.has_work():
             return True
-        return not self._live and (self.again.waiting or (self.again.planned and self._follower.outdated))
+        return not self._live and (
+            self.rerecording.waiting or (self.rerecording.planned and self._follower.outdated)
+        )
 
     def next_wakeup(self) -> float | None:
         """Return the time at which the engine must wake up, for a request's deadline or to poll the draft."""
-        if self._live or not self.again.planned or self._drafter.state() is DrafterState.NONE:
+        if self._live or not self.rerecording.planned or self._drafter.state() is DrafterState.NONE:
             return self._expiry.next_due
         # Poll even while a draft is connected, because another draft may replace it.
         return time.monotonic() + LOOK_S
@@ -268,9 +270,9 @@ class TargetEngine(Steppable):
         # 3. Adopt a changed draft. Each step records one of the new graphs, and only while no request is
         # live.
         if self._follower.refresh():
-            self.again.renew()
-        if not self._live and self.again.waiting and not self._delivery.pending:
-            self.again.record_next()
+            self.rerecording.renew()
+        if not self._live and self.rerecording.waiting and not self._delivery.pending:
+            self.rerecording.record_next()
             return
 
         # 4. Schedule.

@@ -181,7 +181,7 @@ def record_graphs(
         memory_mib=mib,
         seconds=round(time.monotonic() - started, 1),
     )
-    engine.again.follow(lambda: [record for _, record in _recordings(engine, plan)])
+    engine.rerecording.follow(lambda: [record for _, record in _recordings(engine, plan)])
 
 
 def compile_kernels(

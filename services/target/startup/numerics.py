@@ -20,7 +20,7 @@ from outrider.shared.nn.deterministic import deterministic
 from outrider.shared.nn.fused import FusedForward
 from outrider.shared.nn.fused.trial import BUDGET_S, try_products
 from outrider.shared.nn.open import load_decoder, read_model_config
-from outrider.shared.nn.quantized import fp8_rounding, quantize_fp8
+from outrider.shared.nn.quantized import fp8_rounding, quantize_decoder
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.decoder import ShardedDecoder
 from outrider.shared.parallel.tiles import spread_tiles
@@ -37,7 +37,9 @@ def prepare_decoder(settings: TargetSettings, decoder: Decoder) -> Decoder:
     if settings.enable_torch_compile:
         _compile(decoder, settings.torch_compile_max_bs)
     if settings.quantization is Quantization.FP8:
-        quantize = decoder.quantize if isinstance(decoder, ShardedDecoder) else partial(quantize_fp8, decoder)
+        quantize = (
+            decoder.quantize if isinstance(decoder, ShardedDecoder) else partial(quantize_decoder, decoder)
+        )
         quantize()
     if settings.kv_cache_dtype is KvCacheDtype.FP8_E4M3:
         _narrow_cache(decoder)

@@ -27,8 +27,8 @@ from outrider.kernels.stream import FEW_ROWS, MANY_ROWS, Stream
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.config.model_config import Activation
-from outrider.shared.nn.layers.blocks import Attention, GatedMLP, RMSNorm
 from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.modules import Attention, GatedMLP, RMSNorm
 from outrider.shared.nn.layers.rope import Rotation
 
 

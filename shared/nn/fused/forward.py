@@ -13,8 +13,8 @@ from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.fused.blocks import ResidualReduce, attention_block, mlp_block
 from outrider.shared.nn.fused.products import ProductUse, uses_of
-from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm
 from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.modules import Attention, DecoderLayer, GatedMLP, RMSNorm
 from outrider.shared.nn.layers.rope import Rotation
 
 

@@ -28,8 +28,8 @@ from outrider.kernels.skinny_gemm import (
 from outrider.kernels.skinny_gemm.table import Product
 from outrider.kernels.stream import Stream, normed_on_write
 from outrider.shared.nn.config.model_config import Activation
-from outrider.shared.nn.layers.blocks import Attention, GatedMLP
 from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.modules import Attention, GatedMLP
 
 _PAGE = 16
 _EPS = 1e-5

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig, ExpertWeights, Routing, Scoring
-from outrider.shared.nn.layers.blocks import GatedMLP
+from outrider.shared.nn.layers.modules import GatedMLP
 
 
 class Router:

@@ -15,14 +15,14 @@ from torch.nn import functional
 from outrider.kernels.quantize_rows import quantize_rows
 from outrider.kernels.skinny_gemm import project
 from outrider.kernels.stream import FEW_ROWS
-from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP
 from outrider.shared.nn.layers.linear import Linear
+from outrider.shared.nn.layers.modules import Attention, DecoderLayer, GatedMLP
 
 _LIBRARY_MULTIPLE = 16
 """The library's FP8 products need both sizes of a weight to be multiples of this."""
 
 
-def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight ``[out, in]`` in e4m3, and the scale of each row, ``[out] fp32``."""
     return quantize_rows(weight)
 
@@ -52,7 +52,7 @@ class Fp8Linear(Linear):
         """
         if type(linear) is not Linear or linear.packed:
             raise TypeError("FP8 weights can only be made from whole bf16, fp16 or (on a GPU) fp32 weights")
-        return cls(*quantize_fp8(linear.weight), linear.bias)
+        return cls(*quantize_weight(linear.weight), linear.bias)
 
     @property
     def rounded(self) -> bool:

@@ -15,7 +15,7 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.families.traits import LatentConfig
-from outrider.shared.nn.layers.blocks import Linear, RMSNorm
+from outrider.shared.nn.layers.modules import Linear, RMSNorm
 from outrider.shared.nn.layers.rope import Rotation, rotate
 
 LATENT_NORM_EPS = 1e-6  # epsilon of the two inner norms, independent of rms_norm_eps

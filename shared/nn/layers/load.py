@@ -11,9 +11,9 @@ import torch
 from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig
 from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 from outrider.shared.nn.config.model_config import ModelConfig
-from outrider.shared.nn.layers.blocks import Attention, DecoderLayer, GatedMLP, HeadNorm, Linear, RMSNorm
 from outrider.shared.nn.layers.experts import Router, SparseMLP
 from outrider.shared.nn.layers.latent_attention import load_latent_attention
+from outrider.shared.nn.layers.modules import Attention, DecoderLayer, GatedMLP, HeadNorm, Linear, RMSNorm
 
 
 def load_layer(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from outrider.shared.nn.layers.blocks import RMSNorm
+from outrider.shared.nn.layers.modules import RMSNorm
 
 MEMORY_SHARE = 0.02
 """Maximum share of a device's memory for a table. In bf16, 128,256 tokens by 6,144 outputs take 1.5 GiB."""

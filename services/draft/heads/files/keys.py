@@ -22,7 +22,7 @@ from outrider.services.draft.heads.files.mistral_format import spell as native_s
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader, Shape
 from outrider.shared.nn.checkpoint.fp8_source import STORED as FP8
-from outrider.shared.nn.layers.blocks import Attention, AttentionBlock, GatedMLP, HeadNorm, Linear, RMSNorm
+from outrider.shared.nn.layers.modules import Attention, AttentionBlock, GatedMLP, HeadNorm, Linear, RMSNorm
 
 FIRST_LAYER = "layers.0."
 DIALECTS = ("midlayer.", "layers.0.", "model.layers.0.", "model.midlayer.")

@@ -12,8 +12,8 @@ import torch
 from outrider.services.draft.heads.files.head_config import HeadConfig
 from outrider.shared.nn.checkpoint.checkpoint_reader import Shape
 from outrider.shared.nn.families.traits import LatentConfig
-from outrider.shared.nn.layers.blocks import Linear, RMSNorm
 from outrider.shared.nn.layers.latent_attention import LATENT_NORM_EPS, LatentAttention
+from outrider.shared.nn.layers.modules import Linear, RMSNorm
 
 
 def latent_shapes(config: HeadConfig, latent: LatentConfig, prefix: str, input_size: int) -> dict[str, Shape]:

@@ -32,7 +32,7 @@ from outrider.services.target.draft_client.transport.rows_outbox import parts_of
 from outrider.services.target.draft_client.transport.stream_rounds import StreamRounds
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
-from outrider.shared.rpc.client import connect
+from outrider.shared.rpc.client import open_channel
 from outrider.shared.rpc.direct import ClientStream
 from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.ipc.doorbells import Side
@@ -106,7 +106,7 @@ class GrpcCarrier(Carrier):
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
         self.rounds: RoundsChannel | None = None
-        self._channel, self._bulk_channel = connect(address), connect(address)
+        self._channel, self._bulk_channel = open_channel(address), open_channel(address)
         self._weights = WeightCalls(self._channel)
         self._inbox: queue.SimpleQueue[draft_pb2.SessionReply | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ from outrider.services.target.draft_client.transport.rows_outbox import RowsOutb
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.address import IpcAddress
-from outrider.shared.rpc.client import connect as connect_grpc
+from outrider.shared.rpc.client import open_channel
 from outrider.shared.rpc.convert import error_from_proto
 from outrider.shared.rpc.ipc.blob_mailbox import BlobMailbox
 from outrider.shared.rpc.ipc.cuda import CudaError
@@ -66,7 +66,7 @@ class IpcCarrier(Carrier):
         self._offers_rounds = rounds
         self._address = address
         self._device = device
-        self._channel = connect_grpc(address.grpc)
+        self._channel = open_channel(address.grpc)
         self._weights = WeightCalls(self._channel)
         self._lock = threading.Lock()
         self._sockets: list[FrameSocket] = []

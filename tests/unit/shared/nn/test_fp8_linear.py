@@ -11,7 +11,7 @@ from support.family_models import Sequences, save
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import LM_HEAD, Decoder
 from outrider.shared.nn.layers import linear
-from outrider.shared.nn.layers.fp8_linear import Fp8Linear, quantize_fp8
+from outrider.shared.nn.layers.fp8_linear import Fp8Linear, quantize_weight
 from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.open import load_decoder
 
@@ -36,7 +36,7 @@ def test_products_are_near_those_of_the_wide_weight() -> None:
 
 def test_each_row_has_its_own_scale() -> None:
     weight = torch.ones(3, 8) * torch.tensor([1e-4, 1.0, 0.0])[:, None]
-    quantised, scales = quantize_fp8(weight)
+    quantised, scales = quantize_weight(weight)
     torch.testing.assert_close(quantised.float() * scales[:, None], weight)
 
 
@@ -62,7 +62,7 @@ def test_logits_come_from_a_rounded_copy_of_the_head(decoder: Decoder) -> None:
     wide, lent, nbytes = decoder.logits(hidden), decoder.weight(LM_HEAD), decoder.weight_bytes
     layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in decoder.layers)
     decoder.quantize_fp8()
-    weight, scales = quantize_fp8(lent)
+    weight, scales = quantize_weight(lent)
     torch.testing.assert_close(decoder.logits(hidden), hidden @ (weight.float() * scales[:, None]).T)
     assert not torch.equal(decoder.logits(hidden), wide)
     assert decoder.weight(LM_HEAD) is lent, "a draft borrows the head as it was loaded"

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from outrider.shared.nn.layers import token_products as module
-from outrider.shared.nn.layers.blocks import RMSNorm
+from outrider.shared.nn.layers.modules import RMSNorm
 from outrider.shared.nn.layers.token_products import fits, token_products
 
 GIB = 1 << 30

@@ -11,9 +11,9 @@ from support.parallel_ranks import load_ranks, on_all
 
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.nn.layers.blocks import Attention, GatedMLP
+from outrider.shared.nn.layers.modules import Attention, GatedMLP
 from outrider.shared.nn.open import load_decoder
-from outrider.shared.nn.quantized import RoundedLinear, quantize_fp8
+from outrider.shared.nn.quantized import RoundedLinear, quantize_decoder
 from outrider.shared.parallel.decoder import ShardedDecoder
 from outrider.shared.parallel.linear import RowParallelLinear
 
@@ -39,7 +39,7 @@ def test_ranks_round_as_finely_as_one_process(case: str, folder: Path) -> None:
     path = save(case, folder)
     plain = run(load_decoder(path))
     whole = load_decoder(path)
-    quantize_fp8(whole)
+    quantize_decoder(whole)
 
     def rounded(decoder: ShardedDecoder) -> torch.Tensor:
         decoder.quantize()

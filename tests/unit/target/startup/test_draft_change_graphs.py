@@ -67,7 +67,7 @@ def recorded(decoder: Decoder, drafter: AnswerDrafter) -> tuple[Harness, Bounded
     with graphs.keeping():
         for record in pieces(harness):
             record()
-    harness.engine.again.follow(lambda: pieces(harness))
+    harness.engine.rerecording.follow(lambda: pieces(harness))
     return harness, graphs
 
 

@@ -87,7 +87,7 @@ def test_the_shapes_of_auto_are_recorded_at_startup() -> None:
     assert {shape for bs, shape in asked if bs == 32} == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
     assert {shape for bs, shape in asked if bs == 64} == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
     assert len(asked) == len(set(asked)), "each shape must be recorded once"
-    assert Engine.again.planned, "graphs of a draft that connects later must be planned"
+    assert Engine.rerecording.planned, "graphs of a draft that connects later must be planned"
 
 
 @pytest.mark.parametrize(

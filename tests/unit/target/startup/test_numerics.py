@@ -30,7 +30,7 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.open import load_decoder
-from outrider.shared.nn.quantized import RoundedLinear, quantize_fp8, round_rows
+from outrider.shared.nn.quantized import RoundedLinear, quantize_decoder, round_rows
 from outrider.shared.parallel.decoder import ShardedDecoder
 
 HELD_OUT = Path(outrider.bench.__path__[0]) / "prompts" / "heldout.jsonl"
@@ -209,7 +209,7 @@ def test_rounded_products_are_those_of_rounded_operands(dtype: torch.dtype) -> N
 def test_quantization_refuses_other_layers(tmp_path: Path, case: str) -> None:
     decoder = load_decoder(family_models.save(case, tmp_path), "cpu")
     with pytest.raises(ConfigurationError, match="unsupported kind") as caught:
-        quantize_fp8(decoder)
+        quantize_decoder(decoder)
     assert caught.value.field == "quantization"
 
 

@@ -18,7 +18,7 @@ from outrider.services.target.startup.weight_fit import WeightSizes, check_weigh
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn import open as open_model
 from outrider.shared.nn.open import load_decoder
-from outrider.shared.nn.quantized import fp8_rounding, quantize_fp8
+from outrider.shared.nn.quantized import fp8_rounding, quantize_decoder
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def test_running_out_of_memory_while_loading_reports_the_need(
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_rounding_while_loading_is_rounding_afterwards_bit_for_bit(model: Path, dtype: torch.dtype) -> None:
     after = load_decoder(model, CPU, dtype)
-    quantize_fp8(after)
+    quantize_decoder(after)
     wide: list[int] = []
     round_layer = fp8_rounding(after.config, CPU, dtype)
 
@@ -146,7 +146,7 @@ def test_rounding_while_loading_is_rounding_afterwards_bit_for_bit(model: Path, 
     during = load_decoder(model, CPU, dtype, on_layer=on_layer)
     assert len(wide) == 2 * len(during.layers)
     assert all(narrow < 0.6 * before for before, narrow in zip(wide[::2], wide[1::2], strict=True))
-    quantize_fp8(during)
+    quantize_decoder(during)
     assert during.fingerprint == after.fingerprint
     assert during.weight_bytes == after.weight_bytes
     rows = torch.randn(5, during.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.shared.rpc.ipc import cuda_blob_mailbox as cuda_round_mailbox
+from outrider.shared.rpc.ipc import cuda_blob_mailbox
 from outrider.shared.rpc.ipc import deferred_release as module
 from outrider.shared.rpc.ipc.blob_mailbox import BlobLayout
 from outrider.shared.rpc.ipc.cuda import CudaError, PeerMemory
@@ -138,7 +138,7 @@ def test_a_watchdog_reports_whether_a_wait_is_pending() -> None:
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
-    monkeypatch.setattr(cuda_round_mailbox, "_register", lambda _memory, _device: 0)
+    monkeypatch.setattr(cuda_blob_mailbox, "_register", lambda _memory, _device: 0)
     monkeypatch.setattr(StreamMailbox, "_try", lambda _self: None)
 
 
@@ -162,7 +162,7 @@ def test_a_dropped_mailbox_ends_its_waits_immediately_and_is_freed_later(
         assert gate.wait(TIMEOUT_S)  # blocks as the driver would until the device is done
         calls.append(name)
 
-    monkeypatch.setattr(cuda_round_mailbox, "runtime_call", call)
+    monkeypatch.setattr(cuda_blob_mailbox, "runtime_call", call)
     slots = Mapped()
     mailbox, words = make_mailbox(slots)
     assert words.awaited == 0
@@ -181,7 +181,7 @@ def test_a_peers_slots_are_unmapped_if_the_mailbox_cannot_be_made(
     def refuse(*_arguments: object) -> int:
         raise CudaError("no such memory here")
 
-    monkeypatch.setattr(cuda_round_mailbox, "_register", refuse)
+    monkeypatch.setattr(cuda_blob_mailbox, "_register", refuse)
     slots = Mapped()
     with pytest.raises(CudaError):
         make_mailbox(slots)

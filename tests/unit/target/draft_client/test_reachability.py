@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.services.target.draft_client import reachability as absence
+from outrider.services.target.draft_client import reachability
 from outrider.services.target.draft_client.reachability import ABSENT_S, LOOK_S, Reachability, listens
 from outrider.services.target.settings import TargetSettings
 
@@ -28,7 +28,7 @@ def test_a_draft_that_warms_up_listens_already(tmp_path: Path) -> None:
 
 def test_one_that_is_not_there_is_given_up_before_one_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, there, looks = [100.0], [True], []
-    monkeypatch.setattr(absence, "listens", lambda address: looks.append(address) or there[0])
+    monkeypatch.setattr(reachability, "listens", lambda address: looks.append(address) or there[0])
     away = Reachability("unix:/draft", lambda: clock[0])
     assert not away.is_long()
     clock[0] += ABSENT_S - 0.1

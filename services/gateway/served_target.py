@@ -1,4 +1,4 @@
-"""The target's self-description (`TargetInfo`: model, limits, default tree) and its load (`TargetStats`)."""
+"""The target's self-description (`ServedTarget`: model, limits, default tree) and load (`TargetStats`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class TargetInfo:
+class ServedTarget:
     """Information about the target: its model, its limits and its speculation.
 
     `num_steps`, `topk` and `num_draft_tokens` are the default tree shape. `max_steps`, `max_topk` and

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client import residency as rounds_gate
+from outrider.services.target.draft_client import residency
 from outrider.services.target.draft_client.remote_batch import MAX_ROUND_NUMBER, RemoteBatch
 from outrider.services.target.draft_client.residency import Residency
 from outrider.services.target.draft_client.session import DraftSession
@@ -65,7 +65,7 @@ class Draft:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         self.lateness = 0
-        monkeypatch.setattr(rounds_gate.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(residency.time, "monotonic", lambda: self.now)
         self.channel = Channel()
         self.sent: list[draft_pb2.SessionRequest] = []
         self.connection = self.connect()
@@ -153,7 +153,7 @@ def test_the_answer_is_not_waited_for_where_the_draft_agreed_before(
     assert rounds.reserve([20])
     rounds.exchange(draft.state, 0.01, False)
     assert draft.channel.limits == [
-        rounds_gate.ENTER_LIMIT_S
+        residency.ENTER_LIMIT_S
     ]  # the first round includes the draft's preparations
     draft.answer(True)
     assert rounds.reserve([20])
