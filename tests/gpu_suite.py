@@ -322,7 +322,7 @@ def main() -> int:
     jobs = plan(len(suite.gpus), suite.share)
     suite.run(jobs)
     names = collected.all()
-    suite.rerecording([name for name in names if name not in suite.tests], jobs)
+    suite.again([name for name in names if name not in suite.tests], jobs)
     found = record(suite, names, commit)
     given.output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     suite.say(

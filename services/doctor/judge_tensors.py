@@ -150,5 +150,5 @@ def _groups(weights: Sequence[NamedStatistics]) -> Mapping[str, list[NamedStatis
 
 
 def _group(name: str) -> str:
-    """Return the part of the name that a tensor shares with the same tensor of other layers and experts."""
+    """Return a tensor's name with `*` in place of the numbers of its layer and its expert."""
     return re.sub(r"\.\d+\.", ".*.", name)

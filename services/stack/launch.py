@@ -1,4 +1,4 @@
-"""Builds the services' command lines for `outrider up`, starts the services and waits until all are ready."""
+"""Starts the services of `outrider up`: checks options and PyTorch, builds command lines, waits until ready."""
 
 from __future__ import annotations
 

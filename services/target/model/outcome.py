@@ -15,8 +15,8 @@ class Outcome:
     Attributes:
         num_nodes: Number of nodes of the row's tree, including the root.
         accepted: Indices of the accepted nodes in path order, without the root.
-        emitted: Tokens of the accepted nodes, then the bonus token, or `FAILED_TOKEN` if the logits of the
-            bonus token are not finite numbers.
+        emitted: Tokens of the accepted nodes, then the bonus token. `FAILED_TOKEN` replaces the bonus token
+            if its logits are not finite numbers.
     """
 
     num_nodes: int

@@ -60,7 +60,7 @@ def test_what_fails_is_run_again_and_stays_failed(suite: Suite, tmp_path: Path) 
     suite.run(jobs)
     names = sorted(suite.tests)
     assert [suite.tests[name]["outcome"] for name in names] == ["passed", "failed"]
-    suite.rerecording([], jobs)
+    suite.again([], jobs)
     found = record(suite, [*names, "tests/law/test_other.py::test_left_out"], "abc")
     assert (found["tests"], found["passed"], found["failed"], found["not run"]) == (3, 1, 1, 1)
     assert found["commit"] == "abc"

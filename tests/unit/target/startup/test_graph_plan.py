@@ -71,7 +71,7 @@ def test_the_shapes_of_auto_are_recorded_at_startup() -> None:
     asked: list[tuple[int, DraftShape]] = []
 
     class Engine:
-        again = Rerecording(GraphCache("cpu"))
+        rerecording = Rerecording(GraphCache("cpu"))
 
         def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
             return [lambda: asked.append((bs, shape))]
