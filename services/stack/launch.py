@@ -1,4 +1,4 @@
-"""Starts the services of `outrider up`: checks options and PyTorch, builds command lines, waits until ready."""
+"""Starts the services of `outrider up`: checks options and PyTorch, builds commands, waits until ready."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class SpeculationParams:
 
     @property
     def forms(self) -> tuple[DraftShape, ...]:
-        """The largest shapes that a round may have: a tree and a chain, or one of them if the other is off."""
+        """The largest shapes that a round may have: a tree and a chain, or only one if the other is off."""
         if self.shape.topk == 1:
             return (self.chain if self.chain.depth > self.shape.depth else self.shape,)
         return (self.shape, self.chain) if self.chain.drafts else (self.shape,)
