@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.head_dialects import run
 from support.plain_heads import PlainHead
 from support.toy_heads import (
     HIDDEN,
@@ -31,10 +32,7 @@ from outrider.services.draft.heads.registry import HeadKind, head_kind, load_hea
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.stack.launch import check_options, free_port
 from outrider.services.stack.options import StackOptions
-from outrider.shared.attn.base import build_batch
-from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import CheckpointError
-from outrider.shared.kv.pool import KVPool
 
 CPU = torch.device("cpu")
 ROWS = 9
@@ -111,21 +109,6 @@ def write_native(
         str(folder / "consolidated.safetensors"),
     )
     return folder
-
-
-def run(
-    head: RecurrentHead, tokens: torch.Tensor, features: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    pool = KVPool(8, 4, head.num_layers, head.kv_heads, head.head_dim, torch.float32, CPU, latent=head.latent)
-    lease = pool.lease(ROWS)
-    assert lease is not None
-    attention = create_backend("auto", CPU)
-    with torch.inference_mode():
-        attention.plan(build_batch(pool, [lease], [0], [ROWS]))
-        states = head.forward(
-            tokens.to(torch.int32), features, head.rotation(torch.arange(ROWS)), attention, pool
-        )
-        return states, head.logits(states)
 
 
 def assert_computes(head: RecurrentHead, weights: Tensors, **config: Any) -> PlainHead:
