@@ -259,7 +259,7 @@ class ResidentBatch(Protocol):
         ...
 
     def retire(self, rows: Sequence[int]) -> None:
-        """Make rows idle because their sequences have ended. `Drafter.close` of their sessions follows.
+        """Make rows idle because their sequences have ended. The caller then calls `Drafter.close` for them.
 
         All rows keep their row numbers. From the next enqueued round on, the count of the retired rows is 0.
 

@@ -221,7 +221,7 @@ class DraftProtocol:
     def lend(self, name: str, tensor: torch.Tensor) -> None:
         """Receive a tensor that the draft borrows. Called on the engine thread.
 
-        The last missing tensor also starts the warm-up.
+        When the last tensor has arrived, the warm-up starts.
 
         Raises:
             OutriderError: The warm-up failed; see `warm_up`.
