@@ -37,7 +37,7 @@ from outrider.shared.spec.drafter import (
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.resident import DeviceDrafter, ResidentBatch, RoundState
+from outrider.shared.spec.resident import ExchangeDrafter, ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import HostTree, pad_trees
 
@@ -57,7 +57,7 @@ REJECTED_FOR_S = 5.0
 _log = logging.getLogger("outrider.target.draft")
 
 
-class RemoteDrafter(Drafter, DeviceDrafter):
+class RemoteDrafter(Drafter, ExchangeDrafter):
     """A drafter in another process. Engine thread only, except for `state`, `describe` and `refusal`.
 
     Args:

@@ -12,7 +12,7 @@ The named lengths are always in this order, which `Sequence.check` asserts:
   retracted. Only `Scheduler` frees pages.
 - The contents of slots from `cached_len` on are meaningless between rounds.
 - Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
-  up to `committed_len`.
+  up to `committed_len`. There, the two stay equal until the first token has been read.
 """
 
 from __future__ import annotations
@@ -52,6 +52,12 @@ class Sequence:
             captured for a drafter that wants them.
         feature_len: Rows ``[0, feature_len)`` of the feature plane are valid for the current projector.
         drafted: Whether the drafter follows the sequence now.
+        slot: Slot of the sequence in the `SlotTable`, from its admission until it ends or is retracted.
+            Otherwise -1.
+        residence: Incremented at every admission, so that results of an earlier residence are recognised.
+        tokens_ahead: Largest number of tokens that passes in flight may still add.
+        passes_ahead: Number of passes in flight that add at least one token.
+        fresh_columns: Largest number of tokens that the last enqueued pass may have chosen.
     """
 
     __slots__ = (
@@ -65,25 +71,30 @@ class Sequence:
         "epoch",
         "feature_len",
         "first_token_at",
+        "fresh_columns",
         "last_emit_at",
         "lease",
         "max_len",
         "node_bound",
         "page_size",
+        "passes_ahead",
         "paused_at",
         "pending_rounds",
         "pending_tokens",
         "prefix_hash",
         "prompt_len",
         "request",
+        "residence",
         "resumptions",
         "session_id",
         "sink",
+        "slot",
         "stats",
         "status",
         "stop_ids",
         "submitted_at",
         "tokens",
+        "tokens_ahead",
         "wants_drafts",
     )
 
@@ -113,6 +124,11 @@ class Sequence:
         self.feature_len = 0
         self.controller_row: RowState | None = None
         self.drafted = False
+        self.slot = -1
+        self.residence = 0
+        self.tokens_ahead = 0
+        self.passes_ahead = 0
+        self.fresh_columns = 1
         self.node_bound = request.speculation.most_nodes if self.wants_drafts else 1
         self.max_len = self.prompt_len + request.max_new_tokens + self.node_bound
         self.stop_ids = (
@@ -145,6 +161,11 @@ class Sequence:
     def end_len(self) -> int:
         """Upper bound of committed_len."""
         return self.prompt_len + self.request.max_new_tokens
+
+    @property
+    def committed_upper(self) -> int:
+        """Upper bound of committed_len once the passes in flight have ended."""
+        return min(self.committed_len + self.tokens_ahead, self.end_len)
 
     @property
     def remaining(self) -> int:

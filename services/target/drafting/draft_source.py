@@ -1,0 +1,60 @@
+"""The interface through which a round gets its draft trees, and the source without a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from outrider.services.target.model.outcome import Outcome
+from outrider.services.target.model.packed_batch import Entry
+from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.services.target.scheduling.sequence import Sequence
+
+Draft = Callable[[], None]
+"""Enqueues the drafting of a round whose entries have been uploaded."""
+
+
+class DraftSource(Protocol):
+    """Supplies the draft trees of rounds. Engine thread only."""
+
+    def waits_for_host(self, entries: Seq[Entry]) -> bool:
+        """Return True if the results of all earlier rounds must be read before this round is drafted."""
+        ...
+
+    def prepare(self, entries: Seq[Entry]) -> tuple[list[Entry], Draft | None]:
+        """Prepare the drafting of a round.
+
+        Returns:
+            The entries, in which rows that get no tree have `NO_DRAFT`, and a function that enqueues the
+            drafting. None instead of the function if no row drafts.
+        """
+        ...
+
+    def launched(self) -> None:
+        """Do the host's work of the round that was just enqueued. The previous round has been read."""
+        ...
+
+    def prefilled(self, chunk: PrefillChunk) -> None:
+        """Pass on the feature rows of a prompt chunk that was enqueued."""
+        ...
+
+    def first_token(self, sequence: Sequence, token: int) -> None:
+        """Pass on the first token after a prompt. The sequence already contains the token."""
+        ...
+
+    def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
+        """Pass on the tokens that a round chose for a sequence that continues."""
+        ...
+
+    def read(self) -> None:
+        """Called after all entries of a round were passed to `committed`, before the tokens are delivered."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """Forget a sequence that is about to end or to be retracted."""
+        ...
+
+    def abandon(self) -> None:
+        """Forget all rounds after a failure that has ended all sequences."""
+        ...

@@ -1,0 +1,250 @@
+"""Draft trees that come from the host: a drafter in another process, or one that drafts on the CPU.
+
+A round that drafts can start only after the host has read the previous round:
+
+    target device   | verify n      |                       | verify n + 1
+    host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
+    remote draft                           | extend by n, draft n + 1  |
+
+The announcement is sent immediately after a round was read, because a draft in another process idles until
+the announcement arrives. Rounds without drafts are enqueued ahead as usual. The drafter then learns their
+tokens later, in larger commits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.kernels.packed_round import pack_trees
+from outrider.services.target.drafting.draft_sessions import DraftSessions
+from outrider.services.target.drafting.draft_source import Draft, DraftSource
+from outrider.services.target.drafting.planner import DraftPlanner, bound_of
+from outrider.services.target.model.outcome import Outcome
+from outrider.services.target.model.packed_batch import Entry
+from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.kv.upload import upload
+from outrider.shared.spec.drafter import Commit, Commits, Drafter, EagerDrafter, ProposalRequest, ProposalRow
+from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
+
+CATCH_UP_TOKENS = 128
+"""Number of tokens after which rounds without drafts send a commit to the drafter."""
+ANSWERED = ("", "empty_tree")
+"""Fallback reasons of a drafter that has answered, but with a single-node tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """An announced request for trees.
+
+    Attributes:
+        request: The request as sent to the drafter.
+        shapes: The shape of each row of the request, by session.
+        announced_at: Time of the announcement, from `time.monotonic()`.
+    """
+
+    request: ProposalRequest
+    shapes: dict[int, DraftShape]
+    announced_at: float
+
+
+class HostSource(DraftSource):
+    """Requests trees from a drafter through the host. Engine thread only.
+
+    Args:
+        drafter: Proposes trees.
+        sessions: The drafter's sessions.
+        planner: Chooses the shapes of the next round for the early announcement.
+        scheduler: Knows which sequences decode next.
+        controller: Limits the wait for trees, and learns how long the drafter takes.
+        rounds: Owns the slots and the packed trees.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        sessions: DraftSessions,
+        planner: DraftPlanner,
+        scheduler: Scheduler,
+        controller: SpeculationController,
+        rounds: RoundRunner,
+    ) -> None:
+        self._drafter = drafter
+        self._sessions = sessions
+        self._planner = planner
+        self._scheduler = scheduler
+        self._controller = controller
+        self._rounds = rounds
+        self._round = 0
+        self._announced: _Proposal | None = None
+        self._told: dict[int, int] = {}
+        self._moved: list[tuple[Sequence, int]] = []
+        self.draft_wait_s: float | None = None
+
+    def waits_for_host(self, entries: Seq[Entry]) -> bool:
+        return any(entry.shape.drafts for entry in entries)
+
+    def prepare(self, entries: Seq[Entry]) -> tuple[list[Entry], Draft | None]:
+        # 1. Request the trees, unless the early announcement has done so.
+        self.draft_wait_s = None
+        proposal, self._announced = self._announced, None
+        wanting = [entry for entry in entries if entry.shape.drafts]
+        if not wanting:
+            return list(entries), None
+        if proposal is None or not any(one.sequence.session_id in proposal.shapes for one in wanting):
+            proposal = self._announce([(entry.sequence, entry.shape) for entry in wanting], len(entries))
+        # 2. Collect the trees. A row without a tree verifies its root alone.
+        started = time.monotonic()
+        places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
+        # Ended sequences are left out, because the drafter has forgotten them.
+        live = [row for row in proposal.request.rows if row.fence.session_id in places]
+        request = proposal.request
+        if len(live) < len(request.rows):
+            request = replace(request, rows=live)
+        if not live:
+            return [replace(entry, shape=NO_DRAFT) for entry in entries], None
+        drafts = self._drafter.propose(request)
+        num_nodes = drafts.num_nodes.tolist()
+        placed = [replace(entry, shape=NO_DRAFT) if entry.shape.drafts else entry for entry in entries]
+        members: list[int] = []
+        for row, nodes in zip(live, num_nodes, strict=True):
+            index = places[row.fence.session_id]
+            if nodes == 1:
+                reason = self._drafter.fallback_reason(row.fence.session_id) or "no_proposal"
+                self._planner.fell_back(entries[index].sequence, reason)
+                members.append(-1)
+            else:
+                shape = row.shape.bounded()
+                placed[index] = replace(placed[index], shape=replace(shape, max_nodes=nodes))
+                members.append(index)
+        self._measure(proposal, live, time.monotonic() - started, answered=max(num_nodes) > 1)
+        if max(num_nodes) == 1:
+            return placed, None
+        return placed, lambda: self._pack(drafts, members)
+
+    def launched(self) -> None:
+        """Do nothing: everything has been done before the launch."""
+
+    def prefilled(self, chunk: PrefillChunk) -> None:
+        """Send the stored feature rows of a chunk, without the prompt's last row."""
+        self._sessions.send_prefill_features(chunk)
+        sequence = chunk.sequence
+        if isinstance(self._drafter, EagerDrafter) and sequence.drafted and sequence.remaining > 1:
+            self._drafter.absorb([sequence.session_id])
+
+    def first_token(self, sequence: Sequence, token: int) -> None:
+        self._told[sequence.session_id] = sequence.committed_len - 1
+        self._moved.append((sequence, sequence.committed_len - 1))
+
+    def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
+        sequence = entry.sequence
+        self._told.setdefault(sequence.session_id, sequence.committed_len - len(kept))
+        self._moved.append((sequence, sequence.committed_len - len(kept)))
+
+    def read(self) -> None:
+        self._round += 1
+        moved, self._moved = self._moved, []
+        going_on = [sequence for sequence, _ in moved if sequence.slot >= 0]
+        late = [
+            one
+            for one in going_on
+            if one.committed_len - self._told[one.session_id] >= CATCH_UP_TOKENS
+        ]
+        if any(one.passes_ahead for one in self._scheduler.active):
+            self._commit(late)
+            return
+        # Nothing is in flight, so the next round may draft: announce it before anything that can wait.
+        decodes = self._scheduler.decoding()
+        shapes = self._planner.shapes(decodes)
+        wanting = [(one, shape) for one, shape in zip(decodes, shapes, strict=True) if shape.drafts]
+        if wanting:
+            self._announced = self._announce(wanting, len(decodes))
+        self._commit(late)
+
+    def ended(self, sequence: Sequence) -> None:
+        self._told.pop(sequence.session_id, None)
+
+    def abandon(self) -> None:
+        self._announced, self._moved = None, []
+        self._told.clear()
+
+    def planned(self) -> dict[int, DraftShape] | None:
+        """Return the shapes of the announced round by session, or None if nothing was announced."""
+        return None if self._announced is None else self._announced.shapes
+
+    def _announce(self, wanting: Seq[tuple[Sequence, DraftShape]], batch_size: int) -> _Proposal:
+        """Send the tokens that the drafter lacks, then request trees."""
+        self._commit([sequence for sequence, _ in wanting])
+        auto = [bound_of(one) for one, _ in wanting if one.controller_row is not None]
+        request = ProposalRequest(
+            round=self._round,
+            rows=[
+                ProposalRow(
+                    sequence.fence(), sequence.tokens[-1], shape, must_wait=sequence.controller_row is None
+                )
+                for sequence, shape in wanting
+            ],
+            deadline_s=self._controller.wait_cap_s(auto, batch_size) if auto else None,
+        )
+        announced_at = time.monotonic()
+        self._drafter.announce(request)
+        return _Proposal(request, {one.session_id: shape for one, shape in wanting}, announced_at)
+
+    def _commit(self, sequences: Seq[Sequence]) -> None:
+        """Send each sequence's tokens that the drafter lacks, with their stored feature rows."""
+        commits: list[Commit] = []
+        for sequence in sequences:
+            told = self._told.get(sequence.session_id)
+            if told is None:
+                continue
+            commit = self._sessions.catch_up(sequence, told)
+            self._told[sequence.session_id] = sequence.committed_len
+            if commit is not None:
+                commits.append(commit)
+        if commits:
+            self._drafter.commit(Commits(self._round, commits))
+
+    def _measure(
+        self, proposal: _Proposal, rows: Seq[ProposalRow], wait_s: float, *, answered: bool
+    ) -> None:
+        """Let the controller learn the wait, if it measures the cost of a proposal.
+
+        The wait measures nothing if the drafter has not answered and the wait ended before the deadline.
+        """
+        deadline_s = proposal.request.deadline_s
+        late = deadline_s is not None and wait_s >= deadline_s
+        replied = answered or any(
+            self._drafter.fallback_reason(row.fence.session_id) in ANSWERED for row in rows
+        )
+        if late or replied:
+            self.draft_wait_s = wait_s
+            # Without an answer, the draft would have needed longer than the measured time, so count that time
+            # double.
+            taken = time.monotonic() - proposal.announced_at
+            self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
+
+    def _pack(self, drafts: DraftBatch, members: list[int]) -> None:
+        batch = self._rounds.batch
+        device = batch.nodes.device
+        tokens, parents, depths, num_nodes, ancestors = (
+            part.to(device, non_blocking=True)
+            for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
+        )
+        logprobs = None if drafts.logprobs is None else drafts.logprobs.to(device, non_blocking=True)
+        pack_trees(
+            tokens,
+            parents,
+            depths,
+            ancestors,
+            num_nodes,
+            logprobs,
+            upload(members, torch.int32, device),
+            batch.entries(batch.rows),
+            batch.trees(batch.rows),
+        )
