@@ -18,8 +18,8 @@ class Figure:
         value: The figure, in the goal's unit.
         text: The figure as the table shows it.
         source: File that contains the result.
-        floor, ratio: Floor of the measured row and the ratio of the figure to it, as the table shows them.
-            Empty if the row has no floor.
+        floor, ratio: Floor of the measured row, and the ratio of the figure to the floor, as the table shows
+            them. Empty if the row has no floor.
         peer: A peer's recorded figure, as the table shows it. Empty if there is none.
         peer_source: File that contains the peer's figure.
     """

@@ -24,7 +24,7 @@ def memory_folder() -> Path | None:
     """Return a folder in memory with room for a head.
 
     Returns None, which selects Python's default folder, if the folder in memory is too small. In containers,
-    it often has only 64 MiB.
+    that folder often has only 64 MiB.
     """
     return (
         MEMORY_FOLDER
