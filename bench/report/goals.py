@@ -148,7 +148,7 @@ def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure |
 
 
 def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
-    """Return a function that finds the ratio of a round with `changes` to the nearest run without them."""
+    """Return a function that divides a round with `changes` by the same round of the nearest default run."""
 
     def find(results: Results) -> Figure | None:
         found = results.latency(case, changes=changes)

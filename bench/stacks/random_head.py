@@ -13,7 +13,7 @@ from outrider.shared.nn.dummy import SPREAD, RandomTensors
 
 LAYER = "midlayer."
 LOGIT_SPREAD = 6.0
-"""Standard deviation of the logits. A trained head has a similar one, so that trees grow equally deep."""
+"""Standard deviation of the logits. Trained heads have a similar spread, so trees grow equally deep."""
 
 
 MEMORY_FOLDER = Path("/dev/shm")

@@ -1,4 +1,4 @@
-"""Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that bounds waits.
+"""Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that limits waits.
 
 In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
 trees (`shared.spec.resident`). Each word has one writer and contains the number of a round. The numbers
