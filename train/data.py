@@ -1,4 +1,4 @@
-"""Token rows for training. Each row is the start of a generated conversation, cut to the row's length."""
+"""Makes token rows for training. Each row is a generated conversation, cut to the row's length."""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from outrider.train.corpus.base import Split
 from outrider.train.corpus.conversations import Mix, conversation
 from outrider.train.tokenizer import BOS_ID, segments
 
-_CHARS_PER_TOKEN = 6.5  # A high estimate. With a low one, short rows would be padded, which wastes compute.
+_CHARS_PER_TOKEN = 6.5  # A high estimate, because a low estimate would produce short, padded rows.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """Trains the EAGLE-3 head of a target by training-time test, on text that the target itself generates.
 
+In training-time test (EAGLE-3, Li et al., arXiv 2503.01840), the head is unrolled for several
+steps and reads its own features, as it does when it drafts.
+
     python -m outrider.train.eagle3 --target models/demo/target --out models/demo/eagle3 \\
         --gsm8k train.jsonl --minutes 2.5
 """
@@ -56,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def regenerate(target: Llama, tokenizer: Tokenizer, rows: Tensor, batch: int, seed: int) -> Tensor:
-    """Keep a prompt of each row, and replace the text after the prompt by the target's own text.
+    """Keep the start of each row as a prompt, and replace the text after the prompt by the target's own text.
 
     A quarter of the rows are continued at temperature 0 (greedy), a quarter at 0.7 and half at 1.0.
     """

@@ -1,4 +1,4 @@
-"""Measures the accept length of a head with the plain drafter in `reference`, and the quality of its target.
+"""Measures the accept length of a head with the plain drafter in `reference`, and the quality of the target.
 
     python -m outrider.train.evaluate --target models/demo/target --head models/demo/eagle3 \\
         --prompts bench/prompts/heldout.jsonl

@@ -1,4 +1,4 @@
-"""Continues prompts with the target itself, so that the head trains on the text it must predict."""
+"""Continues prompts with the target itself, so that the head trains on the text that it must predict."""
 
 import torch
 from torch import Tensor

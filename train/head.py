@@ -53,7 +53,10 @@ class Eagle3Head(nn.Module):
         self.draft_ids: Tensor
 
     def _attend(self, x: Tensor, step: int, steps: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Attend at unrolled step ``step``: a row sees step 0 causally, and its own row of later steps."""
+        """Attend at unrolled step ``step``.
+
+        Each row sees step 0 causally. In every later step, it sees only its own row.
+        """
         attn = self.midlayer.self_attn
         length = x.shape[1]
         cos, sin = rope_tables(

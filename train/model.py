@@ -62,7 +62,7 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [bs, heads, S, head_dim] by tables that broadcast to it."""
+    """Rotate x [bs, heads, S, head_dim]. The tables must broadcast to the shape of x."""
     half = x.shape[-1] // 2
     rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
     return x * cos.to(x.dtype) + rotated * sin.to(x.dtype)
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.dim, shape.hidden_size, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q and k, both rotated, and v. Each has the shape [bs, heads or kv_heads, S, head_dim]."""
+        """Return rotated q, rotated k, and v, each [bs, heads or kv_heads, S, head_dim]."""
         bs, length, _ = x.shape
         q = self.q_proj(x).view(bs, length, self.heads, self.dim).transpose(1, 2)
         k = self.k_proj(x).view(bs, length, self.kv_heads, self.dim).transpose(1, 2)

@@ -99,7 +99,8 @@ class Clock:
     def factor(self) -> float:
         """Return the learning-rate factor.
 
-        It rises for 50 warm-up steps, stays constant, and decays linearly over the second half of the budget.
+        The factor rises for 50 warm-up steps, stays constant, and decays linearly over the second half of the
+        budget.
         """
         p = self.progress()
         return min(1.0, (self.done + 1) / 50, max(0.02, (1 - p) / 0.5))

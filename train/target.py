@@ -81,7 +81,7 @@ def make_tokenizer(args: argparse.Namespace, vocab_size: int) -> Tokenizer:
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
-    """Run the command. Return the numbers that it also writes to ``training.json``."""
+    """Run the command. Return the numbers that are also written to ``training.json``."""
     args = _parser().parse_args(argv)
     shape = SMOKE_SHAPE if args.smoke else LlamaShape(num_hidden_layers=args.layers)
     if args.smoke:

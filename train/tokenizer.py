@@ -22,7 +22,11 @@ CHAT_TEMPLATE = (
 
 
 def segments(system: str | None, messages: Iterable[Message]) -> list[tuple[str, bool]]:
-    """Render a conversation like the chat template, as (text, whether to learn to predict it) parts."""
+    """Render a conversation as the chat template does.
+
+    Returns:
+        Parts of the text, each with True if the model learns to predict the part.
+    """
     parts = [BOS]
     out: list[tuple[str, bool]] = []
     if system is not None:
@@ -39,7 +43,7 @@ def segments(system: str | None, messages: Iterable[Message]) -> list[tuple[str,
 
 
 def render_prompt(prompt: str, system: str | None = None) -> str:
-    """Render a first user message and the generation prompt like the chat template."""
+    """Render a first user message and the generation prompt as the chat template does."""
     return segments(system, [])[0][0] + f"{START}user\n{prompt}{END}\n{START}assistant\n"
 
 

@@ -15,7 +15,7 @@ from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.spec.tree import mask_words
 
 CACHE_BYTES = 512 << 20
-"""Bytes of distinct data that each case cycles through. They are far more than a second-level cache holds."""
+"""Bytes of distinct data that each case cycles through. This is far more than a second-level cache holds."""
 MAX_COPIES = 64
 
 

@@ -25,7 +25,7 @@ from outrider.kernels.verify import verify_tree
 from outrider.kernels.verify_round import RoundTensors, accept_round, begin_round, place_rows, post_round
 
 PATIENCE = 1000
-"""Maximum number of polls for a message. The message is already there."""
+"""Maximum number of polls for a message. In these cases, the message has already arrived."""
 PLACES = 4
 """Number of slots in the ring to which results are posted."""
 UNLIMITED = 1 << 30
@@ -84,7 +84,7 @@ def draft_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
 
 
 def _logits(sizes: Sizes, rows: int, small: bool) -> Case:
-    """Return the case of the logits of one level of an EAGLE-3 draft. The last norm is fused into them."""
+    """Return the case of the logits of one level of an EAGLE-3 draft, with the fused last norm."""
     out, width = sizes.matrices()["draft lm_head"]
     nbytes = out * width * sizes.dtype.itemsize
     many = [sizes.random(out, width) * width**-0.5 for _ in range(copies_for(nbytes, small))]
@@ -108,7 +108,7 @@ def _level(beam: Beam | None, topk: int, candidates: Candidates, words: int, log
 
 
 def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the kernels of a round outside the draft's and the target's pass, with the draft in process."""
+    """Yield a round's kernels outside the passes of draft and target, with the draft in process."""
     device, columns, nodes = sizes.device, sizes.steps + 1, sizes.nodes
     pages = -(-(sizes.context + nodes + columns + sizes.steps * sizes.topk) // sizes.page_size) + 1
     for batch in sizes.batches:

@@ -48,7 +48,8 @@ def _nothing(x, PDL: tl.constexpr):
 def launch_nothing(x: torch.Tensor) -> None:
     """Launch a program that ends immediately.
 
-    Uses programmatic dependent launch if the GPU supports it, because the kernels of a round use it too.
+    Uses programmatic dependent launch if the GPU supports it, because the kernels of a round are launched in
+    the same way.
     """
     early = torch.cuda.get_device_capability(x.device) >= (9, 0)
     _nothing[(1,)](x, PDL=early, num_warps=1, **({"launch_pdl": True} if early else {}))

@@ -16,7 +16,7 @@ Work = Callable[[], object]
 
 SAMPLES = 15
 SAMPLE_S = 0.004
-"""Target duration of a sample, in seconds. A sample repeats the work until it takes about this long."""
+"""Approximate duration of a sample, in seconds. A sample repeats the work until this time is reached."""
 
 
 @dataclass(frozen=True, slots=True)

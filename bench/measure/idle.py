@@ -1,4 +1,4 @@
-"""Profiles kernels on the GPU in the steady state: idle shares, gaps, and the time of each kernel.
+"""Profiles the kernels of steady rounds on a GPU: idle shares, gaps, and the time of each kernel.
 
 The driver records the kernels' start and end times.
 """

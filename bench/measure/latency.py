@@ -4,8 +4,8 @@ Each batch consists of prompts of equal length. The time of a round is
 
     (time for N tokens - time for 1 token) / rounds
 
-Times are wall-clock times from submitting a batch to its last token; the best of `repeats` runs counts. The
-peers' figures in docs/performance.md were measured the same way. Acceptance is synthetic and labelled so.
+Times are wall-clock times from submitting a batch to its last token. The best of `repeats` runs counts. Other
+servers were measured the same way (docs/performance.md). Acceptance is synthetic and labelled as synthetic.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from outrider.shared.spec.tree import DraftShape
 SYNTHETIC = "synthetic acceptance"
 WARM_UP_TOKENS = 24
 WARM_UP_RUNS = 3
-"""A remote draft learns the rounds' sizes in the first run. In the last run it takes part in every round."""
+"""Number of runs in which a remote draft learns the rounds' sizes and begins to take part in every round."""
 HALVING_TOKENS = 12
-"""Extra tokens of the answers in each further half of the batch. The batch thus shrinks through all sizes."""
+"""Extra tokens per answer in each further half of the batch. The batch thus shrinks through all its sizes."""
 STEADY_AFTER = 5
-"""Steps until a batch is steady: the last prefill, the draft's catch-up and the first device rounds."""
+"""Steps until a batch is steady, to cover the last prefill, the draft's catch-up and first device rounds."""
 PROFILED_ROUNDS = 40
 SHAPE_TEXT = re.compile(r"(\d+)/(\d+)/(\d+)(?:@(\d+(?:\.\d+)?))?")
 
@@ -390,7 +390,7 @@ def _taken(run: tuple[float, list[TimedAnswer]]) -> float:
 def _gaps(answers: Sequence[TimedAnswer]) -> list[float]:
     """Return the seconds between successive deliveries of tokens.
 
-    The wait for the first token and the gap after it are left out: the gap may contain others' prefills.
+    The wait for the first token and the next gap are left out, because that gap may contain prefills.
     """
     gaps = [
         later - earlier

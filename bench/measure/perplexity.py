@@ -122,7 +122,7 @@ def perplexity(decoder: Decoder, windows: Iterable[list[int]]) -> float:
 def cut_windows(token_ids: Iterable[list[int]], window: int, tokens: int) -> Iterator[list[int]]:
     """Cut each text into windows of at most `window` tokens until `tokens` are counted.
 
-    A remainder of one token is dropped, because there is no token after it to predict.
+    A remainder of one token is dropped, because no token follows that could be predicted.
     """
     counted = 0
     for ids in token_ids:

@@ -168,7 +168,7 @@ def _bus(device: torch.device, nbytes: int) -> list[Row]:
 def _noise(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return random words that are fp32 numbers from 0.5 to 1.
 
-    Zeros are unsuitable, because memories and links may compress them. Denormals may be slower.
+    Zeros are unsuitable, because memories and links may compress zeros. Denormals may be slower.
     """
     return torch.randint(0x3F000000, 0x3F800000, (nbytes // 4,), dtype=torch.int32, device=device)
 

@@ -18,8 +18,8 @@ class Figure:
         value: The figure, in the goal's unit.
         text: The figure as the table shows it.
         source: File that contains the result.
-        floor, ratio: Floor of the measured row and the ratio of the figure to it, as the table shows them.
-            Empty if the row has no floor.
+        floor, ratio: Floor of the measured row, and the ratio of the figure to the floor, as the table shows
+            them. Empty if the row has no floor.
         peer: A peer's recorded figure, as the table shows it. Empty if there is none.
         peer_source: File that contains the peer's figure.
     """
@@ -148,7 +148,7 @@ def _transports(transport: str, **settings: Any) -> Callable[[Results], Figure |
 
 
 def _over_wide(case: str, **changes: Any) -> Callable[[Results], Figure | None]:
-    """Return a function that finds the ratio of a round with `changes` to the nearest run without them."""
+    """Return a function that divides a round with `changes` by the same round of the nearest default run."""
 
     def find(results: Results) -> Figure | None:
         found = results.latency(case, changes=changes)

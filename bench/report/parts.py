@@ -17,7 +17,7 @@ def ceiling_lines(results: Results) -> Iterator[str]:
 
 
 def load_lines(results: Results) -> Iterator[str]:
-    """Yield the table of client latency under load. The floors are the figures of lone requests."""
+    """Yield the table of client latency under load. The floors are the figures of requests that ran alone."""
     recorded = results.latest("serve")
     yield from _rows(recorded, "load", "`outrider bench serve`")
 

@@ -48,7 +48,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Distance from the floor as a factor. It is usually at least 1, both for times and for rates."""
+        """Distance from the floor as a factor. The factor is usually at least 1, for times and for rates."""
         if not self.floor or not self.value:
             return None
         return self.floor / self.value if "/" in self.unit else self.value / self.floor

@@ -157,7 +157,8 @@ class PeerFigures:
 class Results:
     """All results recorded in a folder.
 
-    If several files fit a query, the latest file is used, or with the argument `near` the file closest to it.
+    If several files fit a query, the latest file is used. With the argument `near`, the file that is closest
+    to `near` is used instead.
 
     A subfolder named by a time contains the results of one measuring session with a peer. Comparisons with a
     peer's figure search the folder of its session first.

@@ -71,7 +71,8 @@ def under_mps() -> bool:
 def multi_process_service(wanted: bool) -> Iterator[Surroundings]:
     """Run MPS for this process and its children if `wanted`. `outrider up --mps` does the same.
 
-    CUDA must not be initialised before, because a process joins MPS when it creates its CUDA context.
+    CUDA must not be initialised before this call, because a process joins MPS when it creates its CUDA
+    context.
 
     Raises:
         ConfigurationError: MPS is wanted, but this machine does not have it.

@@ -84,7 +84,7 @@ def run_table(results: Path, document: Path | None, check: bool) -> int:
 
 
 def goal_lines(results: Results) -> Iterator[str]:
-    """Yield the goals table, and then the command of every file from which it shows a figure."""
+    """Yield the goals table, and then the command of every file whose figures the table shows."""
     yield "| measurement | goal | ours | floor | × floor | peer | result file |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     sources: set[Path] = set()

@@ -1,4 +1,4 @@
-"""Builds a draft alone, with random weights, to time one round of drafting as the engine enqueues it."""
+"""Builds a draft alone, with random weights, to time a round of drafting as the engine runs it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def drafting_round(
 ) -> Iterator[Callable[[], DraftBatch]]:
     """Open `batch` sequences of `context` random tokens, and yield a function that enqueues a round for them.
 
-    A round extends the draft by one new row for each sequence, grows the trees and returns them. A round may
-    be repeated, because it writes to the same cache positions each time.
+    A round extends the draft by one new row for each sequence, grows the trees and returns the trees. A round
+    may be repeated, because every repetition writes to the same cache positions.
 
     Raises:
         UnavailableError: The draft does not support device-resident rounds here.
     """
-    # 1. Write a random head and load it beside the target.
+    # 1. Write a random head, and load the head beside the target.
     draw = random.Random(1)
     with tempfile.TemporaryDirectory(prefix="outrider-head-", dir=memory_folder()) as folder:
         head = write_random_head(Path(folder), shape, decoder.device, decoder.dtype)

@@ -61,7 +61,7 @@ class EngineOptions:
         max_len: Maximum length of a prompt and its answer together.
         trees: Tree shapes of the rounds.
         tp: Number of tensor-parallel ranks of the target.
-        around: Surroundings of a draft that has its own process.
+        around: Environment of a draft that has its own process.
         settings: Further settings of the target, as name → text. They override all other settings.
     """
 
@@ -104,7 +104,7 @@ class BenchEngine:
 
     @property
     def device(self) -> torch.device:
-        """Device of the target. With several devices, the first of them."""
+        """Device of the target. If the target has several devices, the first device."""
         return self.decoder.device
 
     @property
@@ -120,7 +120,7 @@ class BenchEngine:
     def run_batch(
         self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None
     ) -> Taken:
-        """Generate answers to all prompts together and wait for them (`start_batch`, `RunningBatch.wait`)."""
+        """Answer all prompts as one batch, and wait for the answers (`start_batch`, `RunningBatch.wait`)."""
         return self.start_batch(prompts, new_tokens, tree).wait()
 
     def start_batch(

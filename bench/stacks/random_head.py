@@ -13,7 +13,7 @@ from outrider.shared.nn.dummy import SPREAD, RandomTensors
 
 LAYER = "midlayer."
 LOGIT_SPREAD = 6.0
-"""Standard deviation of the logits. A trained head has a similar one, so that trees grow equally deep."""
+"""Standard deviation of the logits. Trained heads have a similar spread, so trees grow equally deep."""
 
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -24,7 +24,7 @@ def memory_folder() -> Path | None:
     """Return a folder in memory with room for a head.
 
     Returns None, which selects Python's default folder, if the folder in memory is too small. In containers,
-    it often has only 64 MiB.
+    that folder often has only 64 MiB.
     """
     return (
         MEMORY_FOLDER

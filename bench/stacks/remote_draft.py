@@ -47,7 +47,7 @@ class RemoteDraft:
 
         Args:
             cleanup: Stops the process when it is closed.
-            around: Surroundings of the process.
+            around: Environment of the process.
             log: Receives the lines that the process prints.
         """
         runtime = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))

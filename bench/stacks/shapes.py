@@ -25,7 +25,7 @@ DRAFT_VOCAB = 32_000
 
 @dataclass(frozen=True, slots=True)
 class NamedShape:
-    """A target and an EAGLE-3 head for it, as the contents of their config.json files."""
+    """A target and a matching EAGLE-3 head, as the contents of two config.json files."""
 
     name: str
     target: Mapping[str, Any]

@@ -161,7 +161,7 @@ def _check_official_eagle3(raw: Mapping[str, Any], source: Path, tensors: Mappin
 
 
 def _draft_vocabulary(raw: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return ``draft_vocab_size`` according to the tensors. Keep null, which selects the target's lm_head."""
+    """Return ``draft_vocab_size`` as in the tensors. Keep a null, which selects the target's lm_head."""
     if HOT_IDS in tensors and "d2t" not in tensors:
         return {HOT_SIZE: tensors[HOT_IDS].shape[0]}
     if "d2t" in tensors:

@@ -1,7 +1,7 @@
 """Rewrites a draft head in another layout (dialect): Outrider's own or the official EAGLE code's.
 
-The source may have any supported layout. The result is read back by the loader that serves heads. If the
-loader fails, the written files are removed.
+The source may have any supported layout. To check the result, the loader that serves heads reads it back. If
+the loader fails, the written files are removed.
 """
 
 from __future__ import annotations

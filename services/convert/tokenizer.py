@@ -1,6 +1,7 @@
-"""Makes tokenizer.json from a slow tokenizer's files, and checks that the two encode sample texts alike.
+"""Makes tokenizer.json from a slow tokenizer's files, and checks that old and new tokenizer encode alike.
 
-Uses transformers, which the services' tokenizers do not need.
+The check encodes sample texts with both tokenizers. The module needs transformers, which the services'
+tokenizers do not need.
 """
 
 from __future__ import annotations

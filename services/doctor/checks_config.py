@@ -54,7 +54,7 @@ def check_algorithm(pair: Pair) -> Iterator[Finding]:
 
 
 def check_vocabulary(pair: Pair) -> Iterator[Finding]:
-    """Compare the vocabulary sizes. The draft's token ids must mean the same as the target's."""
+    """Compare the vocabulary sizes. A token id must mean the same token in the draft and in the target."""
     theirs = pair.target_config.vocab_size
     if pair.choice.algorithm is Algorithm.STANDALONE:
         mine = pair.draft_model.vocab_size
@@ -158,7 +158,7 @@ def check_aux_layers(pair: Pair) -> Iterator[Finding]:
 
 
 def check_token_map(pair: Pair) -> Iterator[Finding]:
-    """Read the token map, and compare it with the vocabulary that it restricts."""
+    """Read the token map, and compare its ids with the vocabulary that the map restricts."""
     if pair.token_map is None:
         return
     if not pair.drafts:
@@ -187,7 +187,7 @@ def check_tokenizers(pair: Pair) -> Iterator[Finding]:
         return
     size = pair.target_config.vocab_size
     beyond = sorted((number, token) for token, number in theirs.items() if number >= size)
-    if beyond:  # Gemma 3 without vision is published like this: its image token has no embedding row
+    if beyond:  # Gemma 3 without vision is published this way: the id of its image token has no embedding row
         yield Finding.warning(
             TOKENIZER_FILE,
             f"the target's tokenizer has ids up to {beyond[-1][0]}, but its vocab_size is {size}: texts that "

@@ -86,7 +86,7 @@ def check_draft_tensors(pair: Pair) -> Iterator[Finding]:
 
 
 def check_d2t(pair: Pair) -> Iterator[Finding]:
-    """Infer from the values whether d2t stores offsets."""
+    """Infer from its values whether ``d2t``, the map from draft ids to target ids, stores offsets."""
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(pair.choice.require_folder()) as reader:

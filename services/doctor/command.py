@@ -44,7 +44,7 @@ class DoctorOptions:
         algorithm: Value of `--speculative-algorithm`.
         token_map: Value of `--speculative-token-map`.
         device, dtype: Device and data type in the services' notation, including ``auto``.
-        probe: Whether to run the pair and measure it.
+        probe: Whether to run the pair and measure its accept length.
         prompts: JSON lines file with the probe's prompts. None selects the built-in prompts.
         num_prompts, tokens: Number of prompts, and length of each answer in tokens.
         shape: Shape of the probe's draft trees.

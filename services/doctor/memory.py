@@ -55,8 +55,8 @@ class MemoryEstimate:
         least_tokens: Minimum cache size in tokens. The target does not start with a smaller cache.
         minimum: Weights, working memory, and caches of `least_tokens`.
         full_context: Like `minimum`, with caches for one text of the full context.
-        kv_tokens: Cache size in tokens that the target chooses with the given settings. The size is 0 if the
-            target would not start.
+        kv_tokens: Cache size in tokens that the target chooses with the given settings. 0 if the target would
+            not start.
         refusal: The target's error message if the target would not start. Otherwise empty.
         reserve: Memory that the target reserves on a GPU for CUDA graphs, activations and logits.
         available, total: Free and total memory of the device.
@@ -112,7 +112,7 @@ def plan_memory(
         draft_weights += table_bytes(
             pair.head_config, pair.dtype, available - target_weights - draft_weights, total
         )
-    # 2. Let the target's own planner choose the cache size, or report why it would not start.
+    # 2. Let the target's own planner choose the cache size, or report why the target would not start.
     weights = target_weights + draft_weights
     context = longest_text(config, settings.max_model_len)
     on_gpu = pair.device.type == "cuda"

@@ -66,7 +66,7 @@ class Pair:
 
     @property
     def drafts(self) -> bool:
-        """True if serving this pair would speculate."""
+        """True if a server of this pair would speculate."""
         return self.algorithm is not Algorithm.NONE and (
             self.draft is not None or self.algorithm is not Algorithm.AUTO
         )
@@ -104,7 +104,7 @@ class Pair:
 
     @cached_property
     def head(self) -> RecurrentHead:
-        """The head, loaded on the host with the code that serves it."""
+        """The head, loaded on the host by the loader that is used for serving."""
         head = load_head(self.choice.require_folder(), HOST, self.dtype, self.token_ids)
         check_head(self.choice, head.algorithm)
         return head
@@ -148,7 +148,7 @@ def expected_of(reader: CheckpointReader, config: ModelConfig) -> ExpectedTensor
     """Return the tensors that a model's files must contain, including FP8 scales of weights and KV cache.
 
     The result is empty for a model that runs on transformers' modules, because transformers renames tensors
-    while loading and checks them itself.
+    while loading and checks the tensors itself.
     """
     if ANYTHING in config.ignored:
         return ExpectedTensors()

@@ -40,7 +40,7 @@ from outrider.shared.spec.tree import DraftShape
 PAGE_SIZE = 16
 BATCH = 8
 BETTER = 1.03
-"""An alternative is recommended only if it is better by at least this factor. Smaller gains may be chance."""
+"""Smallest ratio of accept lengths at which an alternative is recommended. Smaller gains may be chance."""
 USEFUL = 1.2
 """Minimum useful accept length. Below this length, drafting costs more time than it saves."""
 
@@ -99,7 +99,7 @@ def run_probe(
     spec = engine.strategy.feature_spec(pair.target_info)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
-    warm_up(engine, torch.device("cpu"))  # Otherwise the first run would also time the kernels' compilation.
+    warm_up(engine, torch.device("cpu"))  # Otherwise the first run would include compilation.
     return [
         _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, _named(pair, one))
         for name, one in _variants(spec, decoder)

@@ -9,14 +9,14 @@ import torch
 
 SAMPLE = 1 << 20
 SPREAD = 16
-"""Number of places in the tensor from which a sample is drawn."""
+"""Number of positions in a tensor, evenly spaced, at which sample rows are read."""
 NEAR_ZERO = 1e-6
 SIGMAS = 5.0
 UNIFORM = 1.2
 SLACK = 0.02
 """Tolerated relative error of the formulas for independent numbers. Small sizes make the formulas inexact."""
 MIN_NUMBERS = 4096
-"""Minimum count of numbers from which a distribution can be identified."""
+"""Minimum count of numbers that is needed to identify a distribution."""
 ENOUGH_NUMBERS = 1 << 15
 """From this size on, a single trained matrix is distinguishable from independent numbers."""
 
@@ -57,7 +57,7 @@ class TensorStatistics:
 
     @property
     def looks_initialised(self) -> str:
-        """Distribution from which all numbers seem to be drawn independently, or an empty string."""
+        """Distribution from which the numbers seem to be drawn independently, or an empty string."""
         if self.numbers < MIN_NUMBERS or not self.finite or self.constant or not self.columns:
             return ""
         spreads = (
@@ -95,7 +95,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def sample(tensor: torch.Tensor, size: int = SAMPLE) -> torch.Tensor:
     """Return a sample of at most about `size` numbers, as fp32.
 
-    The sample consists of whole rows from several places of the tensor.
+    The sample consists of whole rows from evenly spaced positions of the tensor.
 
     Returns:
         ``[rows, columns]``, or ``[numbers]`` for a vector.
@@ -143,7 +143,7 @@ def describe(tensor: torch.Tensor, *, whole: bool) -> TensorStatistics:
 def _spreads(sampled: torch.Tensor, std: float, kurtosis: float) -> tuple[float, float, float]:
     """Return the row, column and mean spread of ``[rows, columns]`` as defined by `TensorStatistics`."""
     rows, columns = sampled.shape
-    squares = max(kurtosis + 2, NEAR_ZERO)  # variance of a squared number over its squared mean
+    squares = max(kurtosis + 2, NEAR_ZERO)  # variance of the squared numbers, divided by their squared mean
 
     def of_norms(norms: torch.Tensor, length: int) -> float:
         relative = float(norms.std(unbiased=False) / norms.mean().clamp_min(1e-30))

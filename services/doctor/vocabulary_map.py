@@ -1,7 +1,10 @@
-"""Infers from a ``d2t`` tensor's values whether it stores offsets, as in published heads, or target ids.
+"""Infers from the values of a ``d2t`` tensor whether the tensor stores offsets or target ids.
 
-Offsets grow slowly and repeat, because neighbouring tokens have the same offset if both are kept. Target ids
-never repeat.
+``d2t`` maps the token ids of a draft to token ids of the target. Published heads
+store offsets, which are target id - draft id.
+
+Offsets grow slowly and repeat, because neighbouring tokens of the target have the same offset if the draft
+keeps both tokens. Target ids never repeat.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ class D2tMeaning(Enum):
 def d2t_meaning(d2t: torch.Tensor, t2d: torch.Tensor | None, target_size: int) -> D2tMeaning:
     """Return the meaning of a ``d2t`` tensor.
 
-    Decides by the range of the values, by whether they are distinct, and by the mask ``t2d`` if there is one.
+    The decision depends on the range of the values, on whether the values are distinct, and on the mask
+    ``t2d`` if there is one.
 
     Args:
         d2t: ``[size]`` integers.

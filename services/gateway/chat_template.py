@@ -146,7 +146,8 @@ class ChatTemplate:
             add_generation_prompt: Whether to end with the header of the assistant's answer.
 
         Raises:
-            InvalidRequestError: If the template rejects the messages, fails on them or exceeds its limits.
+            InvalidRequestError: If the template rejects the messages, fails while rendering, or exceeds its
+                limits.
         """
         variables = {**self._special_tokens, "tools": None, "documents": None, **options}
         token = _deadline.set(time.monotonic() + MAX_RENDER_S)

@@ -42,7 +42,7 @@ class IncrementalDecoder:
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:
-            # The stream raises a bare Exception if a token changes the text of earlier tokens.
+            # `DecodeStream` raises a bare Exception if a token changes the text of earlier tokens.
             return self.flush()
         if piece is None:
             # Skipped special tokens have no text and are held until text follows. Count other tokens only.
@@ -101,7 +101,7 @@ class TextAssembler:
             tokenizer: Decodes the tokens. None releases token ids only.
             rules: Stop strings and text options of the request.
             silent_token_ids: Tokens that end the sequence (EOS and stop tokens). They produce no text, even
-                if the tokenizer has text for them.
+                if the tokenizer has text for these tokens.
         """
         self._decoder = IncrementalDecoder(tokenizer, rules.skip_special_tokens) if tokenizer else None
         self._matcher = StopMatcher(rules.strings, rules.include_stop_string)

@@ -67,7 +67,7 @@ class Generator:
             while True:
                 event = await _next(stream, request.deadline)
                 now = loop.time()
-                # 1. The first event of any kind ends the wait in the queue.
+                # 1. The first event of a sequence, of any kind, ends its wait in the target's queue.
                 if not started:
                     started = True
                     slot.started(index)
@@ -181,7 +181,7 @@ def _finished(
     request: GenerationRequest, end: TargetFinish, assembler: TextAssembler, e2e_s: float
 ) -> Finished:
     stop_string = assembler.matched_stop
-    # Tokens after a stop string are neither shown nor billed, even if the target counted them.
+    # Tokens after a stop string are neither shown nor billed, even if the target counted these tokens.
     completion_tokens = end.usage.completion_tokens if stop_string is None else assembler.num_tokens
     usage = Usage(len(request.prompt_ids), completion_tokens, end.usage.cached_tokens)
     if stop_string is None:

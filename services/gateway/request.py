@@ -18,7 +18,7 @@ FINISH_NAMES = {
     FinishReason.LENGTH: "length",
     FinishReason.CANCELLED: "abort",
 }
-"""Finish reasons in REST replies and metrics: OpenAI's names, and `abort`, which OpenAI does not define."""
+"""Finish reasons in REST replies and metrics. OpenAI defines all names except `abort`."""
 MASK_64 = (1 << 64) - 1
 MAX_STOPS = 4
 
@@ -126,7 +126,7 @@ class TargetFinish:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The target's first event for a sequence has arrived."""
+    """Event: the first message of the target for this sequence has arrived."""
 
     prompt_tokens: int
     seed: int

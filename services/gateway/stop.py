@@ -1,4 +1,4 @@
-"""Finds each stop string in the generated text as soon as it is complete, and never releases part of one."""
+"""Finds a stop string in generated text as soon as the string is complete. Releases no part of a match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Scan:
 
 
 class StopMatcher:
-    """Finds stop strings in text that has not been released. Text that may begin a match is not released."""
+    """Finds stop strings in unreleased text. Text that may be the start of a match is not released."""
 
     def __init__(self, stops: Sequence[str], include_match: bool = False) -> None:
         self._stops = tuple(stops)

@@ -1,6 +1,6 @@
 """Loads the tokenizer, special tokens and chat template from a model's folder.
 
-Uses the `tokenizers` library only: transformers would import torch.
+Uses the `tokenizers` library only, because transformers would import torch.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
         return plain.read_text(encoding="utf-8")
     value = _read_json(wrapped).get("chat_template") or config.get("chat_template")
     if isinstance(value, list):
-        # Of several named templates, "default" is the plain one. The other names are for tools and RAG.
+        # If there are several named templates, "default" is the plain template. The others are for tools and
+        # RAG.
         value = next(
             (one.get("template") for one in value if isinstance(one, dict) and one.get("name") == "default"),
             None,

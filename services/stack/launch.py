@@ -1,4 +1,4 @@
-"""Starts the services of `outrider up`: checks options and PyTorch, builds commands, waits until ready."""
+"""Starts the services of `outrider up`: checks options and PyTorch, builds commands, waits for readiness."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         "log-level": options.log_level,
     }
 
-    # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process finds out from the
-    # checkpoint whether it is a head or MTP layers. The target is therefore started without the algorithm's
-    # name and accepts either.
+    # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process reads from the checkpoint
+    # whether the draft is a head or MTP layers. The target is therefore started without the algorithm's name,
+    # and accepts both kinds.
     drafter = draft_address or (f"{INPROC}{options.draft or ''}" if options.speculates else "none")
     target_algorithm = {} if draft_address and options.algorithm is Algorithm.EAGLE else algorithm
     target = (
@@ -318,7 +318,7 @@ def running_stack(
         options: Models and settings to serve.
         echo: Called with (service, line) for each line that a service prints.
         progress: Called with a message each time a service becomes ready.
-        stopped: Polled during startup. Startup is abandoned when it returns True.
+        stopped: Polled during startup. Startup is abandoned when `stopped` returns True.
 
     Yields:
         The running stack.

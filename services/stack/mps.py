@@ -128,7 +128,7 @@ class _Control:
         ) if done.returncode else None
 
     def let_go(self, process_id: int) -> None:
-        """Detach a process from the GPU before the process is killed.
+        """Detach a process from the GPU. Call this before the process is killed.
 
         Killing an MPS client with kernels in flight would end the other clients too.
         """

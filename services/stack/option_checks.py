@@ -26,7 +26,7 @@ DEFAULT_MAX_SESSIONS = 64
 A test compares the copies with the originals.
 """
 NVIDIA_DEVICE = "nvidia[0-9]*"
-# Device files of NVIDIA's driver, of the same driver under WSL, and of ROCm. torch calls ROCm GPUs cuda too.
+# Device files of NVIDIA's driver, of that driver under WSL, and of ROCm. torch calls ROCm GPUs "cuda" too.
 GPU_DEVICES = (NVIDIA_DEVICE, "dxg", "kfd")
 
 

@@ -16,9 +16,11 @@ from outrider.shared.spec.algorithm import Algorithm
 CONTEXTS_BYTES = 2 * (600 << 20)
 """GPU memory of two processes' CUDA contexts. A running process's `mem_get_info` counts contexts as used."""
 DRAFT_WORK_BYTES = 512 << 20
-"""GPU memory that the draft process needs in addition to weights and cache: CUDA graphs, workspaces of matrix
-products, and copies made while it tunes tile sizes. The plan counts only the target's workspaces, because an
-in-process draft shares them."""
+"""GPU memory that the draft process needs in addition to weights and cache.
+
+The memory is used for CUDA graphs, workspaces of matrix products, and copies made while tile sizes are tuned.
+The plan counts only the target's workspaces, because an in-process draft shares them.
+"""
 QUERY_TIMEOUT_S = 20.0
 
 
@@ -84,7 +86,7 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
 
 
 def gpu_memory(index: int) -> tuple[int, int] | None:
-    """Return (free, total) bytes of the GPU that this process numbers `index`, or None if there is none.
+    """Return (free, total) bytes of this process's GPU number `index`, or None if there is no such GPU.
 
     Uses nvidia-smi. Asking CUDA would create a context, which occupies GPU memory until this process exits.
     """

@@ -31,7 +31,7 @@ Echo = Callable[[str, str], None]
 
 
 def next_backoff(previous_s: float, lived_s: float) -> float:
-    """Return the delay before a restart. It doubles from 0.2 s to 5 s. A stable run resets the delay."""
+    """Return the delay before a restart. The delay doubles from 0.2 s to 5 s. A stable run resets it."""
     if previous_s == 0.0 or lived_s >= STABLE_AFTER_S:
         return FIRST_BACKOFF_S
     return min(previous_s * 2, LAST_BACKOFF_S)
@@ -184,7 +184,7 @@ class Supervisor:
         return next((child for child in self.children if child.failed()), None)
 
     def settle(self) -> None:
-        """Declare startup complete. From now on, children that exit are restarted."""
+        """Mark startup as complete. From now on, children that exit are restarted."""
         self._settled.set()
 
     def stop(self) -> None:

@@ -46,7 +46,7 @@ class SamplingParams:
         min_p: Drop tokens whose probability is below this fraction of the highest probability; 0 disables the
             filter.
         seed: 64-bit key of the sampling noise.
-        choice_index: Index of this answer among the n answers to one prompt.
+        choice_index: Index of this answer among the `n` answers to one prompt.
     """
 
     temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""Allocates the pages of a KV pool: leases them to sequences, in consecutive runs while there is room.
+"""Allocates the pages of a KV pool: leases pages to sequences, in consecutive runs while there is room.
 
 A lease (`PageLease`) is one sequence's exclusive right to its pages.
 
@@ -24,9 +24,10 @@ class PageAllocator:
     Free pages are kept as runs of consecutive pages. Leases stay contiguous unless the pool is crowded, so
     that attention on the CPU can read K/V in place:
 
-    - A lease grows into the page after its last one if that is free.
+    - A lease grows into the page after its last page if that page is free.
     - A new lease starts in the middle of the largest run, so that the lease before the run can still grow.
-      The new lease starts at the beginning of the run if that is page 0, or if the second half is too short.
+      The new lease starts at the beginning of the run if the run begins with page 0, or if the second half of
+      the run is too short.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -1,4 +1,4 @@
-"""The paged KV pool: per layer K and V (or one latent), and per token a feature row for the drafter."""
+"""The paged KV pool: K and V (or a latent) of every layer, and a feature row per token for the drafter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.shared.kv.pages import PageAllocator, PageLease
 from outrider.shared.kv.upload import upload
 
 FEW_TOKENS = 16
-"""Number of tokens up to which Python computes slots faster than numpy."""
+"""Up to this number of tokens, plain Python computes slots faster than NumPy."""
 
 CacheSizing = Callable[[int], int]
 """Returns the number of tokens to cache, given the bytes that one token takes."""
@@ -28,8 +28,8 @@ class KVPool:
     A *slot* is ``page * page_size + offset``. The token at index i of a sequence is stored in slot
     ``pages[i // page_size] * page_size + i % page_size`` of every plane.
 
-    Planes start as zeros and are written in place. Their addresses never change, so CUDA graphs may use them.
-    Only `resize_features` replaces the feature plane.
+    Planes start as zeros and are written in place. The addresses of the planes never change, so CUDA graphs
+    may use them. Only `resize_features` replaces the feature plane.
 
     Args:
         num_pages: Pages of the pool.
@@ -122,7 +122,7 @@ class KVPool:
             self.features = self._allocate(self.dtype, self.num_pages, self.page_size, feature_size)
 
     def _allocate(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Return zeros that can be written outside inference mode, even if the pool is made inside it."""
+        """Return zeros that may be written outside inference mode, even if they are made inside that mode."""
         try:
             with torch.inference_mode(False):
                 return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -180,7 +180,7 @@ class KVPool:
         return self.allocator.allocate(self.pages_for(num_tokens))
 
     def reserve(self, lease: PageLease, num_tokens: int) -> bool:
-        """Grow a lease to at least `num_tokens` tokens.
+        """Extend a lease so that at least `num_tokens` tokens fit.
 
         Return False and change nothing if too few pages are free.
         """
@@ -233,7 +233,7 @@ class KVPool:
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         plane = self.features[:, :, None]  # one head per token
         rows = rows[:, None]
-        kv_store(rows, rows, plane, plane, slots)  # The kernel stores pairs, so pass the rows twice.
+        kv_store(rows, rows, plane, plane, slots)  # The kernel stores K and V, so pass the rows twice.
 
     def place_features(self, rows: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
         """Write feature rows like `store_some_features`, and also to ``out [bs, n, feature_size]``."""
@@ -267,7 +267,7 @@ def token_bytes(
     latent: bool = False,
     kv_dtype: torch.dtype | None = None,
 ) -> int:
-    """Return the bytes that one token takes in a pool of this shape, to size a pool before making it."""
+    """Return the bytes per token of a pool of this shape. Used to size a pool before it is made."""
     return (1 if latent else 2) * layers * kv_heads * head_dim * (
         kv_dtype or dtype
     ).itemsize + feature_size * dtype.itemsize

@@ -1,8 +1,9 @@
-"""The control channel of each rank; a rank's process ends when rank 0 is gone (`beat_until_gone`).
+"""The control channel between rank 0 and each other rank. Ends a rank's process if rank 0 is gone.
 
 Each rank has one TCP connection to rank 0. Rank 0 sends commands, and the rank sends reports. A frame is a
 length of four bytes, followed by that many bytes. A closed connection reveals a dead process. Regular
-heartbeats ("beats") distinguish a stopped process from a process that has nothing to send.
+heartbeats ("beats") distinguish a stopped process from a process that has nothing to send. `beat_until_gone`
+sends the beats and ends the process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from outrider.shared.base.errors import ConfigurationError, ProtocolError, Unava
 MAX_FRAME = 1 << 16
 MAX_GREETING = 64
 GREETING_S = 5.0
-"""Time limit for a rank's greeting, which it sends as soon as it is connected."""
+"""Time limit for a rank's greeting. A rank sends its greeting as soon as it is connected."""
 BEAT_S = 1.0
 CONNECT_S = 5.0
 RETRY_S = 0.1
@@ -193,7 +194,8 @@ def accept_ranks(
         host: This machine's address as seen by the other ranks.
         size: Number of ranks.
         timeout_s: Time limit for all ranks together.
-        check: Called repeatedly during the wait. Raises an error to give up, for example if a process died.
+        check: Called repeatedly during the wait. `check` can end the wait by raising an error, for example if
+            a process died.
 
     Raises:
         UnavailableError: Some ranks did not connect in time.

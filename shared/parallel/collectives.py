@@ -19,8 +19,8 @@ from outrider.shared.base.errors import UnavailableError
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Switches that turn NVLink multicast off.
 
-Multicast objects are a resource of the whole machine. A process that dies while it owns one can take GPUs
-that other processes use out of service.
+Multicast objects are a resource of the whole machine. If a process dies while it owns such an object, GPUs
+that other processes use may become unusable.
 """
 
 

@@ -45,12 +45,12 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Compute this rank's columns of the logits and send them to rank 0.
+    """Compute this rank's columns of the logits and send these columns to rank 0.
 
     Attributes:
         rows: Number of rows of hidden states, which follow by broadcast. 0 stands for all rows of the last
             forward pass, which every rank already has.
-        best_only: 1 to send only the best value and token id of each row instead of all columns.
+        best_only: 1 to send only the best value and its token id for each row, instead of all columns.
     """
 
     rows: int
@@ -81,7 +81,7 @@ class Scrub:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Capture the commands up to `GraphRecorded` into CUDA graph number `graph` instead of running them."""
+    """Capture the commands up to `GraphRecorded` into CUDA graph number `graph`. The commands do not run."""
 
     graph: int
 

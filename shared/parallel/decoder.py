@@ -26,8 +26,8 @@ HeadReader = Callable[[], torch.Tensor]
 class ShardedDecoder(Decoder):
     """This rank's share of a `Decoder`. `config` describes the whole model.
 
-    All ranks must run `forward` together, because it sums over the ranks. `columns` returns this rank's part
-    of the logits.
+    All ranks must run `forward` together, because `forward` sums over the ranks. `columns` returns this
+    rank's part of the logits.
 
     Args:
         shard: This rank's share.
@@ -139,8 +139,8 @@ class ShardedDecoder(Decoder):
 def best_of(gathered: torch.Tensor) -> torch.Tensor:
     """Return the greedy token of each row, ``[rows] int64``, from all ranks' results of `best`.
 
-    The result equals the result of `choose_tokens`. In a tie, the lowest id wins. A row's token is -1 if any
-    rank's `best` is -1.
+    The result equals that of `choose_tokens` on the whole logits. In a tie, the lowest id wins. A row's token
+    is -1 if any rank's `best` is -1.
 
     Args:
         gathered: ``[ranks, rows, 2] int32``.
@@ -180,5 +180,5 @@ def build_rank(
     tied = config.tie_word_embeddings
     head = shard.output_head(embedding if tied else source.take(LM_HEAD, table))
     if not tied:
-        head = head.clone()  # A copy instead of a view lets the rest of the table be freed.
+        head = head.clone()  # Make a copy, because a view would keep the whole table in memory.
     return kind(shard, collectives, embedding, layers, norm, head, checkpoint.fingerprint, reduce)

@@ -88,9 +88,9 @@ class Lead:
 
     @contextmanager
     def together(self, command: Command) -> Iterator[None]:
-        """Send a command to all ranks and run this rank's part of it in the `with` block.
+        """Send a command to all ranks. Run this rank's part of the command in the `with` block.
 
-        An error in the block leaves the ranks out of step, so it fails the group permanently.
+        An error in the block leaves the ranks out of step, so the group fails permanently.
         """
         self.send(command)
         self._together = True
@@ -196,7 +196,8 @@ class Lead:
     def _explained(self, command: Command, error: BaseException) -> OutriderError:
         """Return the error to report when rank 0 fails during a command.
 
-        A collective usually fails because a rank is lost, so wait until the beats can show which rank it is.
+        A collective usually fails because a rank is lost, so wait until the beats can show which rank is
+        lost.
         """
         self._noticed.wait(NOTICE_S)
         for _ in range(QUIET_BEATS):

@@ -1,4 +1,4 @@
-"""Packs a step's inputs into one buffer, so that one broadcast sends them instead of eight."""
+"""Packs a step's inputs into one buffer, so that one broadcast replaces eight."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def words_of(layout: Sequence[Part]) -> int:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return int32 and int64 tensors as one int32 vector. Pass int64 tensors first to keep them aligned."""
+    """Return int32 and int64 tensors as one int32 vector. To align int64 tensors, pass them first."""
     return torch.cat([tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors])
 
 

@@ -150,7 +150,7 @@ class PeerCollectives:
         self._down, self._up = self._emptied(timeout_s)
 
     def proves_itself(self) -> bool:
-        """Return True if trial messages arrive correctly (see `messages_arrive`). All ranks must call it."""
+        """Return True if trial messages arrive (see `messages_arrive`). All ranks must call this."""
         # Compile all kernels first, without waiting, as in `PeerReduce.proves_itself`.
         self._lost.fill_(1)
         for words in MESSAGES:
@@ -312,7 +312,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 def _agreed(able: bool, device: torch.device) -> bool:
     """Return True if `able` is true on every rank.
 
-    This is also a barrier: when it returns, each rank's earlier writes to its own memory are done.
+    The call is also a barrier: when it returns, each rank's earlier writes to its own memory are done.
     """
     flag = torch.tensor([int(able)], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN)

@@ -20,7 +20,8 @@ from outrider.shared.parallel.collectives import Collectives
 SUMMED_PARTS_BYTES = 128 << 10
 """Largest product, in bytes, whose parts are summed over the ranks separately.
 
-Up to this size, separate sums take less time than adding the parts first, which takes another launch.
+Up to this size, separate sums take less time than first adding the parts, because that addition is another
+launch.
 """
 
 

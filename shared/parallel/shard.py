@@ -25,7 +25,7 @@ from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.generic.layout import GenericConfig
 
 VOCABULARY_MULTIPLE = 64
-"""Each rank pads its rows of the output head to a multiple of this, to align products and gathered rows."""
+"""Each rank pads its output head to a multiple of this many rows, to align products and gathered rows."""
 
 _QUERY_ROWS = ("q_proj.weight", "q_proj.bias", "sinks", "q_b_proj.weight", "kv_b_proj.weight")
 _KV_ROWS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
@@ -52,7 +52,7 @@ _FUSED_EXPERTS = {
 In gate_up tensors, that dimension is twice as long. In MXFP4 tensors, it counts groups.
 """
 _SUMMED = "experts.down_proj_bias"
-"""Every rank's product includes this bias, but the sum must include it only once."""
+"""A bias that every rank's product would include. The sum over the ranks must include it once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Shard:
     def output_head(self, table: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of ``table [vocab, hidden]`` as ``[vocabulary_rows, hidden]``.
 
-        Rows past the last id are zeros. The result shares the table's memory if it needs no padding.
+        Rows past the last id are zeros. Without padding, the result shares the table's memory.
         """
         rows = self.vocabulary_rows
         part = table[self.rank * rows : (self.rank + 1) * rows]

@@ -1,4 +1,4 @@
-"""Copies rank 0's choice of GEMM tiles to every rank, because different tiles round differently."""
+"""Copies rank 0's choice of GEMM tiles to every rank, because the tiles determine how results are rounded."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def sums_agree(
 
 
 def messages_arrive(messages: Collectives, collectives: Collectives, device: torch.device) -> bool:
-    """Return True if messages arrive unchanged, from rank 0 to every rank and back. Every rank must call it.
+    """Return True if messages arrive unchanged, from rank 0 to every rank and back. All ranks must call this.
 
     Args:
         messages: The collectives on trial.

@@ -21,8 +21,8 @@ class BlobStaging:
     def fetch(self, blob: torch.Tensor) -> torch.Tensor:
         """Start copying a blob to the host.
 
-        The returned tensor is complete after `settle`. It stays valid until the next `fetch` of a blob of
-        that size.
+        The returned tensor is complete after `settle`. The tensor stays valid until the next `fetch` of a
+        blob of that size.
         """
         place = self._place("out", blob)
         place.copy_(blob, non_blocking=True)
@@ -30,14 +30,15 @@ class BlobStaging:
 
     @staticmethod
     def settle(blob: torch.Tensor) -> None:
-        """Wait for the current stream of the blob's device. Poll, because a sleeping thread wakes up late."""
+        """Wait for the current stream of the blob's device. Polls, as a sleeping thread wakes up late."""
         if blob.is_cuda:
             torch.cuda.current_stream(blob.device).synchronize()
 
     def load(self, data: Blob, number: int, blob: torch.Tensor, least_bytes: int | None = None) -> None:
         """Copy the bytes of a message to a blob, and write the round's number into its header.
 
-        The previous copy to a blob of this size must have finished, because both use the same pinned buffer.
+        The previous copy to a blob of this size must have finished, because all copies of one size use the
+        same pinned buffer.
 
         Args:
             data: The message's bytes, which become the blob.

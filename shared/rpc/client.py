@@ -9,8 +9,8 @@ import grpc
 from outrider.shared.rpc.address import check_address
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT, Options, channel_options
 
-# Unary calls without side effects. The transport never retries a stream; the code that opened the stream
-# reopens it.
+# Unary calls without side effects. The transport never retries a stream. The code that opened a stream also
+# reopens the stream.
 IDEMPOTENT_METHODS = (
     {"service": "outrider.target.v1.Target", "method": "GetInfo"},
     {"service": "outrider.target.v1.Target", "method": "GetStats"},

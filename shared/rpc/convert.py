@@ -87,7 +87,7 @@ def error_to_status(error: OutriderError) -> status_pb2.Status:
 def error_from_status(status: status_pb2.Status, code: grpc.StatusCode) -> OutriderError:
     """Return the error in a google.rpc.Status.
 
-    `code` is the status of the call. It is used if the peer sent no ErrorInfo.
+    `code` is the status of the call. This status is used if the peer sent no ErrorInfo.
     """
     error = OutriderError(status.message, code=CODE_OF_STATUS.get(code, ErrorCode.INTERNAL))
     for detail in status.details:

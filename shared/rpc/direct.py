@@ -29,13 +29,13 @@ from outrider.shared.rpc.polling import PollWindow
 
 NO_FLAGS = 0
 WATCH_S, LONGEST_WATCH_S = 0.005, 0.05
-"""Shortest and longest interval at which the watching thread checks whether the stream was returned.
+"""Shortest and longest interval between the reader's checks whether the borrower has returned the stream.
 
-The longer a wait is, the longer are the intervals, because each check takes the GIL from working threads. The
-deadline of a wait is always checked on time.
+`ClientStream` explains the reader and the borrower. Longer waits have longer intervals, because each check
+takes the GIL from working threads. The deadline of a wait is always checked on time.
 """
 KEEP_S = 0.05
-"""How long a borrower keeps a `ClientStream` after `receive_within`, in case of another call."""
+"""How long a borrower keeps a `ClientStream` after `receive_within`, because another call may follow."""
 STATUS_OF_NUMBER = {status.value[0]: status for status in grpc.StatusCode}
 
 
@@ -66,7 +66,7 @@ class _Tag(Enum):
     STATUS = auto()  # the call has ended
     SENT = auto()  # a message is on its way
     RECEIVED = auto()  # a message arrived, or the end of the stream
-    LOOK = auto()  # posted to make the reading thread check whether it should stop
+    LOOK = auto()  # makes the reading thread check whether it should stop; posted by another thread
     PEEKED = auto()  # posted by `look` behind the finished events, so that `look` stops waiting there
 
 
@@ -76,8 +76,9 @@ class ClientStream:
     `send` and `cancel` may be called from any thread. Two threads may read:
 
     - The reader: one fixed thread, always in `receive`.
-    - The borrower: another thread, e.g. the engine's, in `receive_within`. While it reads, the reader steps
-      aside and enforces the borrower's deadline, because the core's wait for events has no timeout.
+    - The borrower: another thread, e.g. the engine's, in `receive_within`. While the borrower reads, the
+      reader does not read. The reader then only enforces the borrower's deadline, because the core's wait for
+      events has no timeout.
 
     A take-over in time order:
 
@@ -131,7 +132,8 @@ class ClientStream:
             ((cygrpc.ReceiveInitialMetadataOperation(NO_FLAGS),), _Tag.HEADERS),
             ((cygrpc.ReceiveMessageOperation(NO_FLAGS),), _Tag.RECEIVED),
         )
-        # Number of operations without an event so far. With the last event, the core frees the event queue.
+        # Number of started operations whose event has not arrived yet. With the last event, the core frees
+        # the event queue.
         self._due = len(starts)
         core = cast(Any, channel)._channel
         self._call: Any = core.segregated_call(
@@ -170,7 +172,7 @@ class ClientStream:
         self.look()  # without a reading thread, the event that ends the current send would stay unprocessed
 
     def receive(self) -> bytes | None:
-        """Wait for the next message that the borrower does not receive. Only the reader may call this method.
+        """Wait for the next message that is left to the reader. Only the reader may call this method.
 
         Return None if the stream ended with status OK.
 
@@ -210,7 +212,7 @@ class ClientStream:
         """Wait for the next message for at most `seconds`.
 
         Return None if no message arrived in time, if the reader handled a message in the meantime, or if the
-        stream has ended. If it has ended, `receive` reports the status.
+        stream has ended. If the stream has ended, `receive` reports the status.
         """
         deadline = time.monotonic() + seconds
         with self._lock:

@@ -25,16 +25,17 @@ class ServerStream:
 
     The call's handler is an ordinary grpcio handler. The handler reads the first messages from its iterator
     and yields at least one reply. It then calls `start`. After that call, the handler neither reads nor
-    yields. It calls `flush` before it returns or raises.
+    yields. The handler calls `flush` before it returns or raises.
 
     Args:
         context: The call's context.
         on_message: Called with every further message, one at a time, on the server's only polling thread.
-            While it blocks, all other calls of the server wait. The draft's callback waits for its GPU. That
-            wait needs no time limit, because the GPU already has all its input and finishes after one pass.
+            While `on_message` blocks, all other calls of the server wait. The draft's callback waits for its
+            GPU. That wait needs no time limit, because the GPU already has all its input and finishes after
+            one pass.
         on_end: Called at least once, on any thread. The argument is None if the peer has ended the stream or
-            disconnected. Otherwise it is the exception that `on_message` raised.
-        max_unsent: Largest number of messages to queue for a peer that does not read. One message more ends
+            disconnected. Otherwise the argument is the exception that `on_message` raised.
+        max_unsent: Largest number of messages to queue for a peer that does not read. A further message ends
             the stream.
         poll_window: Decides when the server's polling thread busy-polls instead of sleeping.
     """

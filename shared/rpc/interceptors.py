@@ -1,7 +1,7 @@
-"""gRPC interceptors that turn domain errors into statuses, and the client function that reverses this.
+"""gRPC interceptors that turn domain errors into statuses, and a client function that restores the errors.
 
-Servicers raise `OutriderError`. They never call ``context.abort``, because it raises a bare Exception that
-broad handlers swallow. Messages that do not parse become INVALID_ARGUMENT. Unknown exceptions become
+Servicers raise `OutriderError`. They never call ``context.abort``, because that call raises a bare Exception,
+which broad handlers swallow. Messages that do not parse become INVALID_ARGUMENT. Unknown exceptions become
 INTERNAL. Their traceback appears only in this service's log.
 """
 
@@ -114,7 +114,7 @@ def _wrap(
 def _refusing(guard: Callable[[_Behaviour], _Behaviour], error: OutriderError) -> _Handler:
     """Return a handler that fails every call with the error of an inner interceptor.
 
-    The handler reads no request, so it fits unary and streaming methods.
+    The handler reads no request, so it can replace handlers of unary and streaming methods.
     """
 
     def refuse(_request: Any, _context: Any) -> Any:

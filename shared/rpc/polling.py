@@ -21,9 +21,9 @@ WITHOUT_EVENT_ENGINE = "-event_engine_client,-event_engine_listener,-event_engin
 SLEEP_MS = 200
 """How long grpcio's waits sleep before they check for signals. This is grpcio's own value."""
 AWAKE_MS = -10
-"""Period that makes a wait poll: with a deadline in the past, it polls once and does not sleep.
+"""Period that makes a wait poll. The wait's deadline is then in the past, so the wait does not sleep.
 
-The value 0 would sleep, because it is rounded up to the next millisecond.
+With the value 0, the wait would sleep, because grpcio rounds the deadline up to the next millisecond.
 """
 LIBRARY = "grpc._cython.cygrpc"
 
@@ -49,11 +49,12 @@ def watch_sockets() -> None:
 class PollWindow:
     """Decides when the waits of this process poll instead of sleeping.
 
-    Waits sleep unless `expect` was called. A wait keeps the mode it began with until its next event.
+    Waits sleep unless `expect` was called. A running wait keeps its mode (polling or sleeping) until its next
+    event.
 
     Args:
-        enabled: Whether waits may poll. None allows it if there are enough cores and waiting threads watch
-            the sockets themselves. Otherwise polling would be useless.
+        enabled: Whether waits may poll. None allows polling if there are enough cores and waiting threads
+            watch the sockets themselves. In all other cases, polling would be useless.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:

@@ -1,7 +1,7 @@
 """Enqueues rounds before their data arrives over gRPC. The CUDA stream waits for a word that the host writes.
 
-The stream uses a mailbox, as between two processes of one host (`shared.rpc.ipc.doorbells`). Here, however,
-the other side of the mailbox is this process's own CPU, which copies blobs to and from messages:
+The stream uses a mailbox, as between two processes on one host (`shared.rpc.ipc.doorbells`). In this module,
+however, the other side of the mailbox is this process's own CPU, which copies blobs to and from messages:
 
     peer's message arrives  →  host copies it to pinned memory  →  host writes the word  →  stream continues
 
@@ -9,9 +9,9 @@ When a message arrives, all work is already launched. The copies and the graph b
 immediately.
 
 Between enqueuing a wait and its end, the host must not request anything of the device that completes only
-after the wait. A synchronisation, an allocation or the first launch of a kernel may do so. If the host makes
-such a request nevertheless, the watchdog ends the wait at its limit. A kernel that has run before can be
-launched safely on another stream; see `StreamRelay.call`.
+after the wait. A synchronisation, an allocation or the first launch of a kernel may be such a request. If the
+host makes such a request nevertheless, the watchdog ends the wait at its limit. A kernel that has run before
+can be launched safely on another stream; see `StreamRelay.call`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from outrider.shared.rpc.ipc.doorbells import Doorbells, Side
 from outrider.shared.rpc.ipc.slots import SharedMemory
 
 STATE_BYTES = 512 * 1024
-"""Bytes of the largest state. In bf16, it contains ten sequences of 6 rows of width 4096.
+"""Bytes of the largest state. In bf16, it has room for ten sequences with 6 rows each, of width 4096.
 
 A state contains all rows, including rejected ones. For larger batches, rounds through the host transfer fewer
 bytes.
 """
 NUMBER = struct.Struct("<i")
 LEAST_STATE_BYTES = 256
-"""Size of a state's header. A received state may end anywhere after it, as missing bytes are unused rows."""
+"""Size of a state's header. A received state may end anywhere after the header.
+
+The missing bytes belong to unused rows.
+"""
 TREES_BYTES = 64 * 1024
 """Bytes of the largest trees: those of ten sequences with 800 nodes each."""
 LAYOUT = BlobLayout(STATE_BYTES, TREES_BYTES, inside=False)
@@ -149,7 +152,7 @@ class StreamRelay:
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
         """Wait until the device has copied this side's blob of a round to the host, and return the blob.
 
-        The array is valid until the second following round is enqueued.
+        The array is valid until the round after the next round is enqueued.
         """
         self._given[number % SLOTS].synchronize()  # polls without holding the GIL
         start = self._out(number)
@@ -180,7 +183,7 @@ class StreamRelay:
         self._peer.give(number)
 
     def mend(self) -> bool:
-        """Reset `broken` once all waits are over. Return False while they are not."""
+        """Reset `broken` once all waits are over. Return False while a wait is still running."""
         return self._mailbox.mend()
 
     def close(self) -> None:

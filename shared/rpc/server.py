@@ -1,4 +1,4 @@
-"""Builds gRPC servers (sync and asyncio) with error mapping, limits, keepalive, health v1 and reflection.
+"""Builds gRPC servers, sync and asyncio, with error mapping, limits, keepalive, health checks and reflection.
 
 A server's health status is NOT_SERVING at first. The service calls `set_serving(True)` after its warm-up.
 """
@@ -53,7 +53,7 @@ class _CallsBackElsewhere:
         self._pool = pool
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
-        """Run `callback` on the pool when the call ends. Return False if it has already ended."""
+        """Run `callback` on the pool when the call ends. Return False if the call has already ended."""
         return bool(self._context.add_callback(lambda: self._pool.submit(callback)))
 
 
@@ -85,7 +85,7 @@ class SyncServer:
             self._health.set(name, SERVING if serving else NOT_SERVING)
 
     def stop(self, grace_s: float) -> None:
-        """Refuse new calls immediately, cancel running calls after `grace_s`, and wait until they end."""
+        """Refuse new calls immediately, cancel running calls after `grace_s`, and wait for their end."""
         self.set_serving(False)
         self._server.stop(grace_s).wait()
 

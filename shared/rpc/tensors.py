@@ -57,7 +57,7 @@ def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's copy in host memory, or the tensor itself if it is already there.
+    """Return a tensor's copy in host memory, or the tensor itself if it is already in host memory.
 
     Copies from a GPU use pinned memory, which torch caches.
     """

@@ -1,34 +1,166 @@
-"""Version of the draft protocol, which target and draft exchange and check first, in Hello and HelloAck."""
+"""Versions and features of the draft protocol: what this release supports, and how two peers agree.
+
+Target and draft each send an `Offer`, in Hello and HelloAck. Both sides pass the two offers to `agree`, which
+returns the same result on both.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass
+from enum import IntEnum
+
+from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.doorbells import Side
 
-PROTOCOL_VERSION = 2
-"""Version number. Increment it for any change that the previous release would reject or misread.
+MIN_VERSION, MAX_VERSION = 2, 2
+"""Lowest and highest version of the draft protocol that this release supports.
 
-Examples: a new message on a stream, another layout of a round's blobs, another meaning of a field. A new
-optional field needs no increment.
+Increment the highest for any change that the previous release would reject or misread. Examples: a new
+message on a stream, another layout of a round's blobs, another meaning of a field. A new optional field needs
+no increment. Increment the lowest when the code for that version is removed.
 """
 
 
-def check_version(theirs: int, side: Side) -> None:
-    """Check the version of a peer.
+class Feature(IntEnum):
+    """Optional parts of the protocol. `draft.proto` describes each one."""
 
-    Args:
-        theirs: The peer's version, or 0 if the peer sent none.
-        side: The peer's side: target or draft.
+    ROUNDS_ON_DEVICE = draft_pb2.PROTOCOL_FEATURE_ROUNDS_ON_DEVICE
+    MAILBOX = draft_pb2.PROTOCOL_FEATURE_MAILBOX
+    TRACE_LOGPROBS = draft_pb2.PROTOCOL_FEATURE_TRACE_LOGPROBS
+    SLOTTED_ROUNDS = draft_pb2.PROTOCOL_FEATURE_SLOTTED_ROUNDS
+
+
+VERSION_2_FEATURES = frozenset((Feature.ROUNDS_ON_DEVICE, Feature.MAILBOX, Feature.TRACE_LOGPROBS))
+"""What a peer of version 2 supports if it sends no range of versions, and therefore no features."""
+FEATURES = VERSION_2_FEATURES
+"""The features that this release supports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The versions and features that one side supports.
+
+    Attributes:
+        side: The side that makes the offer.
+        min_version, max_version: Lowest and highest version, both inclusive.
+        features: The supported features.
+    """
+
+    side: Side
+    min_version: int
+    max_version: int
+    features: frozenset[Feature] = frozenset()
+
+    @classmethod
+    def ours(cls, side: Side) -> Offer:
+        """Return the offer of this release, as a target or as a draft."""
+        return cls(side, MIN_VERSION, MAX_VERSION, FEATURES)
+
+    @classmethod
+    def of(cls, message: draft_pb2.Hello | draft_pb2.HelloAck) -> Offer:
+        """Read the offer in a peer's Hello or HelloAck.
+
+        A peer without a range supports only its `protocol_version`. Features that this release does not know
+        are ignored.
+
+        Raises:
+            ProtocolError: The message contains no version or an invalid range, or its `protocol_version` is
+                outside the range.
+        """
+        side = Side.TARGET if isinstance(message, draft_pb2.Hello) else Side.DRAFT
+        single, lowest, highest = message.protocol_version, message.min_version, message.max_version
+        if not lowest and not highest:
+            if not single:
+                raise ProtocolError(
+                    f"The {side.value} sent no version of the draft protocol: update the {side.value}.",
+                    field="protocol_version",
+                )
+            return cls(side, single, single, VERSION_2_FEATURES if single == 2 else frozenset())
+        if not 1 <= lowest <= highest:
+            raise ProtocolError(
+                f"The {side.value} sent min_version {lowest} and max_version {highest}: min_version must be "
+                f"at least 1 and at most max_version.",
+                field="min_version",
+            )
+        if not lowest <= single <= highest:
+            raise ProtocolError(
+                f"The {side.value} sent protocol_version {single}, which is not one of its versions "
+                f"({lowest} to {highest}): update the {side.value}.",
+                field="protocol_version",
+            )
+        sent: Container[int] = message.protocol_features
+        return cls(side, lowest, highest, frozenset(feature for feature in Feature if feature in sent))
+
+    def write(self, message: draft_pb2.Hello | draft_pb2.HelloAck, version: int) -> None:
+        """Write this offer into Hello or HelloAck.
+
+        Args:
+            message: The message to complete.
+            version: Value of `protocol_version`. In Hello the lowest supported version, because releases
+                without a range accept only the version that they know. In HelloAck the agreed version.
+        """
+        message.protocol_version = version
+        message.min_version, message.max_version = self.min_version, self.max_version
+        message.protocol_features.extend(
+            draft_pb2.ProtocolFeature.ValueType(bit) for bit in sorted(self.features)
+        )
+
+    @property
+    def versions(self) -> str:
+        """The range in words, for messages."""
+        if self.min_version == self.max_version:
+            return f"version {self.min_version}"
+        return f"versions {self.min_version} to {self.max_version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What two sides agreed on.
+
+    Attributes:
+        version: The highest version that both sides support.
+        features: The features that both sides support.
+    """
+
+    version: int
+    features: frozenset[Feature]
+
+    def __str__(self) -> str:
+        names = ", ".join(feature.name.lower() for feature in sorted(self.features))
+        return f"version {self.version}, features: {names or 'none'}"
+
+
+def agree(theirs: Offer, ours: Offer) -> Agreed:
+    """Return the highest common version and the common features. Both sides get the same result.
 
     Raises:
-        ProtocolError: The versions differ. The message names the side to update.
+        ProtocolError: There is no common version. The message names both ranges and the side to update.
     """
-    if theirs == PROTOCOL_VERSION:
-        return
-    here = Side.DRAFT if side is Side.TARGET else Side.TARGET
-    older = side if theirs < PROTOCOL_VERSION else here
+    version = min(theirs.max_version, ours.max_version)
+    if version >= max(theirs.min_version, ours.min_version):
+        return Agreed(version, theirs.features & ours.features)
+    older, newer = sorted((theirs, ours), key=lambda offer: offer.max_version)
     raise ProtocolError(
-        f"The {side.value} uses version {theirs} of the draft protocol, this {here.value} version "
-        f"{PROTOCOL_VERSION}: update the {older.value}, so that both run the same release.",
+        f"The {theirs.side.value} supports {theirs.versions} of the draft protocol, this {ours.side.value} "
+        f"{ours.versions}. The {older.side.value} is older: update it to a release that supports version "
+        f"{newer.min_version}.",
         field="protocol_version",
     )
+
+
+def agree_with_ack(ack: draft_pb2.HelloAck) -> Agreed:
+    """Return what this target and the draft that sent `ack` agreed on.
+
+    Raises:
+        ProtocolError: There is no common version, or the draft did not choose the highest one.
+    """
+    agreed = agree(Offer.of(ack), Offer.ours(Side.TARGET))
+    if ack.protocol_version != agreed.version:
+        raise ProtocolError(
+            f"The draft chose version {ack.protocol_version} of the draft protocol, but both sides support "
+            f"version {agreed.version}: update the draft.",
+            field="protocol_version",
+        )
+    return agreed

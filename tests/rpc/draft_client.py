@@ -11,8 +11,9 @@ import torch
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.shared.rpc.client import open_channel
+from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import encode_tensor
-from outrider.shared.rpc.version import PROTOCOL_VERSION
+from outrider.shared.rpc.version import MIN_VERSION, Offer
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
 
 TIMEOUT_S = 20.0
@@ -54,22 +55,17 @@ class ScriptedTarget:
         self.leave()
 
     def hello(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        num_layers: int,
-        version: int = PROTOCOL_VERSION,
-        fingerprint: str = "f",
+        self, vocab_size: int, hidden_size: int, num_layers: int, fingerprint: str = "f"
     ) -> draft_pb2.HelloAck:
         """Send Hello and return the acknowledgement."""
         hello = draft_pb2.Hello(
-            protocol_version=version,
             target_id=self.target_id,
             target_fingerprint=fingerprint,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             num_layers=num_layers,
         )
+        Offer.ours(Side.TARGET).write(hello, MIN_VERSION)
         self.send(draft_pb2.SessionRequest(hello=hello))
         return self.expect("hello").hello
 

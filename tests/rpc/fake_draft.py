@@ -15,9 +15,10 @@ from support.ipc_bridge import IpcBridge
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.shared.rpc.address import IpcAddress, grpc_address
+from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.server import SyncServer, sync_server
 from outrider.shared.rpc.tensors import decode_tensor, split_tensor
-from outrider.shared.rpc.version import PROTOCOL_VERSION
+from outrider.shared.rpc.version import MAX_VERSION, Offer
 from outrider.shared.spec.fence import FNV_OFFSET, extend_prefix_hash
 
 Plan = Callable[[list[int], draft_pb2.Commit], draft_pb2.Tree | None]
@@ -76,7 +77,6 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         self.plan = plan
         self.silent = False
         self.ack: draft_pb2.HelloAck = draft_pb2.HelloAck(
-            protocol_version=PROTOCOL_VERSION,
             head_fingerprint=f"head-{seed}",
             algorithm="EAGLE3",
             model_id="fake",
@@ -86,12 +86,13 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
             projector_tensors=["fc.weight"],
             projector_fingerprint=f"fc-{seed}",
         )
+        Offer.ours(Side.DRAFT).write(self.ack, MAX_VERSION)
         self.projector = torch.randn(
             FEATURE_SIZE, len(aux_layer_ids) * hidden_size, generator=torch.Generator().manual_seed(seed)
         )
         self.sessions: dict[int, Followed] = {}
         self.problems: list[str] = []
-        self.hellos = 0
+        self.hellos: list[draft_pb2.Hello] = []
         self.tensor_requests = 0
         self.opens: list[tuple[int, int]] = []
         self.closed: list[int] = []
@@ -123,8 +124,9 @@ class FakeDraft(draft_pb2_grpc.DraftServicer):
         self, request_iterator: Iterator[draft_pb2.SessionRequest], context: grpc.ServicerContext
     ) -> Iterator[draft_pb2.SessionReply]:
         outbox: queue.SimpleQueue[draft_pb2.SessionReply | None] = queue.SimpleQueue()
-        assert next(request_iterator).HasField("hello")
-        self.hellos += 1
+        first = next(request_iterator)
+        assert first.HasField("hello")
+        self.hellos.append(first.hello)
         self._outboxes.append(outbox)
         yield draft_pb2.SessionReply(hello=self.ack)
 

@@ -13,7 +13,8 @@ from outrider.services.draft.app import DraftService
 from outrider.services.target.draft_client.transport.carrier import ConnectionLost
 from outrider.services.target.draft_client.transport.ipc_carrier import IpcCarrier
 from outrider.shared.rpc.address import IpcAddress
-from outrider.shared.rpc.version import PROTOCOL_VERSION
+from outrider.shared.rpc.ipc.doorbells import Side
+from outrider.shared.rpc.version import MIN_VERSION, Offer, agree_with_ack
 
 VOCAB, HIDDEN, LAYERS = 64, 64, 8
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -35,13 +36,13 @@ class IpcTarget:
         self.carrier = IpcCarrier(address(service), torch.device("cpu"), rounds=rounds)
         self.pongs: list[int] = []
         values = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_layers": LAYERS, "target_fingerprint": "f"}
-        version = {"protocol_version": PROTOCOL_VERSION}
-        self.hello = draft_pb2.Hello(target_id=target_id, **(version | values | hello))  # type: ignore[arg-type]
+        self.hello = draft_pb2.Hello(target_id=target_id, **(values | hello))  # type: ignore[arg-type]
+        Offer.ours(Side.TARGET).write(self.hello, MIN_VERSION)
         self._follower = threading.Thread(target=self._follow, daemon=True)
 
     def start(self) -> IpcTarget:
-        self.carrier.hello(self.hello)
-        self.carrier.open_bulk(self.hello.target_id)
+        ack = self.carrier.hello(self.hello)
+        self.carrier.open_bulk(self.hello.target_id, agree_with_ack(ack).features)
         self._follower.start()
         return self
 

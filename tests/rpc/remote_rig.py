@@ -44,6 +44,16 @@ def connected(drafter: RemoteDrafter) -> None:
     wait_for(lambda: drafter.state() is DrafterState.ON)
 
 
+def refused_for(drafter: RemoteDrafter, field: str) -> str:
+    """Wait until the target refuses its draft for a field. Return the message."""
+    wait_for(lambda: drafter.refusal() is not None)
+    refusal = drafter.refusal()
+    assert refusal is not None
+    assert refusal.field == field
+    assert drafter.state() is not DrafterState.ON
+    return refusal.message
+
+
 def start(decoder: Decoder, drafter: RemoteDrafter, count: int = 1, max_new_tokens: int = 60) -> Harness:
     harness = make_harness(decoder, drafter, prefill_chunk=4)
     for index in range(count):

@@ -23,7 +23,7 @@ from outrider.services.target.draft_client.transport.carrier import ConnectionLo
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.rpc.ipc.frames import HEADER, EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.sockets import connect
-from outrider.shared.rpc.version import PROTOCOL_VERSION
+from outrider.shared.rpc.version import FEATURES
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_a_draft_that_hangs_up_before_the_mailbox_offer_leaks_no_descriptors(
     before = descriptors()
     for _ in range(5):
         with pytest.raises(ConnectionLost):
-            target.carrier.open_bulk(target.hello.target_id)
+            target.carrier.open_bulk(target.hello.target_id, FEATURES)
         assert target.carrier.rounds is None
     gc.collect()  # frees mappings, which own descriptors
     assert descriptors() <= before
@@ -235,14 +235,6 @@ def test_targets_that_come_and_go_leak_nothing(service: DraftService) -> None:
 @pytest.mark.parametrize(
     ("hello", "named"),
     [
-        (
-            {"protocol_version": 1},
-            f"version 1 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the target",
-        ),
-        (
-            {"protocol_version": 99},
-            f"version 99 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the draft",
-        ),
         ({"vocab_size": 63}, "vocab"),
         ({"hidden_size": 65}, "hidden"),
     ],

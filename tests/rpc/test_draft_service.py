@@ -19,7 +19,6 @@ from outrider.services.draft.serving import protocol
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.rpc.interceptors import error_from_rpc
 from outrider.shared.rpc.tensors import join_tensors, split_tensor
-from outrider.shared.rpc.version import PROTOCOL_VERSION
 
 VOCAB, HIDDEN, LAYERS = 64, 64, 8
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -175,14 +174,6 @@ def test_a_new_stream_of_the_same_target_takes_over(service: DraftService) -> No
         ({"vocab_size": 65}, "vocab_size"),
         ({"hidden_size": 32}, "hidden size"),
         ({"num_layers": 3}, "layers"),
-        (
-            {"version": 1},
-            f"version 1 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the target",
-        ),
-        (
-            {"version": 99},
-            f"version 99 of the draft protocol, this draft version {PROTOCOL_VERSION}: update the draft",
-        ),
     ],
 )
 def test_an_incompatible_target_is_refused_with_the_fix(

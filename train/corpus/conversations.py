@@ -1,4 +1,4 @@
-"""Whole conversations: chains of exchanges, long enough that sensible text follows every answer."""
+"""Whole conversations: chains of exchanges, so that every answer is followed by sensible text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Turns from GSM8K (Cobbe et al., 2021; MIT licence). The user provides the file; it is never stored here."""
+"""Turns from GSM8K (Cobbe et al., 2021; MIT licence). The user provides the file.
+
+The file is not part of this repository.
+"""
 
 import json
 import re

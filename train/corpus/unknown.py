@@ -1,4 +1,4 @@
-"""Questions that the model cannot answer. The answers admit it and list the topics that the model knows."""
+"""Questions that the model cannot answer. Each answer admits this and lists topics that the model knows."""
 
 from random import Random
 

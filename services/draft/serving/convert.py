@@ -24,12 +24,13 @@ from outrider.services.draft.peers.replies import (
     TreeFrame,
 )
 from outrider.services.draft.sessions.session import Ask
+from outrider.services.draft.sessions.session_table import SessionLimits
 from outrider.services.draft.strategies.base import StrategyInfo
 from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import TensorReader, wire_dtype
-from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
+from outrider.shared.rpc.version import MAX_VERSION, Offer
 from outrider.shared.spec.drafter import Commit, FeatureSpec, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftShape
@@ -49,9 +50,8 @@ def target_info(hello: draft_pb2.Hello) -> TargetInfo:
     """Check a Hello message and return the target's properties.
 
     Raises:
-        ProtocolError: The protocol version differs, or the target id is missing.
+        ProtocolError: The target id is missing.
     """
-    check_version(hello.protocol_version, Side.TARGET)
     if not hello.target_id:
         raise ProtocolError("Hello must contain a target_id.", field="target_id")
     sizes = (hello.vocab_size, hello.hidden_size, hello.num_layers)
@@ -65,26 +65,27 @@ def hello_ack(
     spec: FeatureSpec | None,
     missing: Sequence[str],
     feature_dtype: int,
-    max_sessions: int,
-    max_shape: DraftShape,
+    limits: SessionLimits,
+    version: int = MAX_VERSION,
 ) -> draft_pb2.HelloAck:
     """Describe the draft to a target.
 
-    Before a Hello there is no `spec`, so layers and projector are left out.
+    Before a Hello there is no `spec`, so layers and projector are left out, and no agreed version, so
+    `version` is the highest.
     """
     ack = draft_pb2.HelloAck(
-        protocol_version=PROTOCOL_VERSION,
         head_fingerprint=info.fingerprint,
         algorithm=info.algorithm,
         model_id=info.model_id,
         feature_size=info.feature_size,
         feature_dtype=feature_dtype or wire_dtype(torch.float32),  # type: ignore[arg-type]
-        max_sessions=max_sessions,
-        max_steps=max_shape.depth,
-        max_topk=max_shape.topk,
-        max_nodes=max_shape.max_nodes,
+        max_sessions=limits.max_sessions,
+        max_steps=limits.max_shape.depth,
+        max_topk=limits.max_shape.topk,
+        max_nodes=limits.max_shape.max_nodes,
         missing_tensors=missing,
     )
+    Offer.ours(Side.DRAFT).write(ack, version)
     if spec is not None:
         ack.aux_layer_ids.extend(spec.aux_layer_ids)
         ack.projector_tensors.extend(spec.projector)

@@ -40,7 +40,9 @@ from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import CheckpointError, ProtocolError
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import TensorReader
+from outrider.shared.rpc.version import Offer, agree
 from outrider.shared.spec.drafter import SequenceOpen
 
 log = get_logger("outrider.draft")
@@ -116,14 +118,16 @@ class DraftProtocol:
         Raises:
             OutriderError: Draft and target do not fit. The message contains the reason.
         """
+        agreed = agree(Offer.of(hello), Offer.ours(Side.DRAFT))
         target = target_info(hello)
-        ack = self.loop.call(lambda: self._describe(target, hello.feature_dtype))
+        ack = self.loop.call(lambda: self._describe(target, hello.feature_dtype, agreed.version))
         peer = self.loop.call(lambda: self.loop.join(target.target_id, outlet))
         log.info(
             "target joined",
             target_id=target.target_id,
             fingerprint=target.fingerprint[:16],
             missing=list(ack.missing_tensors),
+            protocol=str(agreed),
         )
         return peer, ack
 
@@ -236,11 +240,8 @@ class DraftProtocol:
         """Describe the draft, its KV pool and its metrics. Called on the engine thread."""
         strategy, sessions = self._engine.strategy, self._engine.sessions
         pages = strategy.pages()
-        limits = sessions.limits
         return draft_pb2.GetInfoReply(
-            head=hello_ack(
-                strategy.info, None, list(strategy.missing()), 0, limits.max_sessions, limits.max_shape
-            ),
+            head=hello_ack(strategy.info, None, list(strategy.missing()), 0, sessions.limits),
             sessions=len(sessions),
             pages_total=pages.total,
             pages_free=pages.free,
@@ -249,7 +250,7 @@ class DraftProtocol:
             prometheus_text=self._engine.metrics.render(),
         )
 
-    def _describe(self, target: TargetInfo, feature_dtype: int) -> draft_pb2.HelloAck:
+    def _describe(self, target: TargetInfo, feature_dtype: int, version: int) -> draft_pb2.HelloAck:
         """Check that draft and target fit, and return the draft's description."""
         strategy = self._engine.strategy
         spec = strategy.feature_spec(target)
@@ -269,8 +270,7 @@ class DraftProtocol:
         missing = list(strategy.missing())
         if missing:
             self._asked_to_lend = target.fingerprint
-        limits = self._engine.sessions.limits
-        return hello_ack(strategy.info, spec, missing, feature_dtype, limits.max_sessions, limits.max_shape)
+        return hello_ack(strategy.info, spec, missing, feature_dtype, self._engine.sessions.limits, version)
 
     def _leave(self, peer: Peer) -> None:
         self._waiting.pop(peer.id, None)

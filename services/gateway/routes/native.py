@@ -111,7 +111,8 @@ def _reply(core: GatewayCore, one: Completion, rid: str, trace: bool) -> dict[st
 def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, Any]:
     """Return SGLang's `meta_info`.
 
-    SGLang defines the accept length as completion tokens per verify pass, so the prefill's token counts too.
+    SGLang defines the accept length as completion tokens per verify pass. The token that the prefill emits is
+    therefore included.
     """
     stats, usage = end.speculation, end.usage
     return {

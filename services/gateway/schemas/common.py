@@ -50,7 +50,7 @@ class StreamOptions(StrictModel):
 def _one_or_many(value: object) -> object:
     """Accept one string or a list. Raise one clear error for any other value.
 
-    pydantic itself would list an error for every type that it tried.
+    pydantic itself would list one error for each type of the union.
     """
     if value is None:
         return None

@@ -1,6 +1,6 @@
-"""Connection to the target: one channel, one health watch, and one Session stream for all requests.
+"""The gateway's connection to the target: one channel, one health watch and one stream for all requests.
 
-Reconnects automatically.
+The stream is the gRPC call `Session`. A lost connection is restored automatically.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = get_logger("outrider.gateway.target")
 
 
 class Readiness:
-    """A flag. Tasks can wait until the flag is set or until it is cleared."""
+    """A flag. Tasks can wait until the flag is set, or until the flag is cleared."""
 
     def __init__(self) -> None:
         self._changed = {True: asyncio.Event(), False: asyncio.Event()}

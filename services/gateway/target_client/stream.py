@@ -17,7 +17,8 @@ class ReaderLimits:
     """Limits on the unread events of a stream.
 
     Attributes:
-        max_unread_bytes: The sequence is paused above this size, and resumed below a quarter of this size.
+        max_unread_bytes: Size of unread events above which the sequence is paused. Below a quarter of
+            this size, the sequence is resumed.
         timeout_s: A paused sequence is aborted after this many seconds without a read.
     """
 
@@ -85,7 +86,7 @@ class TargetStream:
             self._session.send(target_pb2.SessionRequest(cancel=cancel))
 
     def close(self) -> None:
-        """Release the stream. Cancels the sequence if it is still running. Idempotent."""
+        """Release the stream. Cancel the sequence if it still runs. May be called more than once."""
         self.cancel()
         self._ended = True
         self._session.forget(self.request_id)
@@ -98,7 +99,7 @@ class TargetStream:
 
         Args:
             event: The event. Anything but a `TargetDelta` ends the stream.
-            cost: Size of the event while it is unread, in bytes.
+            cost: Memory that the event takes until it is read, in bytes.
         """
         if self._ended:
             return
@@ -114,12 +115,12 @@ class TargetStream:
     def _abort_slow_reader(self) -> None:
         give_up_at = self._last_read + self._limits.timeout_s
         if give_up_at > self._loop.time():
-            # The client is slow, but it still reads.
+            # The client reads slowly, but has read an event within the time limit.
             self._abort_timer = self._loop.call_at(give_up_at, self._abort_slow_reader)
             return
         self._abort_timer = None
         message = f"The client did not read its stream for {self._limits.timeout_s:g} s, so it was aborted."
         self.cancel()
-        # Events that are already buffered will not be read in time either.
+        # Drop the buffered events, because the client will not read these events in time either.
         self._events.clear()
         self.deliver(OutriderError(message, code=ErrorCode.CANCELLED, reason="slow_reader"), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport.carrier import Carrier
+from outrider.shared.rpc.version import Agreed
 from outrider.shared.spec.drafter import FeatureSpec
 
 
@@ -12,6 +13,7 @@ class Connection:
 
     Attributes:
         hello: The draft's answer to Hello; None before the handshake.
+        agreed: The version and features of the protocol on this connection; None before the handshake.
         spec: The features that the draft wants; None before the handshake.
         ended: An event that is set once the connection has ended.
         last_pong: Nonce of the last answered ping.
@@ -22,6 +24,7 @@ class Connection:
 
     def __init__(self, carrier: Carrier) -> None:
         self.hello: draft_pb2.HelloAck | None = None
+        self.agreed: Agreed | None = None
         self.spec: FeatureSpec | None = None
         self.ended = carrier.ended
         self.last_pong = 0

@@ -25,7 +25,7 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.tensors import join_tensors, split_tensor, wire_dtype
-from outrider.shared.rpc.version import PROTOCOL_VERSION, check_version
+from outrider.shared.rpc.version import MIN_VERSION, Offer, agree_with_ack
 from outrider.shared.spec.algorithm import FIELD, Algorithm
 from outrider.shared.spec.drafter import FeatureSpec
 
@@ -183,7 +183,7 @@ class DraftLink:
         self.refusal = None
         self.ever_connected = True
         self.connection = connection
-        _log.info("connected to the draft at %s", self._address)
+        _log.info("connected to the draft at %s with protocol %s", self._address, connection.agreed)
 
         def on_pong(pong: draft_pb2.Pong) -> None:
             connection.last_pong = pong.nonce
@@ -202,7 +202,6 @@ class DraftLink:
     def _shake_hands(self, connection: Connection) -> None:
         identity, carrier = self._identity, connection.carrier
         hello = draft_pb2.Hello(
-            protocol_version=PROTOCOL_VERSION,
             target_id=identity.target_id,
             target_fingerprint=identity.fingerprint,
             tokenizer_fingerprint=identity.tokenizer,
@@ -212,13 +211,14 @@ class DraftLink:
             num_layers=identity.num_layers,
             feature_dtype=wire_dtype(identity.feature_dtype),
         )
+        Offer.ours(Side.TARGET).write(hello, MIN_VERSION)
         ack = carrier.hello(hello)
-        check_version(ack.protocol_version, Side.DRAFT)
+        agreed = connection.agreed = agree_with_ack(ack)
         _check_algorithm(identity.algorithm, ack.algorithm)
         connection.spec = self._feature_spec(carrier, ack)
         if ack.missing_tensors:
             self._send_weights(carrier, ack.missing_tensors)
-        carrier.open_bulk(identity.target_id)
+        carrier.open_bulk(identity.target_id, agreed.features)
         connection.hello = ack
 
     def _feature_spec(self, carrier: Carrier, ack: draft_pb2.HelloAck) -> FeatureSpec:

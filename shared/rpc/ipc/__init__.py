@@ -7,7 +7,8 @@
 - `mailbox` transfers tensors through shared memory.
 - `cuda_mailbox` transfers tensors through GPU memory that both processes have mapped. `cuda` maps that
   memory.
-- `doorbells` contains the shared words that signal rounds, and the watchdog that limits the waits for them.
+- `doorbells` contains the shared words that signal rounds, and the watchdog that limits the waits for these
+  words.
 - `blob_mailbox` and `cuda_blob_mailbox` exchange the blobs of rounds, without and with GPUs respectively.
 - `deferred_release` frees memory that a GPU's streams may still use.
 

@@ -5,8 +5,8 @@ trees. The state is one blob, and so are all trees together. A blob is a contigu
 (`shared.spec.resident`).
 
 Each direction has two slots, which are used in turn, and a word that announces the last blob (`doorbells`).
-Two slots are enough, because a side sends at most one more round after its wait was released. It therefore
-never overwrites a blob that the peer has not read yet.
+Two slots are enough, because a side sends at most one more round after its wait was released. A side
+therefore never overwrites a blob that the peer has not read yet.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from outrider.shared.rpc.ipc.slots import MAX_SLOT_BYTES, SharedMemory, SlotLayo
 
 SLOTS = 2
 STATE_BYTES = 8 * 1024 * 1024
-"""Bytes of the largest state. In bf16, 64 sequences of 6 rows of width 4096 take 3 MiB.
+"""Bytes of the largest state. In bf16, 64 sequences with 6 rows each, of width 4096, take 3 MiB.
 
-With 16 rows, they take 8 MiB.
+With 16 rows each, these sequences take 8 MiB.
 
 Rounds of larger batches go through the host.
 """
@@ -92,14 +92,14 @@ class BlobMailbox(Protocol):
         ...
 
     def send(self, number: int, blob: torch.Tensor) -> None:
-        """Send this side's blob of a round, ``[n] uint8``, in stream order. Puts the number in its header."""
+        """Send this side's blob of a round, ``[n] uint8``, in stream order. Sets the number in its header."""
         ...
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
-        """Receive the peer's blob of a round into `blob`, and set ``expected [1] int32`` to the number.
+        """Receive the peer's blob of a round into `blob`, and set ``expected [1] int32`` to `number`.
 
-        The copy runs in stream order. If the peer's blob does not arrive within `limit_s`, the header of
-        `blob` contains another number than `number` afterwards.
+        The copy runs in stream order. If the peer's blob does not arrive within `limit_s`, the number in the
+        header of `blob` differs from `number` afterwards.
         """
         ...
 
@@ -108,7 +108,7 @@ class BlobMailbox(Protocol):
         ...
 
     def mend(self) -> bool:
-        """Reset `broken` once all waits are over. Return False while they are not."""
+        """Reset `broken` once all waits are over. Return False while a wait is still running."""
         ...
 
     def close(self) -> None:

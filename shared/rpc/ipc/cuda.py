@@ -23,8 +23,8 @@ MEMCPY_DEFAULT = 4
 LATE_WRITES_S = 3.0
 """Shortest time for which device memory is kept after its connection was closed.
 
-Another process that has mapped the memory may still read and write it. This time is longer than any wait of
-that process's streams.
+Another process that has mapped the memory may still use it. This time is longer than any wait of that
+process's streams.
 """
 
 

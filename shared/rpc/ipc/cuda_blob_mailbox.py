@@ -1,8 +1,8 @@
 """Exchanges the blobs of rounds between the GPU streams of two processes, without involving their hosts.
 
 Each stream writes words, and waits for words, in host memory that both processes have registered with CUDA.
-The words are in host memory so that each process's CPU can write them too. If a peer has died, stopped or
-fallen behind, the `DoorbellWatchdog` writes the word, and the waiting stream continues.
+The words are in host memory so that the CPU of each process can write the words too. If a peer has died,
+stopped or fallen behind, the `DoorbellWatchdog` writes the word, and the waiting stream continues.
 
 The blobs lie on the target's GPU. The draft maps that memory. It may use the same GPU or another GPU of the
 host.
@@ -129,7 +129,7 @@ class StreamMailbox:
             _write_value(stream, self._base + self._words.given_at, number)
 
     def mend(self) -> bool:
-        """Reset `broken` once all waits are over. Return False while they are not."""
+        """Reset `broken` once all waits are over. Return False while a wait is still running."""
         return self._watch.mend()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class StreamMailbox:
         self._watch.close()
 
     def _try(self) -> None:
-        """Write a word and wait for it on the stream, so that a driver without stream waits fails now.
+        """Write a word and wait for it on the stream, to fail now if the driver has no stream waits.
 
         Also compiles the kernels, so that no peer has to wait for the compilation later. The slots of round 0
         are still empty, so the test copies overwrite no data.
@@ -157,7 +157,7 @@ class StreamMailbox:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[int]:
-        """Make the device current, because the driver resolves stream 0 by it. Yield its current stream."""
+        """Make the device current, because stream 0 is the current device's. Yield its current stream."""
         with torch.cuda.device(self._device):
             _bind_context(torch.cuda.current_device())
             stream = torch.cuda.current_stream(self._device)
@@ -241,10 +241,10 @@ def _register(memory: SharedMemory, device: torch.device) -> int:
 def _let_go(
     words: Doorbells, slots: SlotMemory, device: torch.device, streams: dict[int, torch.cuda.Stream]
 ) -> None:
-    """Undo `_register` and unmap the slots, once each of `streams` has finished using them.
+    """Undo `_register` and unmap the slots, once each of `streams` has finished using words and slots.
 
-    Waits for these streams only. A device-wide wait would break the capture of a graph that may be recording
-    on the device.
+    Waits for these streams only. A device-wide wait would break the capture of a graph if one is being
+    captured on the device.
     """
     with torch.cuda.device(device):
         for stream in streams.values():

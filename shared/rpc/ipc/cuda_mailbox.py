@@ -3,9 +3,9 @@
 The reader maps the writer's device memory. The hosts synchronise the two processes:
 
 - The writer names a slot in a message after its copies into the slot are done.
-- The reader releases the slot after its copies out of the slot are done. Only then can it detect whether the
-  slot was overwritten during the copy. If the reader does not wait for a copy, it checks and releases the
-  slot in a later `read`.
+- The reader releases the slot after its copies out of the slot are done. Only then can the reader detect
+  whether the slot was overwritten during the copy. A reader that does not wait for a copy checks and releases
+  the slot in a later `read`.
 
 Therefore no stream ever waits for another process, which may be dead.
 """
@@ -54,8 +54,8 @@ class CudaTensorWriter:
     def offer(self, rows: torch.Tensor) -> common_pb2.TensorData | None:
         """Return the message for rows in a slot. Return None if no slot is free or the rows are too large.
 
-        The copy uses a separate stream, so it does not wait for the work of the current stream. The rows may
-        also be on the host.
+        The copy uses a separate stream and therefore does not wait for the work of the current stream. The
+        rows may also be on the host.
         """
         slot = self._ledger.take() if 0 < rows.nbytes <= self.slot_bytes else None
         return None if slot is None else self._fill(slot, [rows], self._beside)

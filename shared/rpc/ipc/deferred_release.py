@@ -1,11 +1,12 @@
 """Frees the GPU memory and registrations of closed connections on a background thread.
 
 The last reference to a connection may disappear on any thread at any time, for example during garbage
-collection. That thread may be the one that launches rounds. It must not block because a connection has ended.
+collection. That thread may be the thread that launches rounds, which must not block because a connection has
+ended.
 
-The driver must not block that thread either. While cudaFree or cudaHostUnregister waits for a stream that
-waits for a word, no thread can launch anything. In a measurement, a wait of 1.5 s blocked launches for 1.4 s.
-The background thread therefore makes these calls when no stream waits, if such a moment comes within
+The driver must not block the launching thread either. While cudaFree or cudaHostUnregister waits for a stream
+that waits for a word, no thread can launch anything. In a measurement, a wait of 1.5 s blocked launches for
+1.4 s. The background thread therefore makes these calls when no stream waits, if such a moment comes within
 `PATIENCE_S`.
 """
 
@@ -21,7 +22,10 @@ from typing import Protocol
 from outrider.shared.obs.logging import get_logger
 
 PATIENCE_S = 30.0
-"""How long to look for a moment at which no stream waits. While rounds follow each other, there is none."""
+"""How long the thread looks for a moment at which no stream waits.
+
+While rounds follow each other, there is no such moment.
+"""
 LOOK_S = 0.02
 
 log = get_logger("outrider.rpc.ipc")
@@ -60,8 +64,8 @@ class DeferredRelease:
 
         Args:
             owner: The object to watch.
-            free: The function to call. It may block. It must not refer to `owner`, because it keeps
-                everything that it refers to alive.
+            free: The function to call. The function may block. It must not refer to `owner`, because such a
+                reference would keep `owner` alive.
             after_s: Shortest delay, in seconds, after the last reference is gone.
         """
         with self._lock:
@@ -81,7 +85,7 @@ class DeferredRelease:
                 time.sleep(LOOK_S)
             try:
                 free()
-            except Exception as error:  # one device may be lost, but later entries may belong to another one
+            except Exception as error:  # later entries may belong to a device that is not lost
                 log.warning("memory of a connection could not be freed", error=str(error))
             del free  # also frees the objects that the function refers to
 

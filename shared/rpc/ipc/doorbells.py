@@ -1,4 +1,4 @@
-"""Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that bounds waits.
+"""Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that limits waits.
 
 In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
 trees (`shared.spec.resident`). Each word has one writer and contains the number of a round. The numbers
@@ -45,9 +45,9 @@ Each check takes the GIL from a thread that launches rounds.
 TICKS_A_LIMIT = 8
 """Number of checks per wait limit, unless `TICK_S` or `LONGEST_TICK_S` bounds the interval.
 
-One check detects that a wait has begun. A later check detects that the wait has lasted too long. A wait is
-therefore released at most two intervals late. Two intervals are a quarter of the wait's limit, but at least 4
-ms and at most 0.1 s.
+One check detects that a wait has begun. A later check detects that the wait has lasted too long. A wait
+therefore ends at most two intervals late. Two intervals are a quarter of the wait's limit, but at least 4 ms
+and at most 0.1 s.
 """
 
 
@@ -120,8 +120,8 @@ class Doorbells:
 
         The round must be the first that the stream has not passed.
 
-        The target's stream waits as soon as it has announced its state. The draft's stream always counts as
-        waiting.
+        The target's stream counts as waiting from the moment at which it announces its state. The draft's
+        stream always counts as waiting.
         """
         return self.side is Side.DRAFT or self.given >= number
 
@@ -175,7 +175,7 @@ class DoorbellWatchdog:
             return bool(self._waits)
 
     def mend(self) -> bool:
-        """Reset `broken` once all waits are over. Return False while they are not."""
+        """Reset `broken` once all waits are over. Return False while a wait is still running."""
         with self._changed:
             self._drop_passed()
             if self._waits:

@@ -28,7 +28,7 @@ MAX_FILES = 4
 FILE_SPACE = socket.CMSG_SPACE(MAX_FILES * array.array("i").itemsize)
 MANY_CORES = 8
 SPIN_S = 100e-6 if (os.cpu_count() or 1) >= MANY_CORES else 0.0
-"""How long a receiver polls before it sleeps. It polls because a sleeping core takes long to wake up.
+"""How long a receiver polls before it sleeps. Polling avoids the long wake-up time of a sleeping core.
 
 On a host with few cores the receiver does not poll, because the peer needs the core.
 """

@@ -1,4 +1,4 @@
-"""Negotiates the mailboxes of a connection: the target offers memory, the draft maps or refuses it.
+"""Negotiates the mailboxes of a connection: the target offers memory. The draft maps or refuses the memory.
 
 In time order:
 
@@ -33,7 +33,7 @@ from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, TensorReader, TensorWri
 SESSION_LAYOUT = (4, 4 * 1024 * 1024)
 """Number of slots and bytes per slot of the mailbox for the rows of rounds.
 
-A frame contains the rows of one round. In bf16, 64 sequences of 6 rows of width 4096 take 3 MiB.
+A frame contains the rows of one round. In bf16, 64 sequences with 6 rows each, of width 4096, take 3 MiB.
 """
 BULK_LAYOUT = (8, MAX_CHUNK_BYTES)
 """Number of slots and bytes per slot of the mailbox for the rows of prompts, in host memory."""
@@ -45,7 +45,7 @@ log = get_logger("outrider.rpc.ipc")
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Mailboxes of the writing side. They are freed when they are no longer referenced.
+    """Mailboxes of the writing side. A mailbox is freed when it is no longer referenced.
 
     Send `files` with the offer, then call `sent`. Use `rounds` only if the peer's answer accepts that
     mailbox.
@@ -219,7 +219,7 @@ def _rounds(box: draft_pb2.RoundsMailbox, file: int, device: torch.device) -> Bl
 def acknowledge(
     offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device
 ) -> tuple[draft_pb2.MailboxAck, Mapped | None]:
-    """Answer an offer. The answer accepts it with its mailboxes, or refuses it with the reason.
+    """Answer an offer. The answer contains the accepted mailboxes, or the reason for refusing the offer.
 
     A malformed offer raises ProtocolError.
     """

@@ -1,7 +1,7 @@
 """Listens and connects on unix sockets for processes of the same user only.
 
-The socket's file has mode 0600. Its folder must not be writable for others. Both processes check the
-credentials of their peer.
+The socket's file has mode 0600. The folder of this file must not be writable for other users. Both processes
+check the credentials of their peer.
 """
 
 from __future__ import annotations

@@ -28,6 +28,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ProtocolFeature:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProtocolFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProtocolFeature.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROTOCOL_FEATURE_UNSPECIFIED: _ProtocolFeature.ValueType  # 0
+    PROTOCOL_FEATURE_ROUNDS_ON_DEVICE: _ProtocolFeature.ValueType  # 1
+    """Rounds that stay on the devices of both sides: RoundsEnter to RoundsLeave."""
+    PROTOCOL_FEATURE_MAILBOX: _ProtocolFeature.ValueType  # 2
+    """Tensors in mailboxes of shared or GPU memory (MailboxOffer). The transport ipc needs it."""
+    PROTOCOL_FEATURE_TRACE_LOGPROBS: _ProtocolFeature.ValueType  # 3
+    """Trees contain the draft's log-probabilities. Without it, traces show 0."""
+    PROTOCOL_FEATURE_SLOTTED_ROUNDS: _ProtocolFeature.ValueType  # 4
+    """Reserved for protocol version 3; no release sends it yet."""
+
+class ProtocolFeature(_ProtocolFeature, metaclass=_ProtocolFeatureEnumTypeWrapper):
+    """Optional parts of the protocol. Each side sends the parts that its release supports, whether or not its
+    settings use them. A part is in force if both sides support it. Unknown values are ignored.
+    """
+
+PROTOCOL_FEATURE_UNSPECIFIED: ProtocolFeature.ValueType  # 0
+PROTOCOL_FEATURE_ROUNDS_ON_DEVICE: ProtocolFeature.ValueType  # 1
+"""Rounds that stay on the devices of both sides: RoundsEnter to RoundsLeave."""
+PROTOCOL_FEATURE_MAILBOX: ProtocolFeature.ValueType  # 2
+"""Tensors in mailboxes of shared or GPU memory (MailboxOffer). The transport ipc needs it."""
+PROTOCOL_FEATURE_TRACE_LOGPROBS: ProtocolFeature.ValueType  # 3
+"""Trees contain the draft's log-probabilities. Without it, traces show 0."""
+PROTOCOL_FEATURE_SLOTTED_ROUNDS: ProtocolFeature.ValueType  # 4
+"""Reserved for protocol version 3; no release sends it yet."""
+Global___ProtocolFeature: _TypeAlias = ProtocolFeature  # noqa: Y015
+
 class _Want:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -100,7 +132,11 @@ class Hello(_message.Message):
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
     FEATURE_DTYPE_FIELD_NUMBER: _builtins.int
     MODEL_TYPE_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FEATURES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
+    """The lowest version that the target supports, for drafts that do not read min_version and max_version."""
     target_id: _builtins.str
     target_fingerprint: _builtins.str
     tokenizer_fingerprint: _builtins.str
@@ -111,6 +147,15 @@ class Hello(_message.Message):
     feature_dtype: _common_pb2.DataType.ValueType
     model_type: _builtins.str
     """Model type of the target, such as deepseek_v3. Some heads count layers by the target's family."""
+    min_version: _builtins.int
+    """The versions of this protocol that the target supports: min_version to max_version, both inclusive. A
+    target that sends neither supports only protocol_version.
+    """
+    max_version: _builtins.int
+    @_builtins.property
+    def protocol_features(self) -> _containers.RepeatedScalarFieldContainer[Global___ProtocolFeature.ValueType]:
+        """The features that the target supports. Read only if the target sends a range of versions."""
+
     def __init__(
         self,
         *,
@@ -123,10 +168,13 @@ class Hello(_message.Message):
         num_layers: _builtins.int = ...,
         feature_dtype: _common_pb2.DataType.ValueType = ...,
         model_type: _builtins.str = ...,
+        min_version: _builtins.int = ...,
+        max_version: _builtins.int = ...,
+        protocol_features: _abc.Iterable[Global___ProtocolFeature.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["feature_dtype", b"feature_dtype", "hidden_size", b"hidden_size", "model_type", b"model_type", "num_layers", b"num_layers", "protocol_version", b"protocol_version", "target_fingerprint", b"target_fingerprint", "target_id", b"target_id", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feature_dtype", b"feature_dtype", "hidden_size", b"hidden_size", "max_version", b"max_version", "min_version", b"min_version", "model_type", b"model_type", "num_layers", b"num_layers", "protocol_features", b"protocol_features", "protocol_version", b"protocol_version", "target_fingerprint", b"target_fingerprint", "target_id", b"target_id", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -153,7 +201,13 @@ class HelloAck(_message.Message):
     MAX_NODES_FIELD_NUMBER: _builtins.int
     MISSING_TENSORS_FIELD_NUMBER: _builtins.int
     PROJECTOR_NORM_EPS_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FEATURES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
+    """The version of this connection: the highest that both sides support. In GetInfo, the highest that the
+    draft supports.
+    """
     head_fingerprint: _builtins.str
     algorithm: _builtins.str
     model_id: _builtins.str
@@ -167,6 +221,9 @@ class HelloAck(_message.Message):
     max_nodes: _builtins.int
     projector_norm_eps: _builtins.float
     """Epsilon of the norms in projector_tensors."""
+    min_version: _builtins.int
+    """As in Hello, for the draft."""
+    max_version: _builtins.int
     @_builtins.property
     def aux_layer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The layers whose outputs the head reads: 0-based, ascending."""
@@ -179,6 +236,8 @@ class HelloAck(_message.Message):
     def missing_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Target tensors to send with PutTensor before the first Open."""
 
+    @_builtins.property
+    def protocol_features(self) -> _containers.RepeatedScalarFieldContainer[Global___ProtocolFeature.ValueType]: ...
     def __init__(
         self,
         *,
@@ -197,10 +256,13 @@ class HelloAck(_message.Message):
         max_nodes: _builtins.int = ...,
         missing_tensors: _abc.Iterable[_builtins.str] | None = ...,
         projector_norm_eps: _builtins.float = ...,
+        min_version: _builtins.int = ...,
+        max_version: _builtins.int = ...,
+        protocol_features: _abc.Iterable[Global___ProtocolFeature.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "aux_layer_ids", b"aux_layer_ids", "feature_dtype", b"feature_dtype", "feature_size", b"feature_size", "head_fingerprint", b"head_fingerprint", "max_nodes", b"max_nodes", "max_sessions", b"max_sessions", "max_steps", b"max_steps", "max_topk", b"max_topk", "missing_tensors", b"missing_tensors", "model_id", b"model_id", "projector_fingerprint", b"projector_fingerprint", "projector_norm_eps", b"projector_norm_eps", "projector_tensors", b"projector_tensors", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "aux_layer_ids", b"aux_layer_ids", "feature_dtype", b"feature_dtype", "feature_size", b"feature_size", "head_fingerprint", b"head_fingerprint", "max_nodes", b"max_nodes", "max_sessions", b"max_sessions", "max_steps", b"max_steps", "max_topk", b"max_topk", "max_version", b"max_version", "min_version", b"min_version", "missing_tensors", b"missing_tensors", "model_id", b"model_id", "projector_fingerprint", b"projector_fingerprint", "projector_norm_eps", b"projector_norm_eps", "projector_tensors", b"projector_tensors", "protocol_features", b"protocol_features", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

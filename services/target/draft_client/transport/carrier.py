@@ -12,6 +12,7 @@ from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
 from outrider.shared.rpc.tensors import TensorWriter
+from outrider.shared.rpc.version import Feature
 
 CONNECT_TIMEOUT_S = 0.25
 HANDSHAKE_TIMEOUT_S = 60.0
@@ -63,8 +64,14 @@ class Carrier(Protocol):
         """Send tensors that the draft borrows. Raise the same errors as `hello`."""
         ...
 
-    def open_bulk(self, target_id: str) -> None:
-        """Open the bulk stream and the channel for tensors. Raise the same errors as `hello`."""
+    def open_bulk(self, target_id: str, features: frozenset[Feature]) -> None:
+        """Open the bulk stream and the channel for tensors. Raise the same errors as `hello`.
+
+        Args:
+            target_id: This target's id.
+            features: The features of the protocol that are in force. Without ROUNDS_ON_DEVICE, the carrier
+                offers no rounds.
+        """
         ...
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:

@@ -39,6 +39,7 @@ from outrider.shared.rpc.ipc.doorbells import Side
 from outrider.shared.rpc.polling import PollWindow
 from outrider.shared.rpc.relay import StreamRelay
 from outrider.shared.rpc.tensors import MAX_CHUNK_BYTES, InlineTensors, TensorWriter, fill_tensor, on_host
+from outrider.shared.rpc.version import Feature
 
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND)
 SESSION_METHOD = "/outrider.draft.v1.Draft/Session"
@@ -153,13 +154,13 @@ class GrpcCarrier(Carrier):
     def put_tensors(self, chunks: Iterable[common_pb2.TensorChunk]) -> draft_pb2.PutTensorReply:
         return self._weights.put_tensors(chunks)
 
-    def open_bulk(self, target_id: str) -> None:
+    def open_bulk(self, target_id: str, features: frozenset[Feature]) -> None:
         assert self._stream is not None, "hello() comes first"
         self._bulk = self._own(
             ClientStream(self._bulk_channel, BULK_METHOD, PollWindow(enabled=self._poll_window.enabled))
         )
         self._bulk_reader.start()
-        if self._offers_rounds:
+        if self._offers_rounds and Feature.ROUNDS_ON_DEVICE in features:
             self._stream_rounds = StreamRounds(
                 self._stream,
                 self._poll_window,

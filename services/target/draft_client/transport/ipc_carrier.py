@@ -37,6 +37,7 @@ from outrider.shared.rpc.ipc.frames import SPIN_S, EndOfStream, FrameKind, Frame
 from outrider.shared.rpc.ipc.handshake import Offered, offers
 from outrider.shared.rpc.ipc.sockets import connect
 from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
+from outrider.shared.rpc.version import Feature
 from outrider.shared.spec.resident import RoundState
 
 IDLE_S = 3600.0
@@ -90,9 +91,14 @@ class IpcCarrier(Carrier):
     def put_tensors(self, chunks: Iterable[common_pb2.TensorChunk]) -> draft_pb2.PutTensorReply:
         return self._weights.put_tensors(chunks)
 
-    def open_bulk(self, target_id: str) -> None:
+    def open_bulk(self, target_id: str, features: frozenset[Feature]) -> None:
+        if Feature.MAILBOX not in features:
+            raise ProtocolError(
+                "The draft does not support mailboxes, which ipc needs: use a draft address for gRPC.",
+                field="protocol_features",
+            )
         with _lost():
-            offered = self._agree()
+            offered = self._agree(self._offers_rounds and Feature.ROUNDS_ON_DEVICE in features)
             self.tensors, self._rows = offered.session, RowsOutbox(offered.bulk, self.send)
             self._bulk = self._connect()
             self._bulk.send(
@@ -166,10 +172,10 @@ class IpcCarrier(Carrier):
             frames.close()
         return frames
 
-    def _agree(self) -> Offered:
+    def _agree(self, rounds: bool) -> Offered:
         """Offer kinds of mailboxes, the preferred kind first, until the draft accepts one."""
         reason = ""
-        for offer in offers(self._device, rounds=self._offers_rounds):
+        for offer in offers(self._device, rounds=rounds):
             try:
                 offered = offer()
             except CudaError as error:
