@@ -5,7 +5,7 @@ means "no number yet", so the order of stores does not matter. Each store only h
 stores and volatile loads ensure that, because they are strong at system scope.
 
 The next kernel is released immediately, so that the next kernel can load its weights during the exchange. The
-next kernel cannot displace the programs of this launch, because these are few and small and are already
+next kernel cannot displace the programs of this launch, because these programs are few, small and already
 resident on the device.
 """
 

@@ -60,7 +60,8 @@ def row_paths(
         The location of each row's history.
 
     Example:
-        A tree of a root and two children, behind a prefix of two tokens. Each row sees its own path only.
+        A root and its two children follow a prefix of two tokens. Each row sees only the prefix and its own
+        path.
 
         >>> import torch
         >>> from outrider.kernels.path_attention import row_paths
@@ -134,8 +135,8 @@ def path_attention(
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
-        A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row
-        returns the mean of the values on its path.
+        A root and its two children follow a prefix of one token. Because all queries are zero, the result of
+        each row is the mean of the values in its history.
 
         >>> import torch
         >>> from outrider.kernels.path_attention import path_attention, row_paths

@@ -22,8 +22,8 @@ class Method(Enum):
     LIBRARY = "library"
     """torch's product (cuBLAS)."""
     HALVES = "halves"
-    """torch's product, run separately for each half of the outputs of a gated product. For sizes at which the
-    library is faster with half the outputs."""
+    """torch's product, run separately for each half of the outputs of a gated product. Used at sizes for
+    which the library is faster with half the outputs."""
 
 
 class Epilogue(Enum):
@@ -49,12 +49,12 @@ class Overlap(Enum):
     """The next kernel may start when all programs of this one run and have waited for all older kernels."""
     FETCH = 2
     """Like EARLY. In addition, programs of this kernel prefetch their first columns of the weight before they
-    wait, since they may have started early themselves."""
+    wait, because this kernel may have started early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Destination of a q-k-v product: angles for queries and keys, planes and slots for keys and values.
+    """Rotation and destination of a q-k-v product: angles for Q and K, planes and slots for K and V.
 
     Attributes:
         cos: ``[rows, 1, dim]`` from `rope_angles`.
@@ -80,13 +80,13 @@ class Tile:
         block_n: Outputs per program: rows of the weight, or pairs of rows if gated or rotated.
         block_k: Columns per step (DOT, WIDE).
         splits: Number of programs that share the columns of an output. SUM and products of pairs do not
-            split. The next kernel adds the programs' sums in order. For a DOT added to a residual, the
-            program that ends last adds them instead.
+            split. The next kernel adds the programs' sums in order. If the method is DOT and the product is
+            added to a residual, the program that finishes last adds the sums instead.
         warps: Warps per program.
         stages: Pipeline stages of a program.
         block_m: Rows per program (WIDE).
         overlap: Overlap with the kernels before and after (not WIDE). SUM and STAY always prefetch, so FETCH
-            and EARLY are the same for them.
+            and EARLY are the same for these methods.
         programs: Programs of the launch (STAY).
     """
 

@@ -27,8 +27,9 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
 _MANY_ROWS, _LONG_BLOCK = 64, 8192
-"""With at least `_MANY_ROWS` rows, the time of a plain argmax is limited by its work per logit. The maximum
-of each block is then found first, and the index is searched in a single block of `_LONG_BLOCK` tokens."""
+"""With at least `_MANY_ROWS` rows, the work per logit determines the time of a plain argmax. To reduce this
+work, the maximum of each block of `_LONG_BLOCK` tokens is found first. The index of the maximum is then
+searched in a single block."""
 
 _log = logging.getLogger("outrider.kernels")
 
@@ -157,7 +158,10 @@ def _choose(
 
 
 def _sorted(logits: torch.Tensor, sampling: SamplingTensors) -> tuple[torch.Tensor, SamplingTensors]:
-    """Filter the rows by sorting, and return them with the parameters for choosing from them."""
+    """Filter the rows by sorting.
+
+    Return the filtered rows, and the parameters for choosing tokens from these rows.
+    """
     heat = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
     filtered = filter_logits(logits.float() / heat[:, None], sampling.top_k, sampling.top_p, sampling.min_p)
     # The scores are already divided by the temperature: sample them at temperature 1.
