@@ -17,7 +17,7 @@ def expect(
 
     Raises:
         ValueError: The shape or dtype differs. The message names the tensor, the actual value and the
-            expected one.
+            expected value.
     """
     actual = tensor.shape
     if len(actual) != len(shape) or any(

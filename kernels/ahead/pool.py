@@ -98,7 +98,8 @@ class CompilerPool:
         for these kernels. Compilations that have started continue.
 
         Args:
-            since: An earlier value of `submitted`. Progress counts only kernels submitted after it.
+            since: An earlier value of `submitted`. Kernels that were submitted earlier do not count as
+                progress.
             tell: Progress callback, called with the number of compiled kernels and the total.
             limit_s: Longest wait in seconds.
         """

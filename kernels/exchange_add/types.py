@@ -50,7 +50,7 @@ class Boxes:
     ) -> Boxes:
         """Return a rank's view of these inboxes, and empty the rank's own inbox.
 
-        No rank may use its boxes before all ranks have created theirs.
+        No rank may use its boxes before all ranks have created their boxes.
         """
         own = inboxes[rank].fill_(ABSENT)
         addresses = torch.tensor(

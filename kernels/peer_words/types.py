@@ -51,7 +51,7 @@ class Mail:
     ) -> Mail:
         """Return a rank's view of these boxes, and empty the rank's own box.
 
-        No rank may use its mail before all ranks have created theirs.
+        No rank may use its mail before all ranks have created their mail.
         """
         own = boxes[rank].zero_()
         addresses = torch.tensor([box.data_ptr() for box in boxes], dtype=torch.int64, device=own.device)

@@ -137,7 +137,7 @@ def pack_trees(
     out_tokens: torch.Tensor,
     out_parents: torch.Tensor,
 ) -> None:
-    """Copy trees to the buffers that they are sent from.
+    """Copy trees to the buffers from which the trees are sent.
 
     Args:
         num_nodes: ``[bs] int32``, contiguous: number of nodes of each tree.

@@ -38,15 +38,15 @@ class Epilogue(Enum):
 class Overlap(Enum):
     """How far a product may overlap with the kernels before and after it (programmatic dependent launch).
 
-    A kernel that starts early waits for the end of the previous kernel. It takes registers and shared memory
-    only from programs that have not started yet. However, its programs are placed wherever there is room at
-    its start, so they are spread unevenly. The best choice is therefore measured.
+    A kernel that starts early waits for the end of the previous kernel. Such a kernel takes registers and
+    shared memory only from programs that have not started yet. However, its programs are placed wherever
+    there is room at its start, so they are spread unevenly. The best choice is therefore measured.
     """
 
     LATE = 0
-    """The next kernel may start when all programs of this one are about to store their last results."""
+    """The next kernel may start when all programs of this kernel are about to store their last results."""
     EARLY = 1
-    """The next kernel may start when all programs of this one run and have waited for all older kernels."""
+    """The next kernel may start when this kernel's programs all run and have waited for all older kernels."""
     FETCH = 2
     """Like EARLY. In addition, programs of this kernel prefetch their first columns of the weight before they
     wait, because this kernel may have started early."""

@@ -1,4 +1,4 @@
-"""Tensor maps for the tensor memory accelerator (TMA), and the conditions for them."""
+"""Tensor maps for the tensor memory accelerator (TMA), and the conditions that a mapped tensor must meet."""
 
 from __future__ import annotations
 
