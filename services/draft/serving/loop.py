@@ -150,7 +150,7 @@ class DraftLoop(Steppable):
         self._wake_up.remove(source)
 
     def join(self, target_id: str, outlet: Outlet) -> Peer:
-        """Register a session stream and end older ones of the same target. Called on the engine thread."""
+        """Register a session stream and end older streams of the same target. Called on the engine thread."""
         for old in [peer for peer in self._peers.values() if peer.target_id == target_id]:
             old.end()
             self.leave(old)
