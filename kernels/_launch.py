@@ -1,4 +1,4 @@
-"""Helpers for public ops and Triton launches: argument checks, grid arithmetic, allocation, device."""
+"""Helpers for public ops and Triton launches: argument checks, grid sizes, allocation, device choice."""
 
 from __future__ import annotations
 

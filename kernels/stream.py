@@ -20,8 +20,8 @@ def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
     """Return whether rows of a stream are divided by their root mean square when they are written.
 
     This is the case for streams of more than `FEW_ROWS` rows. It is also the case for all fp16 streams,
-    because values can exceed the range of fp16 before the division: a residual of 1000 and a norm weight of
-    100 are not unusual.
+    because values can exceed the range of fp16 before the division. For example, a residual of 1000 and a
+    norm weight of 100 are not unusual.
 
     Example:
         >>> import torch
@@ -36,9 +36,9 @@ def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
 class Stream:
     """Rows of a residual stream, with the next norm computed except for the division by the root mean square.
 
-    The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division commutes with the
-    matrix product that follows, so the kernel that reads the product can apply it, and no kernel has to see a
-    whole row before the product begins.
+    The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division commutes with the matrix
+    product that follows. The kernel that reads the product can therefore apply the division, and no kernel
+    has to see a whole row before the product begins.
 
     Attributes:
         residual: ``[rows, width]``; rows may be strided.

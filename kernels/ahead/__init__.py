@@ -5,8 +5,8 @@ second. Without this package, the variants are compiled one after the other. Onl
 determines which variants are needed, so that code is rehearsed:
 
 1. The code runs as usual, but no kernel is launched. Outputs are zeros (`_launch.empty`).
-2. For each kernel that is not compiled yet, its name and the types and constants of its arguments are sent to
-   a worker process, which compiles it into Triton's cache on disk.
+2. A worker process compiles each missing kernel into Triton's cache on disk. The process receives the
+   kernel's name, and the types and constants of the kernel's arguments.
 3. The real run then finds every kernel in the cache.
 """
 

@@ -1,9 +1,8 @@
 """path_attention: batch-invariant attention of each row to its own history, read in token order.
 
-The same history can be in different slots, depending on whether its row is a node of a tree, the row of a
-plain decode step, or a row of a prompt chunk. This op reads the history by logical index, in blocks of fixed
-size that start at index 0, and folds the blocks in that order. Rows with equal histories therefore get
-results with equal bits.
+The same history can be in different slots: its row may be a node of a tree, the row of a plain decode step,
+or a row of a prompt chunk. This op reads the history by logical index, in blocks of fixed size that start at
+index 0, and folds the blocks in that order. Rows with equal histories therefore get results with equal bits.
 """
 
 from __future__ import annotations

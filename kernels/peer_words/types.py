@@ -1,4 +1,4 @@
-"""Mailboxes through which ranks pass small messages."""
+"""Mailboxes through which ranks (the GPUs of one machine) pass small messages."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ class Overlap(Enum):
     LATE = 0
     """The next kernel may start when all programs of this kernel are about to store their last results."""
     EARLY = 1
-    """The next kernel may start when this kernel's programs all run and have waited for all older kernels."""
+    """Every program of this kernel must run and have waited for all older kernels before the next kernel
+    starts."""
     FETCH = 2
     """Like EARLY. In addition, programs of this kernel prefetch their first columns of the weight before they
     wait, because this kernel may have started early."""

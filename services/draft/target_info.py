@@ -1,4 +1,4 @@
-"""The target's self-description from its Hello (`TargetInfo`): sizes, model type, fingerprints."""
+"""Defines `TargetInfo`, the properties that a target reports in Hello: sizes, model type, fingerprints."""
 
 from __future__ import annotations
 

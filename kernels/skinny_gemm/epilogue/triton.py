@@ -16,8 +16,8 @@ from outrider.kernels.silu_mul.triton import gate
 def output_rows(n, EPILOGUE: tl.constexpr, HALF: tl.constexpr):
     """Return the weight row of each output n.
 
-    If outputs are computed from pairs of weight rows (EPILOGUE >= 2), return the first row of the pair: a
-    gate row (GATED), or a dimension in the first half of a head (ROTATED).
+    If outputs are computed from pairs of weight rows (EPILOGUE >= 2), return the first row of the pair. This
+    row is a gate row (GATED), or a dimension in the first half of a head (ROTATED).
     """
     return (n // HALF) * (2 * HALF) + n % HALF if EPILOGUE == 3 else n
 

@@ -1,4 +1,4 @@
-"""Loads the draft head in a folder. Detects EAGLE or EAGLE-3 by architecture name or by tensor names."""
+"""Loads a folder's draft head. Detects EAGLE or EAGLE-3 by architecture name or, if ambiguous, by tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks requests against the vocabulary, context length and KV pool; defines the scheduler's limits."""
+"""Checks requests against vocabulary size, context length and KV pool; defines the scheduler's limits."""
 
 from __future__ import annotations
 

@@ -39,8 +39,9 @@ GRAPH_BYTES_PER_LAYER = 24 << 10
 GRAPHS_PER_BATCH_SIZE = 32
 """Number of graphs per batch size.
 
-These are the graphs of plain rounds, the default tree, its chain and the shapes of `auto`, for greedy,
-sampled and filtered rows. `MAX_LATE_GRAPHS` limits the number of graphs that are recorded later.
+These are the graphs of plain rounds, the default tree, the chain of the tree's depth and the shapes of
+`auto`, for greedy, sampled and filtered rows. `MAX_LATE_GRAPHS` limits the number of graphs that are recorded
+later.
 """
 ALLOCATOR_SLACK = 1.25
 """Factor on activations and logits, because the caching allocator rounds up and fragments memory."""

@@ -1,4 +1,4 @@
-"""Triton kernel of the gated product for about 65 to 512 rows (`outrider.kernels.skinny_gemm.project_gated`).
+"""Triton kernel of an MLP's gate-up product with activation (`project_gated`), for about 65 to 512 rows.
 
 A program computes pairs of outputs. The weight's gate rows and value rows are loaded as one operand.
 """

@@ -1,4 +1,4 @@
-"""Selects the target layers that feed an EAGLE-3 head; refuses a number of layers without their ids.
+"""Selects the target layers that feed an EAGLE-3 head; refuses a layer count without layer ids.
 
 If a configuration gives the number of feature layers (``num_aux_hidden_states``) but no list of ids, only the
 number three is accepted, because default layers exist only for three. `AuxLayers.outputs` refuses every other
