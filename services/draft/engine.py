@@ -1,11 +1,11 @@
 """The draft engine: batches requests for trees, reserves KV memory, and extends prompts while idle.
 
 The engine combines the session table with one drafting strategy. It is synchronous and single-threaded, and
-is driven by the draft service's loop or by the in-process drafter. It also evicts idle sessions when KV
-memory is short, and drops requests whose deadline has passed.
+is driven by the draft service's loop or by the in-process drafter. The engine also evicts idle sessions when
+KV memory is short, and drops requests whose deadline has passed.
 
-`enter` starts rounds that stay on the device. Drafting and verification then alternate on the GPU and pass
-each other their results there. The hosts learn these results one round late (see `shared.spec.resident`).
+`enter` starts rounds that stay on the device. Drafting and verification then alternate on the GPU and
+exchange their results there. The hosts learn these results one round late (see `shared.spec.resident`).
 
     messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
     ready sessions → extend     Feed the target's features of committed tokens, never drafted features.
@@ -293,7 +293,7 @@ class DraftEngine:
         return refusals
 
     def _reserve(self, sessions: Sequence[Session]) -> tuple[list[Session], tuple[Refusal, ...]]:
-        """Reserve memory for each session, evicting idle ones if necessary.
+        """Reserve memory for each session, evicting idle sessions if necessary.
 
         Returns:
             The sessions that have memory, and a refusal for each session without memory. Refused sessions are
