@@ -1,4 +1,4 @@
-"""Helpers for public ops and Triton launches: argument checks, grid arithmetic, allocation, device."""
+"""Helpers for public ops and Triton launches: argument checks, grid sizes, allocation, device choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def expect(
 
     Raises:
         ValueError: The shape or dtype differs. The message names the tensor, the actual value and the
-            expected one.
+            expected value.
     """
     actual = tensor.shape
     if len(actual) != len(shape) or any(

@@ -8,9 +8,9 @@ import torch
 
 FEW_ROWS = 64
 """Largest number of rows for which a product is bound by reading the matrix. `skinny_gemm`'s own kernels
-compute such products for every shape. Each row's norm is then spread over several programs, and the kernel
-that reads the stream applies the norm's division. With more rows, one program per row fills the GPU and norms
-the row."""
+compute such products for every shape. Up to this number, each row's norm is spread over several programs, and
+the kernel that reads the stream applies the norm's division. Beyond this number, one program per row is
+enough to fill the GPU, and each program norms its row."""
 
 MANY_ROWS = 512
 """Largest number of rows for which products use the method that measured fastest."""
@@ -19,8 +19,9 @@ MANY_ROWS = 512
 def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
     """Return whether rows of a stream are divided by their root mean square when they are written.
 
-    This is the case for many rows, and for all rows in fp16, because values can exceed the range of fp16
-    before the division. A residual of a thousand times a norm weight of a hundred is not unusual.
+    This is the case for streams of more than `FEW_ROWS` rows. It is also the case for all fp16 streams,
+    because values can exceed the range of fp16 before the division. For example, a residual of 1000 and a
+    norm weight of 100 are not unusual.
 
     Example:
         >>> import torch
@@ -33,11 +34,11 @@ def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows of a residual stream, prepared for the next norm up to the division by their root mean square.
+    """Rows of a residual stream, with the next norm computed except for the division by the root mean square.
 
-    The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division commutes with the
-    matrix product that follows, so the kernel that reads the product can apply it, and no kernel has to see a
-    whole row before the product begins.
+    The norm of a row is ``scaled * rsqrt(sum(sums) / width + eps)``. The division commutes with the matrix
+    product that follows. The kernel that reads the product can therefore apply the division, and no kernel
+    has to see a whole row before the product begins.
 
     Attributes:
         residual: ``[rows, width]``; rows may be strided.

@@ -23,7 +23,7 @@ def add_sums(
 ) -> Stream:
     """Return the residual stream after ``residual + sum of parts + bias``, prepared for the next norm.
 
-    Rows for which `normed_on_write` is true are normed here. Otherwise each row is spread over several
+    If `normed_on_write` is true for the rows, this op norms them. Otherwise, each row is spread over several
     programs, and the kernel that reads the stream applies the norm's division (`Stream.sums`).
 
     Args:

@@ -5,8 +5,8 @@ second. Without this package, the variants are compiled one after the other. Onl
 determines which variants are needed, so that code is rehearsed:
 
 1. The code runs as usual, but no kernel is launched. Outputs are zeros (`_launch.empty`).
-2. For each kernel that is not compiled yet, its name and the types and constants of its arguments are sent to
-   a worker process, which compiles it into Triton's cache on disk.
+2. A worker process compiles each missing kernel into Triton's cache on disk. The process receives the
+   kernel's name, and the types and constants of the kernel's arguments.
 3. The real run then finds every kernel in the cache.
 """
 
@@ -34,7 +34,7 @@ Work = Callable[[], object]
 Tell = Callable[[int, int], None]
 
 PIECES_TO_SEE = 2
-"""A rehearsal ends early if it finds no missing kernel in this many pieces of work."""
+"""Number of pieces of work after which a rehearsal ends early if these pieces miss no kernel."""
 
 _log = logging.getLogger("outrider.kernels")
 _rehearsing = False
@@ -66,8 +66,8 @@ def compile_ahead(
         device: Device that the work runs on. Only a GPU needs compiled kernels.
         works: The pieces of work. If the first `PIECES_TO_SEE` miss no kernel, the other pieces are skipped.
         tell: Progress callback, called with the number of compiled kernels and the total.
-        limit_s: Longest wait in seconds. Kernels whose compilation has not started by then are compiled when
-            they are launched.
+        limit_s: Longest wait in seconds. Kernels whose compilation has not started when the wait ends are
+            compiled when they are launched.
 
     Returns:
         The number of kernels that were compiled; 0 if `device` is not a GPU.

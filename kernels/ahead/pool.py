@@ -29,8 +29,8 @@ from outrider.kernels.ahead.worker import restored
 MOST_PROCESSES = 16
 IDLE_S = 15.0
 COMPILE_S = 120.0
-"""Longest compile time of one kernel, in seconds. Most kernels take a third of a second. After the longest
-time, the worker process is killed, and the kernel is compiled when it is launched."""
+"""Longest compile time of one kernel, in seconds. Most kernels take a third of a second. After this time, the
+worker process is killed, and the kernel is compiled when it is launched."""
 WORKER = "outrider.kernels.ahead.worker"
 
 _log = logging.getLogger("outrider.kernels")
@@ -94,11 +94,12 @@ class CompilerPool:
     ) -> None:
         """Wait until all submitted kernels are done, no worker is left, or the time limit is reached.
 
-        Kernels whose compilation has not started by then are dropped, so later calls do not wait for them.
-        Compilations that have started continue.
+        When the wait ends, kernels whose compilation has not started are dropped, so later calls do not wait
+        for these kernels. Compilations that have started continue.
 
         Args:
-            since: An earlier value of `submitted`. Progress counts only kernels submitted after it.
+            since: An earlier value of `submitted`. Kernels that were submitted earlier do not count as
+                progress.
             tell: Progress callback, called with the number of compiled kernels and the total.
             limit_s: Longest wait in seconds.
         """
@@ -123,7 +124,7 @@ class CompilerPool:
                         self._known.discard(kernel)
 
     def state_of(self, work: Callable[[], object]) -> Compiled:
-        """Rehearse work to find out whether its kernels are compiled. Submits nothing."""
+        """Rehearse work to find out whether the kernels of the work are compiled. Submit no kernels."""
         met: set[Compiled] = set()
 
         def look(*, fn: Any, compile: dict[str, Any], **_more: Any) -> bool | None:
@@ -149,7 +150,7 @@ class CompilerPool:
     def _missing(self, *, fn: Any, compile: dict[str, Any], **_more: Any) -> bool | None:
         """Submit a kernel unless it is cached.
 
-        Used as a `jit_cache_hook`: True stops Triton from compiling it.
+        This method is a `jit_cache_hook`. The result True stops Triton from compiling the kernel.
         """
         kernel = _kernel(fn, compile)
         if kernel in self._known:

@@ -25,7 +25,7 @@ def compile_kernel(job: dict[str, Any]) -> None:
     """Compile one kernel.
 
     Raises:
-        ValueError: The kernel is not one of this package.
+        ValueError: The kernel does not belong to this package.
     """
     import triton
     from triton import language

@@ -64,7 +64,8 @@ def exchange_add(
             message names the cause.
 
     Example:
-        Two ranks in one process. Rank 1 would normally be another process. Here, rank 1 only sends its part.
+        Both ranks run in one process here. Normally, each rank runs in its own process. Rank 1 only sends its
+        part.
 
         >>> import torch
         >>> from outrider.kernels.exchange_add import Boxes, exchange_add, inbox_shape

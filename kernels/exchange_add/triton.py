@@ -2,10 +2,10 @@
 
 A program handles a block of columns of one row. The program polls until no element contains the word that
 means "no number yet", so the order of stores does not matter. Each store only has to become visible. `.wt`
-stores and volatile loads ensure that, because they are strong at system scope.
+stores and volatile loads ensure this visibility, because such stores and loads are strong at system scope.
 
 The next kernel is released immediately, so that the next kernel can load its weights during the exchange. The
-next kernel cannot displace the programs of this launch, because these are few and small and are already
+next kernel cannot displace the programs of this launch, because these programs are few, small and already
 resident on the device.
 """
 

@@ -24,8 +24,8 @@ class Boxes:
 
     Use the boxes from one stream at a time. Every rank must make the same calls in the same order.
 
-    An inbox has two slots, which every tile uses alternately. A rank may write to a slot again because all
-    other ranks have sent data since they emptied that slot.
+    An inbox has two slots, which every tile uses alternately. A rank writes to a slot again only after it has
+    received data that every other rank sent after emptying that slot.
 
     Attributes:
         rank: Rank that this view belongs to.
@@ -48,9 +48,9 @@ class Boxes:
     def of(
         cls, rank: int, inboxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None
     ) -> Boxes:
-        """Return a rank's view of these inboxes and empty its own.
+        """Return a rank's view of these inboxes, and empty the rank's own inbox.
 
-        No rank may use its boxes before all ranks have created theirs.
+        No rank may use its boxes before all ranks have created their boxes.
         """
         own = inboxes[rank].fill_(ABSENT)
         addresses = torch.tensor(

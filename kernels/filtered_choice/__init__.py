@@ -11,10 +11,10 @@ Order the tokens of a row by (score descending, id ascending). Each filter keeps
 - top-p keeps the shortest prefix whose probability reaches p.
 - min-p keeps the tokens with at least min_p times the probability of the best token.
 
-Two numbers describe a prefix: the score at its end, and how many tokens with exactly that score stay. Of
-those tokens, the lowest ids stay. The search finds the score in several passes over the row. A pass counts
-the tokens (or sums their weights) at or above each of 16 scores, and the next pass searches the range between
-two of these scores. Each pass thus determines four bits of the score.
+Two numbers describe a prefix: the score at its end, and how many tokens with exactly that score are kept.
+Among these tokens, those with the lowest ids are kept. The search finds the score in several passes over the
+row. A pass counts the tokens (or sums their weights) at or above each of 16 scores, and the next pass
+searches the range between two of these scores. Each pass thus determines four bits of the score.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def kept_tokens(logits: torch.Tensor, sampling: SamplingTensors) -> Kept:
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
-        Tokens 1 and 3 share the best score. With k = 1, top-k keeps the lower id. With k = 3, it keeps both
-        of them and token 2.
+        Tokens 1 and 3 share the best score. If k is 1, top-k keeps token 1, which has the lower id. If k is
+        3, top-k keeps tokens 1, 2 and 3.
 
         >>> import torch
         >>> from outrider.kernels.filtered_choice import kept_tokens

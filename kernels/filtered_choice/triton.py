@@ -136,7 +136,7 @@ def _search(
     STEPS: tl.constexpr, SUMS: tl.constexpr, FIRST: tl.constexpr, SHORT: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Run search launch `step`, one of 2 · `STEPS`.
+    """Run launch number `step` of the 2 · `STEPS` launches of the search.
 
     The first half counts tokens to find the end of top-k. The second half (`SUMS`) sums weights to find the
     end of top-p. `FIRST` marks the first launch of each half.
@@ -233,7 +233,7 @@ def _bounds(
         weight = _weight(last, heat, top, SHORT)
         wanted = tl.ceil(tl.minimum((target - above) / tl.maximum(weight, _TINY), vocab.to(tl.float32)))
         some = tl.maximum(wanted.to(tl.int32), 1)  # at least the best token stays
-        # The shorter prefix wins. Its key is higher or, if the keys are equal, it has fewer ties.
+        # Use the shorter prefix: the prefix with the higher key or, if the keys are equal, with fewer ties.
         stay = tl.where(last > key, some, tl.where(last == key, tl.minimum(some, stay), stay))
         key = tl.maximum(key, last)
     count = 0
@@ -261,7 +261,7 @@ def _choose_split(
     token = split * BLOCK + tl.arange(0, BLOCK)
     logit, score, bad = _scores(logits, row, row_stride, token, vocab, tl.where(heat > 0, heat, 1.0))
     if heat > 0:
-        # Ties with the lowest ids stay, so rank this part's ties after the ties of earlier parts.
+        # Among ties, the lowest ids are kept, so rank this part's ties after the ties of earlier parts.
         other = tl.arange(0, SPLITS)
         before = tl.sum(tl.load(tied + row * splits + other, mask=other < split, other=0), 0)
         key, last = _keys(logit, score, SHORT), tl.load(keys + row)

@@ -13,7 +13,7 @@ class Kept:
 
     Attributes:
         keys: ``[rows] int32``, key at the end of the prefix, in the order of `token_keys`.
-        ties: ``[rows] int32``, number of tokens with exactly that key that stay.
+        ties: ``[rows] int32``, number of kept tokens with exactly that key.
     """
 
     keys: torch.Tensor

@@ -1,9 +1,8 @@
 """path_attention: batch-invariant attention of each row to its own history, read in token order.
 
-The same history can be in different slots, depending on whether its row is a node of a tree, the row of a
-plain decode step, or a row of a prompt chunk. This op reads the history by logical index, in blocks of fixed
-size that start at index 0, and folds the blocks in that order. Rows with equal histories therefore get
-results with equal bits.
+The same history can be in different slots: its row may be a node of a tree, the row of a plain decode step,
+or a row of a prompt chunk. This op reads the history by logical index, in blocks of fixed size that start at
+index 0, and folds the blocks in that order. Rows with equal histories therefore get results with equal bits.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ def row_paths(
         The location of each row's history.
 
     Example:
-        A tree of a root and two children, behind a prefix of two tokens. Each row sees its own path only.
+        A root and its two children follow a prefix of two tokens. Each row sees only the prefix and its own
+        path.
 
         >>> import torch
         >>> from outrider.kernels.path_attention import row_paths
@@ -134,8 +134,8 @@ def path_attention(
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
-        A tree of a root and two children, behind a prefix of one token. With queries of zeros, each row
-        returns the mean of the values on its path.
+        A root and its two children follow a prefix of one token. Because all queries are zero, the result of
+        each row is the mean of the values in its history.
 
         >>> import torch
         >>> from outrider.kernels.path_attention import path_attention, row_paths

@@ -30,7 +30,7 @@ def send_words(words: torch.Tensor, mail: Mail, readers: range, *, missing: int)
         ValueError: The words' shape, dtype or layout is wrong, or the message is too long.
 
     Example:
-        Two ranks in one process; each would normally run in its own.
+        Both ranks run in one process here. Normally, each rank runs in its own process.
 
         >>> import torch
         >>> from outrider.kernels.peer_words import Mail, box_shape, receive_words, send_words

@@ -1,8 +1,8 @@
 """Triton version of peer_words. The package documents the contract.
 
-A word and its message number are one 64-bit element of a vector store, which memory writes atomically. A
-reader that sees the number therefore also has the word. Stores for other ranks and loads of their data are
-strong at system scope (`.wt`, volatile).
+A word and its message number form one 64-bit element of a vector store. Memory writes each such element
+atomically, so a reader that sees the number also has the word. Stores for other ranks and loads of their data
+are strong at system scope (`.wt`, volatile).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mailboxes through which ranks pass small messages."""
+"""Mailboxes through which ranks (the GPUs of one machine) pass small messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Mail:
             tile and word. The last column contains receipts, indexed by reader and tile.
         addresses: ``[ranks] int64``, start address of each box.
         turns: ``[ranks, TILES] int32``, number of messages received from each rank. This rank's own entry is
-            the number of messages that it has sent.
+            the number of messages that this rank has sent.
         lost: ``[1] int32``, 1 after a rank did not answer in time. May be shared with other mail and the
             `exchange_add.Boxes` of this rank.
         patience: Number of polls for a letter or receipt before its rank counts as lost. One poll takes about
@@ -49,9 +49,9 @@ class Mail:
     def of(
         cls, rank: int, boxes: Sequence[torch.Tensor], patience: int, lost: torch.Tensor | None = None
     ) -> Mail:
-        """Return a rank's view of these boxes and empty its own.
+        """Return a rank's view of these boxes, and empty the rank's own box.
 
-        No rank may use its mail before all ranks have created theirs.
+        No rank may use its mail before all ranks have created their mail.
         """
         own = boxes[rank].zero_()
         addresses = torch.tensor([box.data_ptr() for box in boxes], dtype=torch.int64, device=own.device)

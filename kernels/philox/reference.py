@@ -33,9 +33,9 @@ def philox_words(key: Words, counter: Words) -> Words:
     Returns:
         ``[4, rows, n] uint32``.
     """
-    # Words 0 and 2 are one array, which is multiplied. Words 1 and 3 are another, which is xored in. The
-    # halves of a product are views of the product, so a round is one product and two xors. Products alternate
-    # between two buffers, because the low halves are still read one round later.
+    # Words 0 and 2 form one array, which is multiplied. Words 1 and 3 form another array, which is xored in.
+    # The halves of a product are views of the product, so a round is one product and two xors. Products
+    # alternate between two buffers, because the low halves are still read one round later.
     multiplied, carried = counter[0::2].copy(), counter[1::2]
     steps = np.arange(ROUNDS, dtype=np.uint64)[:, None]
     # [rounds, 2, rows], modulo 2^32.

@@ -12,9 +12,10 @@ __all__ = ["quantize_rows"]
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in e4m3 and one scale per row. Each row times its scale approximates the row of x.
+    """Return x in e4m3, and one scale per row.
 
-    The scale maps each row's largest magnitude to 448, the largest e4m3 number.
+    Each returned row times its scale approximates the corresponding row of x. The scale maps each row's
+    largest magnitude to 448, the largest e4m3 number.
 
     Args:
         x: ``[rows, width]`` fp32/bf16/fp16; rows may be strided.

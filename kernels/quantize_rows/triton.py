@@ -1,6 +1,7 @@
 """Triton version of quantize_rows: a program handles one row. The package documents the contract.
 
-A row of up to `_BLOCK` columns stays in registers between finding its scale and storing it.
+A program finds the scale of a row and then stores the scaled row. In between, a row of up to `_BLOCK` columns
+stays in registers.
 """
 
 from __future__ import annotations

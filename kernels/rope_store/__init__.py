@@ -66,9 +66,9 @@ def rope_store(
     """Return the rotated queries of a q-k-v product; store its rotated keys and its values at their slots.
 
     Args:
-        parts: ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v, or fp32 partial sums of this
-            shape with a leading dimension for the splits, which are added in order. Without query heads, only
-            keys and values are stored.
+        parts: The product ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v. Alternatively, fp32
+            partial sums of this shape with a leading dimension for the splits; the partial sums are added in
+            order. Without query heads, the op only stores keys and values.
         cos: ``[rows, 1, dim]`` from `rope_angles`.
         sin: ``[rows, 1, dim]`` from `rope_angles`.
         k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous; may be FP8.
@@ -89,8 +89,8 @@ def rope_store(
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
-        One row with one head, turned by a quarter of a circle: q (1, 0) becomes (0, 1) and k (0, 1) becomes
-        (-1, 0). The value (5, 6) is stored as it is.
+        One row with one head is rotated by a quarter turn. The query (1, 0) becomes (0, 1). The key (0, 1)
+        becomes (-1, 0). The value (5, 6) is stored as it is.
 
         >>> import torch
         >>> from outrider.kernels.rope_store import rope_store

@@ -36,7 +36,8 @@ def round_plan(
         tokens: ``[bs, columns] int32``, the fresh tokens, the root last. Columns from ``counts[b]`` on are
             ignored.
         max_nodes: ``[bs] int32``, largest number of nodes of each tree.
-        page_table: ``[bs, max_pages] int32``, with pages for every row up to the last level.
+        page_table: ``[bs, max_pages] int32``, the pages of each sequence. They must have room for every row
+            up to the last level.
         rows: R, the number of rows that extend a sequence, at most `columns`.
         depth: Depth of the trees, at least 1.
         topk: Width of each level of the trees, at least 1.
@@ -52,8 +53,8 @@ def round_plan(
             names the argument.
 
     Example:
-        A sequence of 5 committed tokens, 2 of them fresh, on pages 3 and 1. The fresh rows are the last of
-        three, and the two rows of level 1 follow them.
+        The sequence has 5 committed tokens, of which 2 are fresh, and uses pages 3 and 1. The two fresh rows
+        are the last of the three rows. The two rows of level 1 follow the fresh rows.
 
         >>> import torch
         >>> from outrider.kernels.round_plan import round_plan

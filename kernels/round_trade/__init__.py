@@ -137,12 +137,12 @@ def pack_trees(
     out_tokens: torch.Tensor,
     out_parents: torch.Tensor,
 ) -> None:
-    """Copy trees to the buffers that they are sent from.
+    """Copy trees to the buffers from which the trees are sent.
 
     Args:
-        num_nodes: ``[bs] int32``, contiguous.
-        tokens: ``[bs, N] int32``, contiguous.
-        parents: ``[bs, N] int32``, contiguous.
+        num_nodes: ``[bs] int32``, contiguous: number of nodes of each tree.
+        tokens: ``[bs, N] int32``, contiguous: token of each node.
+        parents: ``[bs, N] int32``, contiguous: index of each node's parent, -1 for the root.
         out_nodes: Receives `num_nodes`; same shape, contiguous.
         out_tokens: Receives `tokens`; same shape, contiguous.
         out_parents: Receives `parents`; same shape, contiguous.

@@ -27,7 +27,7 @@ def silu_mul(
         stream: Stream that the product was computed from, if the rows must still be divided by the stream's
             root mean square. None applies no division.
         bias: ``[2 * intermediate]`` or None.
-        gelu: Use gelu (tanh form) instead of silu.
+        gelu: True selects gelu (tanh form) instead of silu.
 
     Returns:
         ``[rows, intermediate]`` in the dtype of the stream's rows, or of `parts` if `stream` is None.

@@ -1,7 +1,8 @@
 """skinny_gemm: few rows times a large matrix, fused with the operation that follows in a decoder layer.
 
-The time of such products is the time to read the matrix. Products of up to `FEW_ROWS` rows use the kernels in
-this package's `triton`. Products of more rows use the kernels in `wide` where these measured faster.
+Such products take as long as reading the matrix takes. Products of up to `FEW_ROWS` rows use the kernels in
+this package's `triton`. Products of more rows use the kernels in `wide` for the shapes at which `wide`
+measured faster.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ __all__ = [
 def project(
     x: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor | None = None, tile: Tile | None = None
 ) -> torch.Tensor:
-    """Return ``x @ weight.T``, or its parts, which the next kernel must add.
+    """Return ``x @ weight.T``, or partial sums of this product, which the next kernel must add.
 
     Args:
         x: ``[rows, in]`` fp32/bf16/fp16, at most `MANY_ROWS` rows (`FEW_ROWS` with `scales`); rows may be
             strided.
-        weight: ``[out, in]``, contiguous, in x's dtype, or in e4m3 with `scales`. Tensor cores multiply
-            an FP8 weight by x in FP8, converted by `quantize_rows`.
+        weight: ``[out, in]``, contiguous, in x's dtype, or in e4m3 with `scales`. Before tensor cores
+            multiply x by an FP8 weight, `quantize_rows` converts x to FP8.
         scales: ``[out] fp32``, contiguous, factor of each row of an FP8 weight, or None.
         tile: How to compute the product. None selects the measured tile for this shape.
 
@@ -68,10 +69,10 @@ def project(
 
 
 def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = None) -> torch.Tensor:
-    """Return ``norm(stream) @ weight.T``, or its parts, which the next kernel must add.
+    """Return ``norm(stream) @ weight.T``, or partial sums of this product, which the next kernel must add.
 
-    This is `project` with the division that remains of the norm. The methods DOT and STAY divide by the root
-    mean square in their epilogue. SUM has many more programs, and each program would have to read all sums of
+    This is `project` plus the norm's last step, a division by the root mean square. The methods DOT and STAY
+    divide in their epilogue. SUM has many more programs, and each program would have to read all sums of
     squares. With SUM, a separate launch therefore norms the row first.
 
     Args:
@@ -80,7 +81,7 @@ def project_normed(stream: Stream, weight: torch.Tensor, *, tile: Tile | None = 
         tile: How to compute the product, as in `project`.
 
     Returns:
-        The product or its parts, in the forms that `project` returns.
+        The product or partial sums of it, in the forms that `project` returns.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
@@ -184,7 +185,7 @@ def project_gated(
         weight: ``[2 * intermediate, width]``, gate first, as in `project`.
         scales: Factors of an FP8 weight's rows, as in `project`.
         bias: ``[2 * intermediate]`` or None.
-        gelu: Use gelu (tanh form) instead of silu.
+        gelu: True selects gelu (tanh form) instead of silu.
         tile: How to compute the product, as in `project`.
 
     Returns:
@@ -251,7 +252,8 @@ def project_rotated(
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
-        One head, turned by a quarter of a circle: q (1, 0) becomes (0, 1) and k (0, 1) becomes (-1, 0).
+        One head is rotated by a quarter turn. The query (1, 0) becomes (0, 1), and the key (0, 1) becomes
+        (-1, 0).
 
         >>> import torch
         >>> from outrider.kernels.add_norm import embed_rows
@@ -299,7 +301,10 @@ def project_rotated(
 
 
 def _usable(tile: Tile, x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> Tile:
-    """Return the tile, or the library's tile if x and weight do not fit. `half` is half a head's size."""
+    """Return `tile`, or the library's tile if `tile` cannot multiply x and weight.
+
+    `half` is half a head's size.
+    """
     from outrider.kernels.skinny_gemm.wide import triton as wide
 
     return LIBRARY if tile.method is Method.WIDE and not wide.fits(x, weight, half) else tile

@@ -1,6 +1,6 @@
-"""Chooses the tile that computes a product: a measured tile if there is one, otherwise a tile from a rule.
+"""Chooses how a product is computed: by a measured tile if there is one, otherwise by a tile from a rule.
 
-Tiles were measured once for this package (``tiles.json``), or are measured by trials on this machine.
+Measured tiles come from this package's ``tiles.json`` or from trials on this machine.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ _trials: dict[str, dict[tuple[_Shape, torch.dtype], _Rows]] = {}  # by device na
 
 
 def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Tile:
-    """Return the measured tile of the nearest row count for a product, or else the tile of `guess_tile`.
+    """Return the measured tile for a product, or the tile of `guess_tile` if there is no measured tile.
 
+    A tile that was measured for more rows also counts if no tile was measured for exactly this row count.
     Products of more than `FEW_ROWS` rows without a measured tile are left to the library.
 
     Args:
@@ -94,9 +95,9 @@ def measured_tile(product: Product, device: str) -> Tile | None:
 def needs_trial(product: Product, device: str) -> bool:
     """Return whether a product has not been measured yet on this kind of device.
 
-    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, a product
-    counts as measured only after a trial of exactly this row count. A trial of more rows is not enough,
-    because it may come from an interrupted run.
+    On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, a product counts as
+    measured only after a trial of exactly this row count. A trial of more rows is not enough, because that
+    trial may come from an interrupted run.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False
@@ -112,7 +113,10 @@ def _tried_rows(product: Product, device: str) -> _Rows:
 
 
 def _nearest(measured: _Rows, rows: int) -> int | None:
-    """Return the least measured row count >= `rows`, or None. Few and many rows have separate tiles."""
+    """Return the least measured row count >= `rows`, or None.
+
+    For at most `FEW_ROWS` rows, measurements of more than `FEW_ROWS` rows do not count.
+    """
     return min(
         (count for count in measured if count >= rows and (count > FEW_ROWS) == (rows > FEW_ROWS)),
         default=None,
@@ -120,7 +124,7 @@ def _nearest(measured: _Rows, rows: int) -> int | None:
 
 
 def remember(device: str, tiles: Iterable[tuple[Product, Tile]]) -> None:
-    """Choose these tiles from now on for this kind of device.
+    """Make `choose_tile` return these tiles from now on for this kind of device.
 
     CUDA graphs captured earlier keep their tiles.
     """
@@ -209,7 +213,8 @@ def guess_tile(epilogue: Epilogue, out_features: int, in_features: int, rows: in
         return Tile(Method.DOT, 128 if blocks >= 512 else 64, 128, 1, 4, 3)
     if rows <= 16 and epilogue is Epilogue.ADD:
         return Tile(Method.DOT, 64, 128, 1, 4, 5)
-    # Splits need a launch that adds them up. For short rows, that takes longer than reading a row in one go.
+    # Splits need a launch that adds them up. For short rows, that launch takes longer than reading a row in
+    # one go.
     splits = 1 << max(0, (200 // blocks).bit_length() - 1)
     return Tile(Method.DOT, 64, 128, min(splits, 4, max(1, in_features // _SPLIT_FEATURES)), 4, 4)
 

@@ -4,14 +4,15 @@ Operands: the weight is the left operand of the dot. The weight's rows fill the 
 few activations form the narrow side.
 
 Splits: with SPLIT > 1, each program sums a part of the columns and stores fp32 partial sums. The next kernel,
-or the program that ends last, adds the partial sums in order, so results do not depend on timing.
+or the program that finishes last, adds the partial sums in order, so results do not depend on timing.
 
 FP8: for a dot with an FP8 weight, a separate launch converts the rows of x to FP8 as well. Both operands then
 move from shared memory to the tensor cores unchanged. Widening the weight in registers measured slower than
 reading it in bf16. Tensor cores accumulate FP8 products in few bits, so the kernel adds their result to
 an fp32 sum after each BLOCK_K columns. The kernels in `rows`, for 1 to 4 rows, do not convert x.
 
-WIDEN is set under Triton's interpreter, whose dot interprets the bits of a bf16 as an integer.
+WIDEN converts x to fp32. It is set under Triton's interpreter, whose dot interprets the bits of a bf16 as an
+integer.
 """
 
 from __future__ import annotations
@@ -114,7 +115,10 @@ def _dot_tiles(
 def project(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, tile: Tile, stream: Stream | None = None
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `outrider.kernels.skinny_gemm.project`, or `project_normed` if x are the rows of `stream`."""
+    """Compute `outrider.kernels.skinny_gemm.project`.
+
+    With `stream`, compute `project_normed`. In this case, x contains the rows of the stream.
+    """
     rows, out_features = x.shape[0], weight.shape[0]
     split = tile.splits > 1
     shape = (tile.splits, rows, out_features) if split else (rows, out_features)
@@ -192,7 +196,7 @@ def project_rotated(
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """Tensors and constants that the epilogue reads and writes; see `finish`."""
+    """Tensors that the epilogue reads or writes, and the epilogue's constants; see `finish`."""
 
     out: torch.Tensor
     count: int  # number of outputs, or of pairs of outputs
@@ -245,7 +249,7 @@ def _run(
         "PARTS": _launch.next_power_of_2(parts), "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "LOOKUP": lookup is not None,
         "BLOCK_N": tile.block_n, "num_warps": tile.warps, **_launch.dependent(x),
     }  # fmt: skip
-    # 2. Launch. Absent tensors are replaced by x above; the kernels never read those.
+    # 2. Launch. Step 1 passes x in place of absent tensors, which the kernels never read.
     with _launch.on_device_of(x):
         if tile.method is not Method.DOT:
             block_k = _launch.next_power_of_2(columns)
@@ -295,7 +299,8 @@ _FETCHED = 512  # bytes of each weight row that are prefetched
 def can_gather(weight: torch.Tensor, tile: Tile) -> bool:
     """Return whether counters of finished programs are available for this weight.
 
-    They are allocated on the first call with a weight, which must not happen during graph capture.
+    The counters are allocated on the first call with a weight. The first call must not happen during graph
+    capture.
     """
     few = tile.method is Method.DOT and _launch.ceil_div(weight.shape[0], tile.block_n) <= _MOST_TILES
     made = (weight.device, weight.data_ptr()) in _ARRIVALS

@@ -22,8 +22,8 @@ class Method(Enum):
     LIBRARY = "library"
     """torch's product (cuBLAS)."""
     HALVES = "halves"
-    """torch's product, run separately for each half of the outputs of a gated product. For sizes at which the
-    library is faster with half the outputs."""
+    """torch's product, run separately for each half of the outputs of a gated product. Used at sizes for
+    which the library is faster with half the outputs."""
 
 
 class Epilogue(Enum):
@@ -38,23 +38,24 @@ class Epilogue(Enum):
 class Overlap(Enum):
     """How far a product may overlap with the kernels before and after it (programmatic dependent launch).
 
-    A kernel that starts early waits for the end of the previous kernel. It takes registers and shared memory
-    only from programs that have not started yet. However, its programs are placed wherever there is room at
-    its start, so they are spread unevenly. The best choice is therefore measured.
+    A kernel that starts early waits for the end of the previous kernel. Such a kernel takes registers and
+    shared memory only from programs that have not started yet. However, its programs are placed wherever
+    there is room at its start, so they are spread unevenly. The best choice is therefore measured.
     """
 
     LATE = 0
-    """The next kernel may start when all programs of this one are about to store their last results."""
+    """The next kernel may start when all programs of this kernel are about to store their last results."""
     EARLY = 1
-    """The next kernel may start when all programs of this one run and have waited for all older kernels."""
+    """Every program of this kernel must run and have waited for all older kernels before the next kernel
+    starts."""
     FETCH = 2
     """Like EARLY. In addition, programs of this kernel prefetch their first columns of the weight before they
-    wait, since they may have started early themselves."""
+    wait, because this kernel may have started early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Destination of a q-k-v product: angles for queries and keys, planes and slots for keys and values.
+    """Rotation and destination of a q-k-v product: angles for Q and K, planes and slots for K and V.
 
     Attributes:
         cos: ``[rows, 1, dim]`` from `rope_angles`.
@@ -80,13 +81,13 @@ class Tile:
         block_n: Outputs per program: rows of the weight, or pairs of rows if gated or rotated.
         block_k: Columns per step (DOT, WIDE).
         splits: Number of programs that share the columns of an output. SUM and products of pairs do not
-            split. The next kernel adds the programs' sums in order. For a DOT added to a residual, the
-            program that ends last adds them instead.
+            split. The next kernel adds the programs' sums in order. If the method is DOT and the product is
+            added to a residual, the program that finishes last adds the sums instead.
         warps: Warps per program.
         stages: Pipeline stages of a program.
         block_m: Rows per program (WIDE).
         overlap: Overlap with the kernels before and after (not WIDE). SUM and STAY always prefetch, so FETCH
-            and EARLY are the same for them.
+            and EARLY are the same for these methods.
         programs: Programs of the launch (STAY).
     """
 

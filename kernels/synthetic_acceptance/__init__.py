@@ -1,4 +1,4 @@
-"""synthetic_acceptance: rewrites chosen tokens so that a tree accepts a drawn number of drafts.
+"""synthetic_acceptance: rewrites chosen tokens so that a random number of a tree's drafts is accepted.
 
 This op is for measurements with random weights, where drafts are never correct by themselves. Serving never
 uses the op.
@@ -35,7 +35,7 @@ def synthetic_acceptance(
       ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but at most the depth of the deepest node.
     - The path ends at the first node (in index order) of depth k.
     - The token chosen after that node stays, unless a child carries this token. In that case, the next higher
-      token (modulo the vocabulary) that no child carries replaces it.
+      token (modulo the vocabulary) that no child carries replaces the chosen token.
     - All other chosen tokens stay.
 
     Args:
@@ -44,22 +44,22 @@ def synthetic_acceptance(
         depths: ``[bs, N] int32``, 0 for the root.
         num_nodes: ``[bs] int32``; columns past it are ignored.
         ancestors: ``[bs, N, words] int32``, ancestor bits including the node's own.
-        chosen: ``[bs, N] int64``; not changed.
+        chosen: ``[bs, N] int64``, the token chosen after each node; not changed.
         positions: ``[bs] int64``, index of the token after the root.
-        seeds: ``[bs] int64``.
+        seeds: ``[bs] int64``, as in `gumbel_noise`.
         thresholds: ``[D] fp32``, descending. Entry i is ``-ln(-ln s)``, where s is the probability that at
             least i + 1 drafts are accepted.
         vocab_size: Size of the vocabulary, larger than the number of siblings.
 
     Returns:
-        ``[bs, N] int64``.
+        The rewritten chosen tokens, ``[bs, N] int64``.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
-        A root (token 5) with a child (6) and a grandchild (7). Thresholds of infinity always accept, so both
-        drafts are planted. The last chosen token stays.
+        A root (token 5) has a child (6) and a grandchild (7). Thresholds of infinity accept every draft, so 6
+        and 7 replace the chosen tokens after the first two nodes. The last chosen token stays.
 
         >>> import torch
         >>> from outrider.kernels.synthetic_acceptance import synthetic_acceptance

@@ -7,7 +7,8 @@ import torch
 from outrider.kernels.philox.reference import gumbel_noise
 
 NOISE_CHOICE = 1 << 20
-"""A choice index that no request has. Acceptance is therefore independent of the sampled tokens."""
+"""Choice index of the noise that decides acceptance. No request has this choice index, so acceptance is
+independent of the sampled tokens."""
 
 
 def synthetic_acceptance(

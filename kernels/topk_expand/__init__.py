@@ -32,16 +32,17 @@ def topk_expand(
     positions: torch.Tensor | None = None,
     choices: torch.Tensor | None = None,
 ) -> Expansion:
-    """Return every row's topk best children by (logit descending, draft id ascending), and their scores.
+    """Return the topk best children of every row, and the children's scores.
 
-    Without a temperature, the score of a child is its parent's score plus ``log q = log_softmax(logits)``,
-    computed over the draft vocabulary if there is one.
+    Without a temperature, children are ranked by (logit descending, draft id ascending). The score of a child
+    is its parent's score plus ``log q = log_softmax(logits)``. If there is a draft vocabulary, the softmax is
+    computed over the draft vocabulary.
 
-    With a temperature T > 0, children are ranked by
-    ``log q / T + gumbel(seed, position, choice, target id)``. The target will sample with the same noise
-    (Gumbel coupling). The log_softmax of that vector is added to the parent's score.
+    With a temperature T > 0, children are ranked by ``log q / T + gumbel(seed, position, choice, target
+    id)``. The target will sample with the same noise (Gumbel coupling). The score of a child is its parent's
+    score plus the log_softmax of the ranked numbers.
 
-    In either case, the addend is <= 0, so a child never outranks its parent.
+    In both cases, the number added is <= 0, so a child never outranks its parent.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16.
@@ -163,7 +164,7 @@ def expand_level(
             the argument.
 
     Example:
-        Two levels of a tree of width 2 over a vocabulary of three tokens.
+        A tree of width 2 is expanded by two levels, over a vocabulary of three tokens.
 
         >>> import torch
         >>> from outrider.kernels.topk_expand import Candidates, expand_level

@@ -48,7 +48,8 @@ def tree_build(
         ValueError: A tensor's shape or dtype is wrong, or num_columns < 1. The message names the argument.
 
     Example:
-        A root (token 5) with candidates 11 and 12 below it, and 21 and 22 below 11. The best three are kept.
+        The root (token 5) has the candidates 11 and 12, and candidate 11 has the candidates 21 and 22. The
+        best three candidates are kept.
 
         >>> import torch
         >>> from outrider.kernels.tree_build import tree_build

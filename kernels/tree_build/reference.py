@@ -1,4 +1,6 @@
-"""Reference of tree_build, on the host, node by node. The package documents the contract.
+"""Reference version of tree_build, which builds trees on the host, node by node.
+
+The package documents the contract.
 
 Trees are small, so tensor operations would be slower.
 """

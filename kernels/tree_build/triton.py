@@ -1,8 +1,8 @@
 """Triton version of tree_build: one program per sequence. The package documents the contract.
 
 Candidates are in level order, so a running count over the kept candidates numbers parents before children.
-Threads exchange these numbers through memory, which requires the barrier. A program is a single warp if its
-registers suffice, because a warp counts in one instruction.
+Threads exchange these numbers through memory, which requires a barrier. A program is a single warp if the
+registers of one warp suffice, because a warp counts in one instruction.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from outrider.kernels.tree_build.types import DraftTreeTensors
 
 _WORD_BITS = 32
 _COUNTED = 128
-"""Up to this many candidates, each candidate is compared with all others. With more, a bitwise search is
-used. For 68 candidates, the comparison took 3.8 µs and the search 5.7 µs. For 264 candidates, the comparison
-took 17.7 µs and the search 10.3 µs."""
+"""Largest number of candidates for which each candidate is compared with all others. For more candidates, a
+bitwise search is used. For 68 candidates, the comparison took 3.8 µs and the search 5.7 µs. For 264
+candidates, the comparison took 17.7 µs and the search 10.3 µs."""
 
 
 @triton.jit
@@ -40,7 +40,8 @@ def _build(
     budget = tl.minimum(tl.minimum(tl.load(max_nodes + row), columns) - 1, tl.sum(valid.to(tl.int32), 0))
     # 1. Select the candidates.
     if COUNTED:
-        # Count the candidates that rank above each. No thread waits for another, unlike with repeated maxima.
+        # For each candidate, count the candidates that rank above it. Unlike a search for repeated maxima,
+        # this count needs no waiting between threads.
         above_it = tl.zeros((BLOCK_C,), tl.int32)
         for start in range(0, total, UNROLL):
             for i in tl.static_range(UNROLL):
@@ -50,8 +51,8 @@ def _build(
                 above_it += ((other > score) | ((other == score) & (start + i < candidate))).to(tl.int32)
         kept = valid & (above_it < budget)
     else:
-        # Find the least kept score bit by bit. It is the greatest number that at least `budget` scores are at
-        # or above.
+        # Find the lowest kept score bit by bit: the greatest number x such that at least `budget` scores are
+        # >= x.
         order = tl.where(valid, ordered_bits(score), NO_SHORT_KEY)
         least = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= budget, 0, NO_SHORT_KEY)
         for i in tl.static_range(31):
@@ -66,7 +67,7 @@ def _build(
     tl.store(out_candidates + row * columns + number, candidate, mask=kept)
     root_token = tl.load(root_tokens + row)
     tl.debug_barrier()  # the lookups below read values that other threads stored
-    # 3. From here on, one lane per node: look up its candidate.
+    # 3. Look up the candidate of each node. From here on, each lane handles one node.
     num_nodes = tl.maximum(budget, 0) + 1
     node = tl.arange(0, BLOCK_N)
     column = node < columns

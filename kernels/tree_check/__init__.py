@@ -1,4 +1,4 @@
-"""tree_check: validates trees written by another process. An invalid tree becomes a round without drafts."""
+"""tree_check: validates trees written by another process, and replaces an invalid tree by its root alone."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def tree_check(
 ) -> CheckedTrees:
     """Validate trees on the device, and derive the parts that are not sent: roots, depths and masks.
 
-    A row keeps its tree if all of the conditions below are met. Otherwise, whatever bytes the row contains,
-    its tree becomes the root alone.
+    A row keeps its tree if all of the conditions below are met. Otherwise, the root alone replaces the tree,
+    whatever bytes the row contains.
 
     - ``number == expected``, and the row is live.
     - Its number of nodes is within 1..N.
@@ -63,7 +63,7 @@ def tree_check(
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
 
     Example:
-        Two trees of three nodes. In the second, the parent of node 1 does not precede it.
+        Each tree has three nodes. In the second tree, the parent of node 1 does not precede node 1.
 
         >>> import torch
         >>> from outrider.kernels.tree_check import tree_check

@@ -37,7 +37,7 @@ def _sample(logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Te
 def _filtered(
     scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Filter the rows that have a filter on. Changes `scores` in place if some rows have none."""
+    """Filter the rows that have a filter. If some rows have no filter, `scores` is changed in place."""
     rows = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero().squeeze(1)
     if rows.numel() == scores.shape[0]:
         return filter_logits(scores, top_k, top_p, min_p)

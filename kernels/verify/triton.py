@@ -4,8 +4,9 @@
   a merge.
 - If a row with temperature above 0 has a filter (top-k, top-p or min-p), the launches of `filtered_choice`
   replace the first launch and apply the filters by search.
-- If that search failed its check on the device, or the check could not run yet because a CUDA graph was being
-  captured (`_searches`), `filters.py` applies the filters by sorting, before the same two launches.
+- The search is not used (`_searches`) if it failed its check on the device, or if the check could not run yet
+  because a CUDA graph was being captured. In these cases, `filters.py` applies the filters by sorting, before
+  the same two launches.
 - The walk through the tree is one launch.
 """
 
@@ -27,8 +28,9 @@ from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
 _BLOCK = 4096
 _MANY_ROWS, _LONG_BLOCK = 64, 8192
-"""With at least `_MANY_ROWS` rows, the time of a plain argmax is limited by its work per logit. The maximum
-of each block is then found first, and the index is searched in a single block of `_LONG_BLOCK` tokens."""
+"""With at least `_MANY_ROWS` rows, the work per logit determines the time of a plain argmax. To reduce this
+work, the maximum of each block of `_LONG_BLOCK` tokens is found first. The index of the maximum is then
+searched in a single block."""
 
 _log = logging.getLogger("outrider.kernels")
 
@@ -157,7 +159,10 @@ def _choose(
 
 
 def _sorted(logits: torch.Tensor, sampling: SamplingTensors) -> tuple[torch.Tensor, SamplingTensors]:
-    """Filter the rows by sorting, and return them with the parameters for choosing from them."""
+    """Filter the rows by sorting.
+
+    Return the filtered rows, and the parameters for choosing tokens from these rows.
+    """
     heat = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
     filtered = filter_logits(logits.float() / heat[:, None], sampling.top_k, sampling.top_p, sampling.min_p)
     # The scores are already divided by the temperature: sample them at temperature 1.

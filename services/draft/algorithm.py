@@ -41,7 +41,7 @@ class Choice:
     configured: Algorithm
 
     def require_folder(self) -> Path:
-        """Return the folder. Call this only for an algorithm that reads one."""
+        """Return the folder. Call this method only for an algorithm that reads a folder."""
         assert self.folder is not None, f"{self.algorithm} reads a folder"
         return self.folder
 
@@ -137,7 +137,7 @@ def identify(folder: Path) -> Algorithm:
 
 
 def _own_layers(target_weights: Path | None) -> Path:
-    """Return the target's folder, from which MTP layers are loaded. Raise if it contains no MTP layers."""
+    """Return the target's folder, from which MTP layers are loaded. Raise if there are no MTP layers."""
     assert target_weights is not None, "check_given"
     if identify(target_weights) is not Algorithm.MTP:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Runs the draft service: load the draft, warm up, serve its address, drain on SIGTERM."""
+"""Runs the draft service: loads the draft, warms up, serves the service's address, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class DraftService:
 
 
 def _use_device(device: torch.device) -> None:
-    """Make `device` current in this thread: CUDA graphs and streams are created on the current device."""
+    """Make `device` current in this thread, because CUDA graphs and streams use the current device."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
@@ -121,7 +121,7 @@ def _use_device(device: torch.device) -> None:
 def _tokenizer(settings: DraftSettings) -> str:
     """Return the fingerprint of the draft's tokenizer, or of the target's if the draft has no tokenizer.
 
-    The result is empty if neither has a tokenizer.
+    The result is empty if neither the draft nor the target has a tokenizer.
     """
     prints = (
         tokenizer_fingerprint(folder)

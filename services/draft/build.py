@@ -137,7 +137,7 @@ class Build:
         return read_token_map(path).to(self.device) if path is not None else None
 
     def num_pages(self, bytes_per_token: int) -> int:
-        """Return the number of pages of the strategy's pool. Call it after the weights are loaded."""
+        """Return the number of pages of the strategy's pool. Call this method after loading the weights."""
         if self.sizing is not None and self.settings.kv_tokens is None:
             return plan_pages(self.settings.sized(self.sizing(bytes_per_token)), bytes_per_token, None)
         gpu_memory = torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None

@@ -1,8 +1,8 @@
 """The draft engine: batches requests for trees, reserves KV memory, and extends prompts while idle.
 
 The engine combines the session table with one drafting strategy. It is synchronous and single-threaded, and
-is driven by the draft service's loop or by the in-process drafter. It also evicts idle sessions when KV
-memory is short, and drops requests whose deadline has passed.
+is driven by the draft service's loop or by the in-process drafter. The engine also evicts idle sessions when
+KV memory is short, and drops requests whose deadline has passed.
 
 For a target in the same process, `seat` prepares rounds that stay on the device. Drafting and verification
 then alternate on the GPU and pass each other their results there. The host learns these results one round
@@ -293,7 +293,7 @@ class DraftEngine:
         return refusals
 
     def _reserve(self, sessions: Sequence[Session]) -> tuple[list[Session], tuple[Refusal, ...]]:
-        """Reserve memory for each session, evicting idle ones if necessary.
+        """Reserve memory for each session, evicting idle sessions if necessary.
 
         Returns:
             The sessions that have memory, and a refusal for each session without memory. Refused sessions are

@@ -67,7 +67,7 @@ def drafter_beside(
 
 
 class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
-    """`Drafter` over a `DraftEngine` in the same process. Only the target's engine thread may call it.
+    """A `Drafter` that uses a `DraftEngine` in the same process. Only the target's engine thread may call it.
 
     Args:
         engine: An engine whose borrowed tensors are complete.

@@ -20,7 +20,7 @@ FREE_SHARE = 0.1
 """Default limit of the KV cache, as a share of the free GPU memory. The target may need the remaining
 memory."""
 SESSION_TOKENS = 16 * 1024
-"""Default limit of the KV cache, as the number of tokens divided by `max_sessions`. With 64 sessions, the
+"""Default limit of the KV cache, in tokens per session, for `max_sessions` sessions. With 64 sessions, the
 limit is close to a target's cache on a large GPU, for example 848K tokens for an 8B model on an H200."""
 SMALL_HEAD = 1024
 """Hidden size up to which a head's operations are too short to gain from several threads."""
@@ -187,7 +187,8 @@ def plan_pages(settings: DraftSettings, bytes_per_token: int, gpu_memory: tuple[
     """Return the number of pages of the KV pool. This is a pure function, so that tests need no GPU.
 
     Args:
-        settings: `kv_tokens`, `mem_fraction_static`, `max_sessions`, `page_size` and tree limits are used.
+        settings: The settings, of which `kv_tokens`, `mem_fraction_static`, `max_sessions`, `page_size` and
+            the tree limits are used.
         bytes_per_token: Size of one token in the draft's KV cache.
         gpu_memory: (free, total) bytes of the GPU after the weights were loaded; None on a CPU.
 

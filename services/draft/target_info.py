@@ -1,4 +1,4 @@
-"""The target's self-description from its Hello (`TargetInfo`): sizes, model type, fingerprints."""
+"""Defines `TargetInfo`, the properties that a target reports in Hello: sizes, model type, fingerprints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class TargetInfo:
         target_id: Identifies the target process; its bulk stream carries the same id.
         fingerprint: Fingerprint of the target's weights or configuration.
         vocab_size, hidden_size, num_layers: Sizes of the target's model.
-        model_type: Model type in its configuration, for example ``deepseek_v3``. For some heads it decides
-            how aux layers are counted. Empty if unknown.
+        model_type: Model type in the target's configuration, for example ``deepseek_v3``. For some heads, the
+            model type decides how aux layers are counted. Empty if unknown.
         tokenizer: `tokenizer_fingerprint` of the target's folder; empty if unknown.
     """
 

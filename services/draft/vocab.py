@@ -35,8 +35,8 @@ class DraftVocabulary:
 
         Args:
             d2t: ``[size]`` offsets of any integer type.
-            t2d: ``[target_size] bool``, True for each token in the vocabulary, or None. It is only compared
-                with `d2t`.
+            t2d: ``[target_size] bool``, True for each token in the vocabulary, or None. `t2d` is only
+                compared with `d2t`.
             target_size: Size of the target's vocabulary.
 
         Raises:

@@ -31,8 +31,8 @@ PERIOD = 7
 MOST_UNRECORDED = 16
 """Largest number of concurrent sessions for a strategy without recorded rounds."""
 MOST_TOKENS = 256
-"""Upper bound of the tokens of a made-up sequence with its tree; decides how many sequences fit into the
-cache."""
+"""Upper bound of the number of tokens of a made-up sequence and its tree. The bound decides how many
+sequences fit into the cache."""
 
 
 def warm_up(
@@ -50,8 +50,8 @@ def warm_up(
     Args:
         engine: An engine without sessions.
         device: The engine's device.
-        record: Whether to capture, on a GPU, also the rounds that the host starts. A draft whose rounds do
-            not stay on the device needs these graphs.
+        record: Whether to also capture CUDA graphs of the rounds that the host starts. A draft whose rounds
+            do not stay on the device needs these graphs.
         tiles: Whether to tune the kernel tiles of matrix products that were never measured.
         tiles_s: Start no further tuning after this time, in seconds.
 

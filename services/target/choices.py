@@ -14,7 +14,7 @@ class Device(Enum):
 
 
 class OverlapSchedule(Enum):
-    """Whether rounds stay on the device, where each round is launched before the previous one is read.
+    """Whether rounds stay on the device. There, a round starts before the previous round's result is read.
 
     AUTO keeps rounds on the device if the model runs on a GPU.
     """

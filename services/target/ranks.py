@@ -1,4 +1,4 @@
-"""Reads the ranks of a tensor-parallel model from environment variables of `torchrun` or rank 0."""
+"""Reads the ranks of a tensor-parallel model from environment variables that `torchrun` or rank 0 sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class Ranks:
 
     Attributes:
         rank, size: The rank of this process, and the number of ranks.
-        local_rank, local_size: The rank of this process among the ranks of this host, and their number.
+        local_rank, local_size: The rank of this process among the ranks of this host, and the number of these
+            ranks.
         host, port: Address of the store that all ranks connect to. Rank 0 runs on the host of the store.
         agent_store: Whether `torchrun` serves the store. Otherwise rank 0 serves the store.
     """

@@ -42,7 +42,7 @@ class SpeculationParams:
 
     @property
     def forms(self) -> tuple[DraftShape, ...]:
-        """The largest shapes that a round may have: a tree and a chain, or only one if the other is off."""
+        """The largest shapes that a round may have: a tree, a chain, or both."""
         if self.shape.topk == 1:
             return (self.chain if self.chain.depth > self.shape.depth else self.shape,)
         return (self.shape, self.chain) if self.chain.drafts else (self.shape,)
@@ -110,7 +110,7 @@ class SpeculationLimits:
         return SpeculationParams(mode, shape.bounded(), trace, chain)
 
     def _chain(self, depth: int | None, max_nodes: int | None) -> DraftShape:
-        """Return the longest chain within the request's limits. The server's limits replace absent ones."""
+        """Return the longest chain within the request's limits. The server's limits replace absent limits."""
         levels = max(self.default.depth, self.longest_chain) if depth is None else depth
         nodes = max(self.default.max_nodes, self.longest_chain + 1) if max_nodes is None else max_nodes
         levels = min(levels, nodes - 1)
@@ -128,7 +128,7 @@ class GenerationRequest:
         sampling: The sampling parameters.
         speculation: The parameters of speculation.
         stop_token_ids: Tokens that end the sequence. The stop token is emitted as the last token.
-        ignore_eos: Whether the model's end-of-sequence tokens do not end the sequence.
+        ignore_eos: True if the model's end-of-sequence tokens do not end the sequence.
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
         priority: Requests with higher values are admitted first.
     """

@@ -1,1 +1,1 @@
-"""Shared by the target's and the draft's engine: the engine thread, CUDA graphs and bucket sizes."""
+"""Parts that the target's and the draft's engines share: the engine thread, CUDA graphs, bucket sizes."""

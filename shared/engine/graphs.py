@@ -5,7 +5,7 @@ Without CUDA, the same code runs eagerly.
 A graph replays fixed addresses. A recorded function must therefore:
 
 - read its inputs from tensors that never move,
-- derive every number on the host that affects its work from its key,
+- derive from its key every host number that affects its work,
 - never wait for the device,
 - return tensors that the next replay may overwrite.
 """
@@ -32,7 +32,7 @@ During these runs, Triton compiles kernels, cuBLAS allocates its workspaces, and
 MAX_LATE_GRAPHS = 96
 """Largest number of graphs recorded after start-up that are kept.
 
-Fewer graphs are in use at any time. The memory of this number of graphs is small compared with a model's.
+Fewer graphs are in use at any time. This number of graphs takes little memory compared with a model.
 """
 RECORD_AFTER = 8
 """Number of times that a key not recorded at start-up runs eagerly before it is recorded.
@@ -185,7 +185,7 @@ class GraphCache:
         """
         if self.holds(key) or (not self._started and counted_as is None):
             return True
-        # Most of these counts belong to keys that occurred a few times, long ago.
+        # Limit the number of counts. Most of them belong to keys that occurred a few times, long ago.
         if len(self._met) > 8 * self._max_late_graphs:
             self._met.clear()
         counted = key if counted_as is None else counted_as
@@ -274,7 +274,7 @@ class GraphCache:
     def _side_stream(self) -> torch.cuda.Stream:
         """Return the stream for warm-up and recording.
 
-        It is always the same stream, because cuBLAS keeps a workspace per stream (32 MiB on Hopper).
+        All recordings use the same stream, because cuBLAS keeps a workspace per stream (32 MiB on Hopper).
         """
         if self._side is None:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -286,10 +286,10 @@ class GraphCache:
         torch stops at the error, so its allocator and random generator would otherwise stay in capture mode.
         """
         torch.cuda.synchronize()
-        # Keep the graph alive: the allocator calls into it until its capture has ended.
+        # Keep the graph alive: the allocator calls into the graph until the capture has ended.
         self._broken.append(graph)
         device = torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):  # some torch versions end this before they raise the error
+        with contextlib.suppress(RuntimeError):  # some torch versions have already ended the allocation
             torch._C._cuda_endAllocateToPool(device, self._pool)
         self._pool = None
         generator = torch.cuda.default_generators[device]

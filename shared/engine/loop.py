@@ -42,7 +42,7 @@ class Steppable(Protocol):
 
 
 class WakeUp(Protocol):
-    """The event that the thread sleeps on: a `threading.Event`, or one that also wakes for other reasons."""
+    """The event that the thread sleeps on: a `threading.Event`, or an event with further reasons to wake."""
 
     def set(self) -> None:
         """End the current or the next `wait`. May be called from any thread."""

@@ -69,7 +69,7 @@ class Decoder:
         config, device, dtype: The configuration, the device, and the type of weights and activations.
         embedding: ``[vocab, hidden]``.
         lm_head: ``[vocab, hidden]`` as it was loaded, even if `logits` uses an FP8 copy. If the weights are
-            tied, it is the same tensor as `embedding`.
+            tied, `lm_head` is the same tensor as `embedding`.
         layers, norm, rotary: The decoder layers, the final norm and the rotary embedding.
         fingerprint: Identifies the configuration and the weights.
         fused: Fused kernels that replace the layers' own operations, or None.
@@ -109,8 +109,8 @@ class Decoder:
         """Convert the layers' projections to FP8, and compute logits with an FP8 copy of the output head.
 
         There is one scale per output channel. The embedding and `lm_head` are not changed, because drafts
-        borrow them and because they may be the same tensor. Call this method before the first pass, because
-        recorded CUDA graphs would still read the old weights.
+        borrow these tensors, and because the two may be the same tensor. Call this method before the first
+        pass, because recorded CUDA graphs would still read the old weights.
 
         Raises:
             ConfigurationError: A layer is not dense with plain attention, the weights are fp32 on a CPU, or
@@ -141,7 +141,7 @@ class Decoder:
 
     @property
     def computed_by(self) -> str:
-        """Short description, for the log, of how the layers are computed."""
+        """Short description of how the layers are computed, for the log."""
         return "torch's operations" if self.fused is None else "fused kernels"
 
     @property

@@ -2,7 +2,7 @@
 
 The usual products, norms and softmax add in an order that depends on the number of rows. A vector unit also
 rounds the end of a buffer differently from its middle. The same token may therefore get different last bits
-in a tree, in a decode step and in a prompt chunk. If two tokens nearly tie, a different one may then be
+in a tree, in a decode step and in a prompt chunk. If two tokens nearly tie, a different token may then be
 chosen. Two decoders avoid these differences:
 
 - `RowByRow` (CPU, any model) runs every row as a separate step.
@@ -56,7 +56,7 @@ class RowByRow(Decoder):
     A row's K/V is stored before later rows run. Parents must therefore come before their children.
 
     Args:
-        decoder: Computes one row.
+        decoder: Decoder that computes one row at a time.
     """
 
     def __init__(self, decoder: Decoder) -> None:

@@ -1,4 +1,4 @@
-"""Projects captured hidden states of the target to a drafter's features, with norms and then ``fc``."""
+"""Projects captured hidden states of the target to a drafter's features: norms, then the matrix ``fc``."""
 
 from __future__ import annotations
 

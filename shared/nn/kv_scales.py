@@ -1,4 +1,4 @@
-"""Moves a checkpoint's FP8 cache scales (``k_scale``, ``v_scale``) into its weights while they are loaded.
+"""Moves the FP8 cache scales of a checkpoint (``k_scale``, ``v_scale``) into its weights during loading.
 
 With a scale s, the cache stores K / s and V / s, so that the largest values just fit into e4m3. No kernel
 needs the scales, because they are moved into the weights:

@@ -1,4 +1,4 @@
-"""Opens a model folder: reads its configuration, checks its headers and loads the decoder."""
+"""Opens a model folder: reads the configuration, checks the tensor files' headers, and loads the decoder."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class CheckedSource:
     """An open checkpoint whose headers match the configuration.
 
     Attributes:
-        source: Supplies the tensors. It widens FP8 matrices and applies the scales of an FP8 cache.
+        source: Source of the tensors, which widens FP8 matrices and applies the scales of an FP8 cache.
         fingerprint: Identifies configuration and weights.
     """
 
@@ -188,7 +188,7 @@ def _open_generic(
 
 
 def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
-    """Return the memory that a folder's weights take once they are loaded, as text for an error message."""
+    """Return the memory that a folder's loaded weights take, as text for an error message."""
     names = expected_tensors(config)
     with CheckpointReader(path) as reader:
         stored = reader.tensors.items()

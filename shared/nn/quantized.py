@@ -2,7 +2,8 @@
 
 Weights have one scale per output channel. Activations have one scale per row, computed on the fly. A GPU has
 kernels for these products. A CPU has no FP8 products. On a CPU, the operands are rounded in the same way and
-multiplied in a wide type. This is slower, and only serves to show the effect of the rounding on any machine.
+multiplied in a wide type. This path is slower, and only serves to show the effect of the rounding on any
+machine.
 
 The embedding and the norms keep their type. Logits are computed with a rounded copy of the output head.
 """
@@ -120,7 +121,7 @@ def _round_layer(layer: DecoderLayer, *, on_gpu: bool) -> None:
 
 @torch.inference_mode()
 def quantize_decoder(decoder: Decoder) -> None:
-    """Compute the products of a decoder's layers in FP8 from now on. Call this before its first pass.
+    """Compute the products of a decoder's layers in FP8 from now on. Call this before the first pass.
 
     Layers that were rounded while they were loaded stay as they are.
 

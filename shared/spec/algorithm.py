@@ -1,6 +1,6 @@
 """Names of the draft algorithms, and the checks of draft settings that need no checkpoint.
 
-Imports no torch, because the launcher imports this module.
+This module does not import torch, because the launcher imports this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The 64-bit seed of a request as the signed integer that tensors store."""
+"""Converts the 64-bit seed of a request to the signed integer that tensors store."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class DraftBatch:
         parents: ``[bs, N] int32``; index of the parent node within the row, or -1 for the root.
         depths: ``[bs, N] int32``; 0 for the root.
         num_nodes: ``[bs] int32``; at least 1.
-        ancestors: ``[bs, N, words] int32``, the ancestor masks; see the module docstring.
+        ancestors: ``[bs, N, words] int32``, the ancestor masks that the module docstring describes.
         logprobs: ``[bs, N] fp32``, the draft's own log-probabilities, or None. Used only for tracing.
         draft_ms: Time that the draft reports to have spent, in milliseconds, for tracing only.
     """

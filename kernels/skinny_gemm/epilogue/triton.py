@@ -1,6 +1,6 @@
-"""Epilogues in Triton, for the product kernels of few rows (`skinny_gemm.triton` and `rows`).
+"""Epilogues in Triton for the kernels that multiply few rows (`skinny_gemm.triton` and `skinny_gemm.rows`).
 
-EPILOGUE is the value of an `Epilogue`.
+The constant EPILOGUE is the value of an `Epilogue`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from outrider.kernels.silu_mul.triton import gate
 def output_rows(n, EPILOGUE: tl.constexpr, HALF: tl.constexpr):
     """Return the weight row of each output n.
 
-    If outputs are computed from pairs of weight rows (EPILOGUE >= 2), return the first row of the pair: a
-    gate row (GATED), or a dimension in the first half of a head (ROTATED).
+    If outputs are computed from pairs of weight rows (EPILOGUE >= 2), return the first row of the pair. This
+    row is a gate row (GATED), or a dimension in the first half of a head (ROTATED).
     """
     return (n // HALF) * (2 * HALF) + n % HALF if EPILOGUE == 3 else n
 
@@ -62,8 +62,8 @@ def load_constants(
     These are the scale, the bias and the norm's weight, and for pairs also the scale and the bias of the
     second row.
 
-    No kernel writes weights, so a program loads them before it waits for the previous kernel. If they were
-    loaded after the product, each load would cost a memory latency.
+    No kernel writes weights, so a program loads them before it waits for the previous kernel. If the weights
+    were loaded after the product, each load would cost a memory latency.
     """
     real, place = n < N, output_rows(n, EPILOGUE, HALF)
     scale = tl.full(n.shape, 1.0, tl.float32)
@@ -89,7 +89,7 @@ def load_rows(
     m, n, rows, N, K, row_scales, sums, residual, residual_row, parts, eps, EPILOGUE: tl.constexpr, ROW_SCALED: tl.constexpr,
     NORMED: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Return the factor on the products of rows m ``[M]``, and their residual ``[outputs, M]`` (ADD only)."""
+    """Return the factor of each row m ``[M]``, and the rows' residual ``[outputs, M]`` (ADD only)."""
     factor = tl.full(m.shape, 1.0, tl.float32)
     before = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     if EPILOGUE == 1:
@@ -121,8 +121,8 @@ def look_up(
 
     The second result is the contribution to the second row of each pair (for ROTATED).
 
-    Values are loaded long before they are needed. They are returned without conversion, because a conversion
-    would have to wait for the loads.
+    The values are loaded long before they are needed. The function does not convert the values, because a
+    conversion would have to wait for the loads.
     """
     low = tl.full((n.shape[0], m.shape[0]), 0.0, tl.float32)
     high = low
@@ -142,8 +142,8 @@ def finish(
 ):  # fmt: skip
     """Finish the products `acc` ``[rows of a tile, M] fp32`` of rows m, and store the results.
 
-    `constants` comes from `load_constants`, `factor` and `before` from `load_rows`, and `found` from
-    `look_up`. With TRIGGER, these are the program's last stores, and the next kernel is released just before
+    `load_constants` returns `constants`, `load_rows` returns `factor` and `before`, and `look_up` returns
+    `found`. With TRIGGER, these are the program's last stores, and the next kernel is released just before
     them.
     """
     PAIRED: tl.constexpr = EPILOGUE >= 2

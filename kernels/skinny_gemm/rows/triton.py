@@ -1,15 +1,17 @@
-"""Products of 1 to 4 rows by multiply and add; a program loads whole rows of the weight.
+"""Triton kernels for products of 1 to 4 rows without tensor cores; a program loads whole rows of the weight.
 
 A program loads its part of the weight before it waits for the previous kernel, because no kernel writes
 weights.
 
-FP8 weights: converting an FP8 weight to fp32 one number at a time takes longer than reading it from memory.
-`stay_rows` therefore reads eight numbers as one word (BYTES) and multiplies them as pairs of f16, in which
-e4m3 is exact. Groups of four products are added up in f16, and the groups' sums in fp32.
+FP8 weights: converting FP8 weights to fp32 one number at a time takes longer than reading the weights from
+memory. `stay_rows` therefore reads eight numbers as one word (BYTES) and multiplies the numbers as pairs of
+f16, which represents every e4m3 number exactly. Groups of four products are added up in f16. The groups' sums
+are added up in fp32.
 
-Range: x is scaled by a power of two so that its largest number is below 16. Four products then stay below
-4 * 448 * 16 < 65504, and numbers that underflow are 2^-28 of the largest. The resulting error
-of a sum is a fifth of the error of rounding the sum to bf16.
+Range: x is scaled by a power of two so that its largest number is below 16. A sum of four products then stays
+below 4 * 448 * 16, which is less than 65504, the largest f16 number. A number of x that underflows is at most
+about 2^-28 of the largest number. The resulting error of a sum is a fifth of the error of rounding the sum to
+bf16.
 """
 
 from __future__ import annotations
@@ -58,14 +60,15 @@ def _load_x(x, K, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _prepare(values, BYTES: tl.constexpr):
-    """Return x in the form that `_products` needs, and the factor that its sums must be multiplied by.
+    """Return x in the form that `_products` needs, and the factor for the sums of these products.
 
-    With BYTES, x is four tensors ``[1, K / 8] int32`` of two f16 each. Otherwise, the four tensors are all x
-    itself.
+    The form is four tensors. With BYTES, the tensors are ``[1, K / 8] int32``, and each element packs two f16
+    numbers. Otherwise, each of the four tensors is x itself.
     """
     if BYTES:
         exponent = tl.max(tl.abs(values), 0).to(tl.int32, bitcast=True) >> 23  # biased by 127
-        # Biased exponent of the scale: the largest number becomes 8 to 16, and the scale has an inverse.
+        # Biased exponent of the scale. The scale brings the largest number to between 8 and 16. The limits 1
+        # and 253 ensure that the scale and its inverse are normal numbers.
         up = tl.minimum(tl.maximum(257 - exponent, 1), 253)
         scaled = values * (up << 23).to(tl.float32, bitcast=True)
         even, odd = tl.split(tl.reshape(scaled, (values.shape[0] // 8, 2, 2, 2)))
@@ -130,7 +133,7 @@ def sum_rows(
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute one tile of up to four rows of x."""
+    """Compute one tile of the product of up to four rows of x."""
     tile = tl.program_id(0)
     weights = _load_weights(weight, tile, second, N, K, EPILOGUE, HALF, EVEN, False, BLOCK_N, BLOCK_K)
     output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -162,9 +165,9 @@ def stay_rows(
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, LOOKUP: tl.constexpr, EVEN: tl.constexpr,
     BYTES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Compute every `programs`-th tile of one row of x.
+    """Compute every `programs`-th tile of the product of one row of x.
 
-    x is read once. The loads for the next tile are in flight while a tile is computed.
+    The program reads x once. While a tile is computed, the loads for the next tile are in flight.
     """
     first = tl.program_id(0)
     m = tl.arange(0, 1)

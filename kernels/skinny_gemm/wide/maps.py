@@ -1,4 +1,4 @@
-"""Tensor maps for the tensor memory accelerator (TMA), and the conditions for them."""
+"""Tensor maps for the tensor memory accelerator (TMA), and the conditions that a mapped tensor must meet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def tiles_of(tensor: torch.Tensor, block_rows: int, block_columns: int) -> Tenso
     """
     if tensor.dim() == 3:
         return TensorDescriptor.from_tensor(tensor, [2, block_rows, block_columns])
-    # Do not do this under the interpreter, which warns about overflows in the additional rows.
+    # On a CPU, map only the tensor's own rows, because Triton's interpreter warns about overflows in
+    # additional rows.
     rows = readable_rows(tensor, block_rows) if tensor.is_cuda else tensor.shape[0]
     return TensorDescriptor(
         tensor, [rows, tensor.shape[1]], list(tensor.stride()), [block_rows, block_columns]
@@ -42,8 +43,8 @@ def readable_rows(tensor: torch.Tensor, block_rows: int) -> int:
     """Return the number of rows of ``[rows, columns]`` that whole tiles may read.
 
     The number can exceed the tensor's rows if the tensor's storage continues behind its last row. TMA takes
-    longer for a tile that reaches outside its map (measured: a product of 96 rows took longer than one of
-    128). The additional rows only affect rows of the product that are never stored.
+    longer for a tile that reaches outside its map: a product of 96 rows measured slower than one of 128 rows.
+    The additional rows only affect rows of the product that are never stored.
     """
     rows, columns = tensor.shape
     behind = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()

@@ -3,9 +3,9 @@
 The package skinny_gemm documents the contract.
 
 Here, the rows of x fill the tensor core's 64 rows, and the weight is the wide operand. The tensor memory
-accelerator loads the tiles of both operands. Its loads need no registers, and no masks, because rows and
-columns outside read as zeros. Programs with the same part of the weight are neighbours in launch order, so
-that this part is read from memory once.
+accelerator loads the tiles of both operands. These loads need no registers. They need no masks either,
+because rows and columns outside a matrix read as zeros. Programs with the same part of the weight are
+neighbours in launch order, so this part is read from memory only once.
 
 SPLITS works as in the kernels for few rows: programs store fp32 parts, which the next kernel adds in order.
 """
@@ -133,7 +133,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> bool:
 def _has_room(device: torch.device) -> bool:
     """Return whether a device has tensor maps and enough shared memory for the measured tiles.
 
-    Hopper and the large Blackwell GPUs do.
+    Hopper and the large Blackwell GPUs have both.
     """
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
@@ -195,7 +195,10 @@ def _run(
     scaled: torch.Tensor | None = None, sums: torch.Tensor | None = None, eps: float = 0.0,
     rotary: Rotary | None = None, heads: int = 0,
 ) -> None:  # fmt: skip
-    """Launch the kernel for `count` outputs or pairs. `sums` are read, except for ADD, which writes them."""
+    """Launch the kernel for `count` outputs or pairs.
+
+    The kernel reads `sums`, except with ADD, which writes `sums`.
+    """
     rows, columns = x.shape
     if rows == 0:
         return

@@ -1,1 +1,1 @@
-"""Passes over the vocabulary of a row in parts, and the merge of their results."""
+"""Passes over parts of a row's vocabulary, and the merge of the parts' results."""

@@ -1,4 +1,4 @@
-"""Triton passes over the vocabulary of a row in parts, and the merge of their results."""
+"""Triton kernels that search parts of a row's vocabulary, and the merge of the parts' results."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ MAX_BLOCK = 4096  # largest block whose offsets fit into a key of `short_key`
 WANTED_PROGRAMS = 128
 MAX_SPLITS = 32  # with more splits, the merge dominates
 CHUNKED = 1024
-"""Least block size for which the best elements are searched in the best chunks only; see `_best_of_plain`."""
+"""Least block size for which only the best chunks of a block are searched for the best elements.
+
+`_best_of_plain` explains the search.
+"""
 CHUNKED_PROGRAMS = 256
 """Least number of programs for the search of `CHUNKED`, which takes more steps per program. With fewer
 programs, the steps of a single program would determine the time of the launch."""
 UNFUSED = {"enable_fp_fusion": False}
-"""Launch option of merges. With fusion, one lane may round a product while another fuses it into the sum, so
-lanes of the same row compute different log-sum-exps. Equal logits would then get scores that differ in the
-last bit, and would no longer be ordered by index."""
+"""Launch option of merges. With fusion, one lane may round a product while another lane fuses the same
+product into a sum. Lanes of one row would then compute different log-sum-exps. As a result, equal logits
+would get scores that differ in the last bit, and would no longer be ordered by index."""
 
 
 @triton.jit
@@ -64,7 +67,9 @@ def _log_sum_exp(tops, sums):
 def _best_of_plain(
     part, values, place, inside, first, count, topk, SHORT: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Return the best keys of a block of `count` logits at `part`, whose first index is `first`.
+    """Return the best keys of a block of `count` logits at address `part`.
+
+    `first` is the index of the first logit.
 
     Finding the maximum `topk` times reads all elements `topk` times. With CHUNK > 0, the maximum of each
     chunk of CHUNK elements is found first. The best `topk` elements are in the `topk` chunks with the
@@ -88,7 +93,7 @@ def _best_of_plain(
         keys = tl.where(inside, rank_key(values, first + place), NO_KEY)
         if CHUNK > 0:
             best_chunks = best_keys(tl.max(tl.reshape(keys, (BLOCK // CHUNK, CHUNK)), 1), topk, BLOCK_K)
-            # NO_KEY maps to any chunk.
+            # The index of NO_KEY is meaningless, so clamp it to any valid chunk.
             near = tl.minimum(tl.maximum(key_index(best_chunks) - first, 0), BLOCK - 1) // CHUNK * CHUNK
             near = near[:, None] + tl.arange(0, CHUNK)[None, :]
             again = tl.load(part + near, mask=near < count, other=-float("inf")).to(tl.float32)
@@ -167,7 +172,7 @@ def _best_of_splits(
         other=NO_KEY,
     )
     if SHORT:
-        if narrow:  # a ternary would compute both
+        if narrow:  # a conditional expression would compute both branches
             best = widened(_best_narrow(narrowed(found), topk, BLOCK_W, BLOCK_K))
         else:
             best = best_keys_of_rows(found, topk, BLOCK_W, BLOCK_K)
@@ -234,7 +239,8 @@ class Parts(NamedTuple):
 
     Attributes:
         keys: ``[rows, splits, topk] int64``, best keys of each split.
-        shares: ``[rows, splits, 4] fp32``: maximum and sum of exponentials, without and with noise.
+        shares: ``[rows, splits, 4] fp32``: the maximum and the sum of exponentials without noise, then the
+            same two numbers with noise.
     """
 
     keys: torch.Tensor
@@ -244,7 +250,7 @@ class Parts(NamedTuple):
 def split_rows(
     logits: torch.Tensor, topk: int, width: int, level: int, d2t: torch.Tensor | None, noise: Noise | None
 ) -> Parts:
-    """Launch the first pass over ``logits [rows, V]``; `width` adjacent rows share a noise entry."""
+    """Launch the first pass over ``logits [rows, V]``. Each `width` adjacent rows share a noise entry."""
     rows, vocab = logits.shape
     wanted = _launch.ceil_div(vocab, max(1, min(MAX_SPLITS, WANTED_PROGRAMS // rows)))
     block = min(MAX_BLOCK, _launch.next_power_of_2(vocab), max(1024, _launch.next_power_of_2(wanted)))

@@ -1,6 +1,6 @@
 """The network that serves trained EAGLE-3 heads; `Eagle3Head.load` reads such a head from its folder.
 
-Its decoder layers read pairs (embedding of token t + 1, feature of token t). Source: EAGLE-3 (arXiv
+The head's decoder layers read pairs (embedding of token t + 1, feature of token t). Source: EAGLE-3 (arXiv
 2503.01840) and its official code.
 
     r  = the projected target feature, or this head's own state from the previous step
@@ -153,7 +153,7 @@ class Eagle3Head(LoadedHead, HasProducts):
         kind = Residual.NORMED_FEATURE if self.config.norm_before_residual else Residual.FEATURE
         # Path 1: fused kernels. A table supplies the embedding's share of the first product.
         if self._fused is not None and self._embedded is not None and isinstance(attention, StoredAttention):
-            # If the last pass left the sums of squares of these features, no norm kernel is needed.
+            # If the last pass computed the sums of squares of these features, no norm kernel is needed.
             stream = self._fused.stream_of(features) if source is None and self._embedded.folded else None
             if stream is None:
                 normed, residual = feature_input(

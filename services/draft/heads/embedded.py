@@ -48,8 +48,8 @@ def embed_tokens(
         norm: The norm of the embedding.
         embedding: ``[vocabulary, hidden]``.
         feature_norm: The norm of the feature.
-        fold: Whether to fold the weights of `feature_norm` into the q-k-v product. Requires that nothing else
-            reads the normed feature.
+        fold: Whether to fold the weights of `feature_norm` into the q-k-v product. True is allowed only if
+            nothing else reads the normed feature.
     """
     weight, hidden = attention.qkv.weight, embedding.shape[1]
     table = token_products(embedding, norm, weight[:, :hidden])

@@ -86,11 +86,10 @@ class FusedHead:
         return stream
 
     def stream_of(self, states: torch.Tensor) -> Stream | None:
-        """Return the stream of the last pass if `states` is its residual, or None.
+        """Return the stream of the last pass if `states` is the residual of that stream, or None.
 
-        The stream must also have sums of squares; otherwise the result is None.
-
-        With sums of squares, the next product can apply the norm without a separate kernel.
+        The result is also None if the stream has no sums of squares. With sums of squares, the next
+        product can apply the norm without a separate kernel.
         """
         stream = self._last
         return (

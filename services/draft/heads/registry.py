@@ -1,4 +1,4 @@
-"""Loads the draft head in a folder. Detects EAGLE or EAGLE-3 by architecture name, else by its tensors."""
+"""Loads a folder's draft head. Detects EAGLE or EAGLE-3 by architecture name or, if ambiguous, by tensors."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ ARCHITECTURES: Mapping[str, HeadKind] = {
     "Eagle3DraftModel": HeadKind.EAGLE3,
     "Eagle3DeepseekV2ForCausalLM": HeadKind.EAGLE3,
     "Eagle3DeepseekV3ForCausalLM": HeadKind.EAGLE3,
-    "LlamaForCausalLMEagle3Deep": HeadKind.EAGLE3,  # ModelOpt, of several layers
+    "LlamaForCausalLMEagle3Deep": HeadKind.EAGLE3,  # ModelOpt's heads with several layers
 }
 PLAIN_ARCHITECTURES = tuple(f"{one}ForCausalLM" for one in FAMILIES)
-"""Architecture names of official heads that plain models use as well. The tensors decide if a checkpoint is a
-head."""
+"""Architecture names that official heads share with plain models. The tensors decide whether a checkpoint is
+a head."""
 
 FUSION = "fc.weight"
 EAGLE3_ONLY = ".hidden_norm.weight"

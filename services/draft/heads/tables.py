@@ -24,8 +24,8 @@ class TokenTables:
         config: Configuration of the head's layers.
         reader: Reader of the head's checkpoint. Supplies the device, the dtype and the path for errors.
         vocabulary: The tokens that the logits range over. A full lm_head is cut to the rows of these tokens.
-        embedding: ``[vocab_size, hidden_size]``, or None to borrow the target's.
-        lm_head: ``[vocabulary.size or vocab_size, hidden_size]``, or None to borrow the target's.
+        embedding: ``[vocab_size, hidden_size]``, or None to borrow the target's embedding.
+        lm_head: ``[vocabulary.size or vocab_size, hidden_size]``, or None to borrow the target's lm_head.
         target_hidden_size: Width of the target's embedding and lm_head.
 
     Raises:

@@ -132,7 +132,7 @@ def commits_from(
         tensors: Reader of the tensors that this transport carries.
 
     Raises:
-        ProtocolError: The feature tensor is malformed, or a commit refers to rows outside of it.
+        ProtocolError: The feature tensor is malformed, or a commit refers to rows outside the tensor.
     """
     rows = None
     if frame.HasField("features"):

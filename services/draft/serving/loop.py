@@ -5,7 +5,8 @@ receiving thread run short urgent commands itself (`run_here`).
 
 Streams of targets on this host are `Source`s, which the engine thread reads itself. Threads of other streams
 (gRPC) submit commands. A short urgent command, such as a round on the device, runs on the thread that
-received it if the engine thread is idle, because a switch of threads costs more than the command itself.
+received it if the engine thread is idle. The reason is that a thread switch costs more than the command
+itself.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class DraftLoop(Steppable):
         self._wake_up.remove(source)
 
     def join(self, target_id: str, outlet: Outlet) -> Peer:
-        """Register a session stream and end older ones of the same target. Called on the engine thread."""
+        """Register a session stream and end older streams of the same target. Called on the engine thread."""
         for old in [peer for peer in self._peers.values() if peer.target_id == target_id]:
             old.end()
             self.leave(old)

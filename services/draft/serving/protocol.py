@@ -1,4 +1,4 @@
-"""The draft protocol: dispatches each message of a target to the engine or its rounds, and sends replies.
+"""The draft protocol: dispatches each message of a target to the engine or to rounds, and sends replies.
 
 The module also checks Hello messages (tokenizer, lender of borrowed tensors), delays rounds until the rows of
 their prompts have arrived, and chooses the thread that runs a command. Transports (gRPC, unix sockets) only
@@ -103,7 +103,7 @@ class DraftProtocol:
         self._desk = RoundsDesk(loop.engine, device)
         self._in_rounds: tuple[Peer, int] | None = None
         self._waiting: dict[PeerId, _Waiting] = {}
-        # Fingerprint of the last target that was requested to lend tensors, and of the target that lent them.
+        # Fingerprints of the target last requested to lend tensors, and of the target that lent tensors.
         self._asked_to_lend = ""
         self._lender = ""
 
@@ -280,7 +280,7 @@ class DraftProtocol:
     def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> None:
         """Begin rounds, either now or when the rows of all their prompts have arrived.
 
-        The target leaves the rounds if the rows take too long. May run outside the engine thread.
+        The target leaves the rounds if the rows arrive too late. May run outside the engine thread.
         """
         self.loop.stay_awake(BEGINNING_S)
         self._waiting.pop(peer.id, None)
@@ -358,7 +358,7 @@ class DraftProtocol:
             self._refuse(peer, message.commit.fence.session_id, message.commit.fence.epoch, answer)
 
     def _take_in(self, peer: Peer, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
-        """Store rows of a prompt; extend once enough rows are stored. May run outside the engine thread."""
+        """Store rows of a prompt; extend if there are enough rows. May run outside the engine thread."""
         sessions = self._engine.sessions
         with self._on_device():
             self._add_features(peer, request, rows)

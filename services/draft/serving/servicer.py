@@ -104,7 +104,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             return
         if first.WhichOneof("message") != "hello":
             raise ProtocolError("The first message of a session stream must be Hello.", field="message")
-        # Ends the stream: an error, or None for a regular end.
+        # An entry ends the stream: an error, or None for a regular end.
         endings: SimpleQueue[Exception | None] = SimpleQueue()
         outlet = StreamOutlet(lambda: endings.put(None))
         peer, ack = self._protocol.welcome(first.hello, outlet)

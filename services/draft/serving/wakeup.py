@@ -109,7 +109,7 @@ class SourceWakeUp(WakeUp):
             os.close(self._event)
 
     def _watch_writers(self) -> None:
-        """Poll a source for writability only while it has unsent data."""
+        """Poll a source for writability only while the source has unsent data."""
         for descriptor, source in self._sources.items():
             if source.has_unsent != (descriptor in self._waiting_to_write):
                 self._waiting_to_write ^= {descriptor}

@@ -55,7 +55,7 @@ def finish_chunks(chunks: Sequence[RowChunk], states: Sequence[torch.Tensor | No
 
     Args:
         chunks: The chunks of one pass.
-        states: The state of each chunk's last row, ``[hidden]``; None if it was not computed.
+        states: The state of each chunk's last row, ``[hidden]``; None if the state was not computed.
     """
     for chunk, state in zip(chunks, states, strict=True):
         chunk.session.cached_rows += chunk.count

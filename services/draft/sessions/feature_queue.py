@@ -41,7 +41,7 @@ class FeatureQueue:
         return sum(rows.shape[0] for rows in self._ahead.values())
 
     def add(self, base: int, rows: torch.Tensor) -> bool:
-        """Add the rows of positions ``[base, base + n)``. Known rows are ignored.
+        """Add the rows of positions ``[base, base + n)``. Rows that were added before are ignored.
 
         Returns:
             False if too many rows now wait behind a gap. The caller must then drop the sequence.

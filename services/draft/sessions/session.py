@@ -17,7 +17,7 @@ PeerId = NewType("PeerId", int)
 """One session stream of one target; never reused within a process."""
 
 WARMING = "warming"
-"""Reason of a sequence without a tree whose rows have not all been taken in yet."""
+"""Reason why a sequence has no tree: some of its rows have not arrived or are not processed yet."""
 
 
 class RowSource(Enum):
@@ -122,7 +122,7 @@ class Session:
     ask: Ask | None = None
     lease: PageLease | None = None
     last_state: torch.Tensor | None = None
-    """The strategy's state for the last cached row. Trees grow from it."""
+    """The strategy's state for the last cached row. Trees grow from this state."""
     row_source: RowSource = RowSource.FEATURES
     engaged: bool = False
     """True while the session's rounds stay on the device. No other code may then free the session's memory,

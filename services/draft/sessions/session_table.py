@@ -11,9 +11,9 @@ Ledger of one session (which event ends each resource):
     Session in the table        `open`          `close`, `drop_peer`, `expire`, eviction by `open`, any RESYNC
     KV pages (session.lease)    the strategy    `SessionTable._forget` → `release`, in each of these cases
 
-Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, it also holds that
-``cached_rows <= features.contiguous`` and ``num_rows = committed_len - 1``: the row at position t needs the
-feature of t and the token t + 1 (`RowSource`).
+Invariant: ``0 <= cached_rows <= num_rows``. If rows are computed from features, two further conditions hold:
+``cached_rows <= features.contiguous`` and ``num_rows = committed_len - 1``. The reason is that the row at
+position t needs the feature of t and the token t + 1 (`RowSource`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REFUSED_RETRY_MS = 1000
 NEVER_MS = 24 * 60 * 60 * 1000
 
 USUAL_SHAPE = DraftShape(5, 4, 16)
-"""The target's default tree."""
+"""Shape of the trees that a target requests by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class SessionLimits:
         row_source: The input of the strategy's rows.
         rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
             addition to the last row of that prefix.
-        usual_shape: Shape of most trees; warm-up prepares it.
+        usual_shape: Shape of most trees; warm-up prepares this shape.
     """
 
     max_sessions: int
@@ -271,7 +271,7 @@ class SessionTable:
         self._forget(session)
 
     def evict_idle(self, now: float, keep: Collection[int] = ()) -> bool:
-        """Forget the least recently used session if it was idle for `evict_idle_s`; return True if one ended.
+        """Forget the least recently used session if it was idle for `evict_idle_s`. Return True in that case.
 
         Sessions with a request, sessions whose rounds stay on the device, and those in `keep` (ids of
         `Session` objects) are spared.
@@ -343,7 +343,10 @@ class SessionTable:
         return len(self) < self.limits.max_sessions or self.evict_idle(now)
 
     def _reject(self, known: Session | None, reason: Reason) -> Answer:
-        """Refuse an opening, and forget the session that it would replace, which the target has given up."""
+        """Refuse an opening, and forget the session that the opening would replace.
+
+        The target has given up that session.
+        """
         if known is not None:
             self._forget(known)
         return Answer(

@@ -34,8 +34,8 @@ class StrategyInfo:
         vocab_size: Size of the target vocabulary that the strategy was made for.
         feature_size: Width of the feature rows that the strategy reads; 0 if the strategy reads no features.
         max_len: Largest number of tokens of a session.
-        row_source: The input from which the rows of its KV are computed.
-        hidden_size: Hidden size of its model; 0 without a model.
+        row_source: The input from which the rows of the strategy's KV are computed.
+        hidden_size: Hidden size of the strategy's model; 0 without a model.
         rewind: When a session is reopened, the number of rows of the common prefix to compute again, in
             addition to the last row of that prefix.
         extend_rows: Largest number of rows per pass over prompts.
@@ -70,8 +70,8 @@ class DraftStrategy(Protocol):
 
     Attributes:
         info: Description of the strategy.
-        rounds: Its recorded rounds, which extend sessions and grow their trees in one launch on the device;
-            None if it has none.
+        rounds: The strategy's recorded rounds, which extend sessions and grow trees in one launch on the
+            device; None if the strategy has no recorded rounds.
     """
 
     info: StrategyInfo
@@ -80,7 +80,7 @@ class DraftStrategy(Protocol):
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:
         """Return which hidden states the target must capture as features.
 
-        Without a target, the result has only the properties that do not depend on it.
+        Without a target, the result has only the properties that do not depend on the target.
 
         Raises:
             CheckpointError: The strategy does not fit the target. The message names the key and the fix.
@@ -111,7 +111,7 @@ class DraftStrategy(Protocol):
         ...
 
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        """Add new rows of reserved sessions to the KV, except the last `keep` of each session.
+        """Add new rows of reserved sessions to the KV, except the last `keep` rows of each session.
 
         At most `max_rows` rows are added in all, so a long prompt needs several calls.
         """

@@ -85,7 +85,7 @@ class HeadStrategy(PagedStrategy, HasProducts):
         host = upload(np.stack([np.concatenate(tokens), np.concatenate(positions)]), torch.int32, head.device)
         starts, counts = [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
         batch = build_batch(self._pool, leases_of(chunks), starts, counts)
-        # Kept rows are left for the round that grows the tree, which also computes the state of the last row.
+        # The round that grows the tree adds the kept rows, and computes the state of the last row.
         ends = ONLY_KEYS
         if not keep:
             order = upload(

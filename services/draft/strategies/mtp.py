@@ -10,7 +10,7 @@ is usual for models with one MTP layer.
 
 Layer m lags m rows behind the sequence. For m >= 2, there are therefore m - 1 rows between its stable rows
 and the row of a node at level m. These rows belong to the node's ancestors, and the tokens of these rows are
-drafted too. So when layer m takes over at level m, it runs the earlier levels first; see
+drafted too. So when layer m takes over at level m, layer m first runs the rows of the earlier levels; see
 `growing_model.Stage`.
 """
 
@@ -300,7 +300,7 @@ class MtpStrategy(PagedStrategy):
 
 
 def _inputs(outputs: torch.Tensor, before: torch.Tensor | None, layer: int) -> torch.Tensor:
-    """Return the input states of a layer's new rows: the states of the layer before, except the newest one.
+    """Return the input states of a layer's new rows: all states of the layer before except the newest state.
 
     Args:
         outputs: ``[rows, hidden]``, new states of the layer before. The last row must wait: the token that

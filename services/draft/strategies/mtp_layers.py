@@ -35,10 +35,10 @@ COUNT = "num_nextn_predict_layers"
 
 @dataclass(frozen=True, slots=True)
 class MtpDialect:
-    """How a model family names the tensors of its MTP layers, and how it joins token and state.
+    """How a model family names the tensors of its MTP layers, and how these layers join token and state.
 
     Attributes:
-        layers: Prefix of the layers' names; the layer's number follows it.
+        layers: Prefix of the layers' names; the layer's number follows the prefix.
         hidden_norm, token_norm, projection, final_norm: Names within a layer.
         hidden_first: True if the state is the first half of the projection's input, False if the second.
         blind_start: True if the embedding counts as zero in the row of position 0.

@@ -1,6 +1,6 @@
 """Base class of strategies with a model and a paged KV pool: reserves pages, grows trees, frees pages.
 
-Ledger of the pool (the owner of each token's slot in a session's lease):
+Contents of the slots in a session's lease, and the events that free the slots:
 
     token index                      content                         freed by
     [0, cached_rows)                 rows of committed tokens        release of the lease
@@ -31,8 +31,8 @@ from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 CUDA_EXTEND_ROWS = 8192
-"""Largest number of rows per pass over prompts on CUDA. It exceeds the CPU's limit because, for a GPU pass
-over few rows, the host needs longer than the device."""
+"""Largest number of rows per pass over prompts on CUDA. This limit exceeds the CPU's limit because, for a GPU
+pass over few rows, the host needs longer than the device."""
 
 
 class PagedStrategy(DraftStrategy, ABC):
@@ -45,7 +45,8 @@ class PagedStrategy(DraftStrategy, ABC):
         model: The model that grows the trees.
         pool: The model's KV pool.
         attention: The model's attention backend.
-        round_model: The model in the form that recorded rounds need; None for a model without them.
+        round_model: The model in the form that recorded rounds need; None if the model has no recorded
+            rounds.
         dtype: Type of the features.
     """
 
@@ -120,7 +121,7 @@ class PagedStrategy(DraftStrategy, ABC):
         return Pages(allocator.num_pages, allocator.free_pages, allocator.held_pages)
 
     def _extended(self, chunks: Sequence[RowChunk]) -> bool:
-        """Extend by these chunks with the recorded graph if it fits the chunks; return True if it ran."""
+        """If the recorded graph fits these chunks, extend by replaying it. Return True if the graph ran."""
         extension = self.rounds.extension if self.rounds is not None else None
         if extension is None or not extension.takes(chunks):
             return False

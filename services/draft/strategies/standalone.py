@@ -1,7 +1,7 @@
 """Drafting with a standalone model: any decoder that `shared.nn` loads and that has the target's token ids.
 
-It needs no features. Its rows are the committed tokens themselves, the root included: the row at position t
-is token t, and the tree grows from the root's row.
+The model needs no features. The model's rows are the committed tokens themselves, including the root: the row
+at position t is token t, and the tree grows from the root's row.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DecoderGrowth(GrowingModel):
         self.decoder = decoder
         self.vocabulary = vocabulary
         self.device = decoder.device
-        # The rows of the lm_head that may be drafted; None for all of them.
+        # The rows of the lm_head that may be drafted; None selects all rows.
         cut = vocabulary.size < decoder.config.vocab_size
         self._head = Linear(decoder.lm_head[vocabulary.target_ids(decoder.device)]) if cut else None
 
@@ -103,7 +103,7 @@ class StandaloneStrategy(PagedStrategy, HasProducts):
 
     Args:
         decoder: The draft model.
-        pool: Its KV pool.
+        pool: The draft model's KV pool.
         attention: Attention backend for this pool.
         model_id: Name of the checkpoint.
         max_shape: Largest tree that can be requested.

@@ -1,6 +1,6 @@
 """The target's gRPC service: accepts requests on asyncio and streams events that the engine thread produces.
 
-Also pauses the request of a client that calls `Generate` directly while over 64 KiB of its tokens are unread.
+If a client calls `Generate` directly, its request is paused while more than 64 KiB of its tokens are unread.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Serving:
     Attributes:
         engine: Generates tokens. The engine's thread must be running.
         decoder: The model, for its configuration and the weights that a draft borrows.
-        limits: The default draft shape of requests, and the caps on their shapes.
+        limits: The default draft shape of requests, and the caps on requested shapes.
         model_id: Name of the model as reported to clients.
         max_running_requests: Maximum number of sequences processed at the same time.
-        describe_draft: Returns the draft's algorithm and model id.
+        describe_draft: Function that returns the draft's algorithm and model id.
     """
 
     engine: TargetEngine
@@ -64,8 +64,8 @@ class StreamSink(EventSink):
     Wakes the event loop at most once per engine step.
 
     Args:
-        on_backlog: Called with True when more than 64 KiB are unread, and with False when at most 32 KiB are
-            unread again.
+        on_backlog: Called with True when more than 64 KiB are unread, and with False once at most 32 KiB are
+            unread.
     """
 
     def __init__(self, on_backlog: Callable[[bool], None] | None = None) -> None:
@@ -148,7 +148,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         serving = self._get()
         engine = serving.engine
         parsed = request_from_proto(request, serving.limits, engine.limits.vocab_size)
-        # The call and the message may each set a deadline; the earlier one applies.
+        # The call and the message may each set a deadline; the earlier deadline applies.
         remaining = context.time_remaining()
         if remaining is not None:
             deadline = time.monotonic() + remaining

@@ -27,8 +27,9 @@ class AnswerWait:
     Args:
         deadlines: Determines how long to wait for each row.
         breaker: Counts missed deadlines.
-        connection: Returns the current connection, or None.
-        take_reply: Waits up to the given number of seconds for a message and processes the message.
+        connection: Function that returns the current connection, or None.
+        take_reply: Function that waits up to the given number of seconds for a message and processes the
+            message.
         on_fault: Called when the draft is faulty.
     """
 
@@ -74,7 +75,7 @@ class AnswerWait:
     def _give_up(
         self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool, pong_s: float
     ) -> bool:
-        """End a wait in which some rows got no answer. Return False if this counts against the draft."""
+        """End a wait in which answers were missing. Return False if one of them counts against the draft."""
         now = time.monotonic()
         for _row, session in open_rows:
             session.reason = "late" if session.warm else "warming"

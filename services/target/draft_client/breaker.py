@@ -38,7 +38,7 @@ class Breaker:
 
     The first fault may be a short pause of the draft, so the draft is tried again as soon as it answers a
     ping. Each further fault without an answer in between costs another fault deadline. From the second fault
-    on, the back-off is therefore at least one fault deadline, and each further fault doubles it.
+    on, the back-off is therefore at least one fault deadline, and each further fault doubles the back-off.
 
     `sign_of_life` may be called from any thread, because it only changes OPEN to HALF_OPEN.
 
@@ -72,7 +72,7 @@ class Breaker:
         self._open(now)
 
     def trip(self, now: float) -> None:
-        """Record a fault of the draft and open immediately."""
+        """Record a fault of the draft and open the breaker immediately."""
         self.faulty = True
         self.faults += 1
         if self.faults > 1:

@@ -17,13 +17,14 @@ class AnswerDeadlines:
 
     The engine waits for the first answer of a new session in one round only, because the draft may be
     computing the prompt or may have stopped. Later rounds do not wait until the session has had its first
-    answer, so a prompt that takes the draft long delays a single round.
+    answer, so a prompt that the draft computes slowly delays only one round.
 
     Attributes:
         fault_deadline_s: Time in seconds after which an outstanding answer makes the draft faulty.
         heard_s: Time at which the last message other than a pong arrived.
-        owed_s: Time of the earliest request since the last message whose session had no answer yet, even if
-            this session has ended since. None if there is no such request.
+        owed_s: Time of the earliest request that was sent after the last message arrived, for a session
+            without an answer. The request counts even if the session has ended since. None if there is no
+            such request.
     """
 
     fault_deadline_s: float

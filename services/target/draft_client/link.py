@@ -1,8 +1,8 @@
 """Keeps the target connected to a remote draft: connects, performs the handshake, pings and reconnects.
 
-The engine thread never waits for this module. It checks in every step which `Connection` is current. Only the
-link and the engine keep references to a connection, so drafts that connect and disconnect cost no memory,
-however long the engine is idle.
+The engine thread never waits for this module. In every step, the engine thread checks which `Connection` is
+current. Only the link and the engine keep references to a connection, so drafts that connect and disconnect
+cost no memory, however long the engine is idle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_PROJECTOR_BYTES = 1 << 30
 _log = logging.getLogger("outrider.target.draft")
 
 Weight = Callable[[str], torch.Tensor]
-"""Returns a tensor of the target by name, for drafts that borrow weights."""
+"""A function that returns a tensor of the target by name, for drafts that borrow weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ class DraftLink:
     Args:
         address: The draft's address, for logs.
         identity: Describes this target.
-        weight: Returns tensors of the target for drafts that borrow them.
+        weight: Function that returns tensors of the target, for drafts that borrow them.
         breaker: Receives a `sign_of_life` call for each answered ping.
-        make_carrier: Makes the carrier of the next connection.
+        make_carrier: Function that makes the carrier of the next connection.
 
     Attributes:
         connection: The current connection, ready for use, or None.
@@ -267,7 +267,7 @@ class DraftLink:
             )
 
     def _probe(self, connection: Connection) -> None:
-        """Ping the draft, often while the breaker is open, and otherwise to renew the sessions' lease.
+        """Ping the draft: often while the breaker is open, otherwise just often enough to renew the lease.
 
         At most one ping is unanswered at a time, so that a paused draft finds no backlog when it resumes.
         """

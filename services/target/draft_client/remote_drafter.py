@@ -4,7 +4,7 @@ This is the engine's side of the draft protocol, a state machine that only the e
 
 A session is *live* once Open was sent over the current connection. The commits of a live session are merged
 and kept until they are sent in a frame. If a session falls too far behind, or if the draft has lost the
-session, the engine reopens it from the feature plane.
+session, the engine reopens the session from the feature plane.
 
 No fault of the draft raises an exception. The affected rows get single-node trees and a fallback reason.
 """
@@ -42,9 +42,10 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import HostTree, pad_trees
 
 HOST = torch.device("cpu")
-"""Trees are built on the host. The verify pass uploads them with its other inputs."""
+"""Trees are built on the host. The verify pass uploads the trees with its other inputs."""
 MAX_PENDING_TOKENS = 256
-"""Limit for a session's pending tokens. Above it, they are sent without a request, or the session is lost."""
+"""Limit for a session's pending tokens. Above this limit, all pending tokens are sent without a request for a
+tree, or the session is lost."""
 BAD_TREES_TO_TRIP = 3
 """Number of invalid trees in a row that make the draft faulty."""
 FAULTS_TO_RECONNECT = 3
@@ -63,10 +64,10 @@ class RemoteDrafter(Drafter, ExchangeDrafter):
     Args:
         address: The draft's address.
         identity: Describes the target.
-        weight: Returns tensors of the target for drafts that borrow them.
+        weight: Function that returns tensors of the target, for drafts that borrow them.
         device: The target's device.
         fault_deadline_s: Time in seconds after which an outstanding answer makes the draft faulty.
-        rounds: Keep rounds on the device if the transport supports them.
+        rounds: True keeps rounds on the device if the transport supports such rounds.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class RemoteDrafter(Drafter, ExchangeDrafter):
         return pad_trees(trees, HOST, self._draft_ms)
 
     def wants_reopen(self) -> Sequence[int]:
-        """Return the lost sessions, without those refused recently; return none without a connection."""
+        """Return the lost sessions, except those refused recently. Return none without a connection."""
         if self._usable() is None:
             return ()
         now = time.monotonic()

@@ -84,14 +84,14 @@ class DraftSession:
         self.features.clear()
 
     def answered(self) -> None:
-        """Record that the draft has sent a tree, even if late. Waiting for this session is useful now."""
+        """Record that the draft has sent a tree, even if late, so that waiting for this session is useful."""
         self.warm, self.in_vain = True, False
 
     def can_enter(self, columns: int, feature_size: int) -> bool:
         """Return True if rounds on the device can start with the pending commits.
 
         The pending commits must contain 1 to `columns` tokens. If there are features, each token must have a
-        row.
+        feature row.
         """
         rows = sum(part.shape[0] for part in self.features)
         ready = self.live and self.acked and 1 <= len(self.token_ids) <= columns
@@ -117,7 +117,7 @@ class DraftSession:
         return True
 
     def reject(self, reason: str, until: float) -> None:
-        """Lose the session because the draft has refused it. Do not offer it to the draft before `until`."""
+        """Lose the session because the draft has refused it. Do not offer the session before `until`."""
         self.lose(reason or "rejected")
         self.rejected_until = until
 

@@ -66,9 +66,9 @@ END_GRACE_S = 5.0
 """Seconds from the loss of a rank until this process is killed, for an error report and an orderly end."""
 STOP_TIMEOUT_S = 10.0
 FAILED_STOP_TIMEOUT_S = 2.0
-"""Seconds for a broken group to stop. Below `END_GRACE_S`, so that no hung rank outlives rank 0."""
+"""Seconds for a broken group to stop. Less than `END_GRACE_S`, so that no hung rank outlives rank 0."""
 AWAKE_S = 0.01
-"""Busy-poll time of ranks on GPUs in seconds. It exceeds a step, so decoding uses one CPU core per rank."""
+"""Busy-poll time of ranks on GPUs in seconds. Longer than a step, so decoding uses one CPU core per rank."""
 
 _log = get_logger("outrider.target")
 
@@ -127,8 +127,8 @@ class RankGroup:
     def close(self) -> None:
         """End the other ranks, and wait for the ranks that this process has started.
 
-        All ranks must leave NCCL together, because a rank that leaves blocks until the other ranks leave,
-        too. If a rank does not leave within `STOP_TIMEOUT_S`, this process exits without leaving NCCL.
+        All ranks must leave NCCL together, because leaving blocks a rank until the other ranks leave, too. If
+        a rank does not leave within `STOP_TIMEOUT_S`, this process exits without leaving NCCL.
         """
         self._lead.close()
         if self.failure is None:
@@ -324,7 +324,7 @@ def _meet(order: Order, ranks: Ranks | None) -> tuple[Store, list[subprocess.Pop
 
 
 def _local_store() -> TCPStore:
-    """Open a store that only this host can reach. Without its own listener, it would use all addresses."""
+    """Open a store that only this host can reach. By default, a store listens on all addresses."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         return TCPStore(
             LOOPBACK,
@@ -358,7 +358,7 @@ def _join(ranks: Ranks) -> Store:
 
 
 def _spawn(order: Order, shared: Ranks, rank: int) -> subprocess.Popen[bytes]:
-    """Start a rank on this host with `torchrun`'s variables. It ends when rank 0 closes the connection."""
+    """Start a rank on this host with `torchrun`'s variables. The rank ends when rank 0 disconnects."""
     variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,

@@ -1,1 +1,1 @@
-"""Continuous batching: admission, the request queue, and which sequences own KV pages."""
+"""Continuous batching: admission, the request queue, and the ownership of KV pages."""

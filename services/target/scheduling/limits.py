@@ -1,4 +1,4 @@
-"""Checks that a request fits the model's vocabulary and context and the KV pool; limits of the scheduler."""
+"""Checks requests against vocabulary size, context length and KV pool; defines the scheduler's limits."""
 
 from __future__ import annotations
 

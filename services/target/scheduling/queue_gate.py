@@ -52,7 +52,7 @@ class QueueGate:
             self._tokens += prompt_tokens
 
     def leave(self, prompt_tokens: int, now: float) -> None:
-        """Count a request out after it was admitted or cancelled, or has failed."""
+        """Stop counting a request that was admitted, was cancelled or has failed."""
         with self._lock:
             self._requests -= 1
             self._tokens -= prompt_tokens

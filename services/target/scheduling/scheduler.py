@@ -5,8 +5,8 @@ The life of a sequence:
 1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
 2. The sequence prefills in chunks and then decodes in every step.
 3. If a decoding sequence needs a page and none is free, one sequence is *retracted*: a paused sequence, or
-   else the latest arrival. The retracted sequence returns its pages, keeps its tokens and waits again. Later
-   its prompt and its emitted tokens are prefilled again, which is exact.
+   else the latest arrival. The retracted sequence returns its pages, keeps its tokens and waits again. Later,
+   its prompt and its emitted tokens are prefilled again. This does not change the sequence's tokens.
 
 The oldest sequence is never retracted for a younger sequence. Every sequence fits into the pool alone, which
 is checked on submission. Therefore at least one sequence always advances.
@@ -26,7 +26,8 @@ from outrider.shared.kv.pages import PageAllocator, PageLease
 SPARE_TOKENS = 64
 """Number of spare slots that a lease of a batch on the device gets when it grows."""
 PLENTY = 4
-"""Number of free pages that is required to take spare pages, as a multiple of the spare pages."""
+"""Spare pages are reserved only if the number of free pages is at least this multiple of the number of spare
+pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +230,8 @@ class Scheduler:
     def _admissible(self, sequence: Sequence) -> bool:
         if len(self.active) >= self.limits.max_running:
             return False
-        # Keep one spare page per active sequence. Otherwise this sequence would be retracted after a few
-        # steps.
+        # Keep one spare page per active sequence. Otherwise, a newly admitted sequence would be retracted
+        # after a few steps.
         pages = self._pages(sequence.committed_len + sequence.node_bound)
         return pages + len(self.active) <= self.allocator.free_pages
 

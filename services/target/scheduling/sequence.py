@@ -49,7 +49,7 @@ class Sequence:
         node_bound: Maximum number of tree nodes of one round, including the root. KV slots are reserved for
             these nodes.
         wants_drafts: Whether the drafter should follow the sequence when possible. If so, feature rows are
-            captured for a drafter that wants them.
+            captured for a drafter that needs feature rows.
         feature_len: Rows ``[0, feature_len)`` of the feature plane are valid for the current projector.
         drafted: Whether the drafter follows the sequence now.
         slot: Slot of the sequence in the `SlotTable`, from its admission until it ends or is retracted.

@@ -1,6 +1,6 @@
 """Decides which CUDA graphs are recorded and which rounds stay on the device, and records the graphs.
 
-Also compiles kernels ahead of the first launch.
+The module also compiles kernels ahead of the first launch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ launch them.
 FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
 """Numbers of rows of the recorded passes over prompts with FP8.
 
-Graphs pay off up to larger sizes, because the device needs half the time and the host also launches rounding
-kernels.
+With FP8, graphs pay off up to larger sizes, because the device needs half the time per pass, and because the
+host also launches rounding kernels.
 """
 
 POLL_S = 0.02
@@ -50,7 +50,7 @@ class GraphPlan:
 
     Attributes:
         graphs: Whether graphs are recorded.
-        overlap: Configures which rounds stay on the device. None if no rounds do.
+        overlap: Configures which rounds stay on the device. None if no rounds stay on the device.
         buckets: Sizes to which passes of host-driven rounds are padded. None disables padding.
         shapes: The usual shapes of rounds.
         forms: The largest tree and chain within which `auto` chooses its shapes. Empty if no request uses
@@ -69,7 +69,7 @@ class GraphPlan:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Sizes to which batches of recorded rounds, or else of rounds on the device, are padded."""
+        """Sizes to which batches are padded, for recorded rounds or (without these) rounds on the device."""
         if self.buckets is not None:
             return self.buckets.batch_sizes
         return () if self.overlap is None else self.overlap.batch_sizes
@@ -77,7 +77,7 @@ class GraphPlan:
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
         """Return the shapes of rounds that are recorded for one batch size.
 
-        The result contains the usual shapes, unless they are too large, and all shapes that `auto` may
+        The result contains the usual shapes, except shapes that are too large, and all shapes that `auto` may
         choose. All these shapes are recorded in advance, because many shapes are used in turn under load, and
         requests would have to wait for each recording.
         """
@@ -86,7 +86,7 @@ class GraphPlan:
 
 
 def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bool = True) -> GraphPlan:
-    """Decide which graphs are recorded and which rounds stay on the device. Tested without a GPU.
+    """Decide which graphs are recorded and which rounds stay on the device. Needs no GPU.
 
     Args:
         settings: The target's settings.
@@ -125,8 +125,8 @@ def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]
     Args:
         drafter: The engine's drafter. The engine's thread must not run yet.
         timeout_s: Maximum wait in seconds. Afterwards, the target serves without its draft.
-        given_up: Returns True once waiting is pointless, because the draft has refused, the draft is absent,
-            or the process must end.
+        given_up: Function that returns True once waiting is pointless, because the draft has refused, the
+            draft is absent, or the process must end.
 
     Returns:
         The time waited, in seconds.
@@ -162,7 +162,7 @@ def record_graphs(
         graphs: Stores the graphs.
         plan: Sizes and shapes.
         to_console: Whether to show a progress bar if standard error is a terminal.
-        stopped: Returns True once the process must end. No further graph is recorded then.
+        stopped: Function that returns True once the process must end. No further graph is recorded then.
     """
     if not graphs.enabled:
         return

@@ -35,12 +35,13 @@ WORKSPACES_BYTES = GIB // 4
 Measured on an H200: 240 MiB.
 """
 GRAPH_BYTES_PER_LAYER = 24 << 10
-"""Bytes of one recorded round per layer. As a measurement, 94 graphs of 32 layers took 70 MiB."""
+"""Bytes of one recorded round per layer. Measured: 94 graphs of 32 layers took 70 MiB."""
 GRAPHS_PER_BATCH_SIZE = 32
 """Number of graphs per batch size.
 
-These are the graphs of plain rounds, the default tree, its chain and the shapes of `auto`, for greedy,
-sampled and filtered rows. `MAX_LATE_GRAPHS` limits the number of graphs that are recorded later.
+These are the graphs of plain rounds, the default tree, the chain of the tree's depth and the shapes of
+`auto`, for greedy, sampled and filtered rows. `MAX_LATE_GRAPHS` limits the number of graphs that are recorded
+later.
 """
 ALLOCATOR_SLACK = 1.25
 """Factor on activations and logits, because the caching allocator rounds up and fragments memory."""
@@ -154,11 +155,13 @@ def plan_memory(
     reserve: int = 0,
     draft: DraftCache = NO_DRAFT_CACHE,
 ) -> MemoryPlan:
-    """Size the K/V caches of the target and of a draft in this process, for the most tokens that fit.
+    """Choose the sizes of the K/V caches of the target and of a draft in this process.
+
+    Together, the caches get the largest number of tokens that fits.
 
     Args:
-        settings: The target's settings. Reads `kv_tokens`, `mem_fraction_static`, `page_size` and
-            `max_nodes`.
+        settings: The target's settings, of which `kv_tokens`, `mem_fraction_static`, `page_size` and
+            `max_nodes` are used.
         bytes_per_token: Bytes of all planes of the cache per token, including feature rows.
         max_model_len: Length of the longest sequence. On a CPU, the pool holds at least two such sequences if
             the fixed limit of the pool allows.
@@ -203,8 +206,9 @@ def least_tokens(settings: TargetSettings, max_model_len: int) -> int:
     The cache must hold a text of `SMALLEST_CONTEXT` tokens with the largest tree.
 
     Args:
-        settings: The target's settings. Reads `max_nodes` and `page_size`.
-        max_model_len: Length of the longest sequence. Replaces `SMALLEST_CONTEXT` if shorter.
+        settings: The target's settings, of which `max_nodes` and `page_size` are used.
+        max_model_len: Length of the longest sequence. A shorter length than `SMALLEST_CONTEXT` replaces
+            `SMALLEST_CONTEXT`.
     """
     tokens = min(max_model_len, SMALLEST_CONTEXT) + settings.max_nodes + 2
     return -(-tokens // settings.page_size) * settings.page_size
@@ -216,7 +220,8 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     These bytes are for CUDA graphs, the activations of the widest step and the logits of verified rows.
 
     Args:
-        settings: The target's settings. Reads `prefill_tokens`, `max_running_requests` and `limits`.
+        settings: The target's settings, of which `prefill_tokens`, `max_running_requests` and `limits` are
+            used.
         config: The target's configuration.
         dtype: Data type of the activations.
     """
@@ -238,7 +243,7 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
     """Return the bytes of the CUDA graphs and their workspaces.
 
     Args:
-        settings: The target's settings. Reads `cuda_graph_max_bs` and `max_running_requests`.
+        settings: The target's settings, of which `cuda_graph_max_bs` and `max_running_requests` are used.
         num_layers: Number of the target's layers.
     """
     batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.max_running_requests)))
@@ -249,13 +254,13 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
 
 
 def more_tokens(settings: TargetSettings) -> int:
-    """Return the number of tokens that a draft's cache needs beyond the target's.
+    """Return the number of tokens that a draft's cache needs in addition to the target's tokens.
 
     Each sequence needs room for its draft tree while the draft builds that tree.
 
     Args:
-        settings: The target's settings. Reads `max_running_requests`, `max_steps`, `max_topk` and
-            `page_size`.
+        settings: The target's settings, of which `max_running_requests`, `max_steps`, `max_topk` and
+            `page_size` are used.
     """
     return settings.max_running_requests * (settings.max_steps * settings.max_topk + settings.page_size)
 
@@ -363,7 +368,7 @@ def _too_little_memory(
 
 
 def _least_fraction(size: int, total: int) -> float | None:
-    """Return the smallest `mem_fraction_static` that covers `size` bytes; None if it would not be below 1.
+    """Return the smallest `mem_fraction_static` that covers `size` bytes; None if no value below 1 does.
 
     The fraction has two decimals, or more if two decimals would round it to 1.
     """

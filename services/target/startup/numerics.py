@@ -95,14 +95,14 @@ def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBa
     if settings.deterministic:
         return DeterministicAttention()
     if settings.kv_cache_dtype is not KvCacheDtype.AUTO:
-        # Only the Triton backend converts K and V to a wider type. On a CPU, it runs a reference
+        # Only the Triton backend converts K and V to a wider type. On a CPU, this backend runs a reference
         # implementation.
         return create_backend(AttentionKind.TRITON, decoder.device)
     return create_backend(settings.attention_backend, decoder.device)
 
 
 def _compile(decoder: Decoder, max_rows: int) -> None:
-    # Import this module here, because it imports `transformers`, which no other option needs.
+    # Import this module here, because the module imports `transformers`, which no other option needs.
     from outrider.shared.nn.generic.compiled import compile_generic
 
     compile_generic(decoder, max_rows)

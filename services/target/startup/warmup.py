@@ -45,7 +45,7 @@ class _EndSink(EventSink):
 
 
 def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
-    """Run short requests through the running engine and its drafter, so that real requests find them warm.
+    """Run short requests through the running engine and its drafter, so that both are warm for real requests.
 
     Greedy and sampled requests run with and without drafts. The controller keeps the costs that it learns,
     and all counters are reset.
@@ -77,7 +77,7 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
 
 
 def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
-    """Return passes over prompts that are longer than those of recorded passes, alone and in pairs.
+    """Return passes over single prompts and pairs of prompts that are longer than any recorded pass.
 
     Passes that do not fit into the pool are left out. `compile_kernels` rehearses the returned passes.
     """

@@ -1,4 +1,4 @@
-"""Checks that a model's weights fit into free GPU memory, from file headers, before anything is loaded."""
+"""Checks before loading that a model's weights fit into free GPU memory. Reads only file headers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def check_weights_fit(settings: TargetSettings) -> None:
     """Check that a rank's weights fit into the free memory of its GPU. Do nothing on a CPU.
 
     Args:
-        settings: The target's settings. Reads `model`, `device`, `dtype`, `tp` and `quantization`.
+        settings: The target's settings, of which `model`, `device`, `dtype`, `tp` and `quantization` are
+            used.
 
     Raises:
         ConfigurationError: The weights do not fit. The message contains the needed memory, the free memory
@@ -161,7 +162,7 @@ def _part_of(shard: Shard | None, name: str, size: int) -> int:
 def _what_fits(sizes: WeightSizes, settings: TargetSettings, free: int, *, rounded: bool) -> Iterator[str]:
     """Yield flags with which the weights would fit.
 
-    If neither `--tp` nor FP8 is enough alone, yield a combination.
+    If neither `--tp` nor FP8 is enough alone, yield a combination of the two.
     """
     one = dict(_fitting_ranks(sizes, settings.tp, free, rounded=rounded))
     yield from (f"use --tp {ranks} ({gib(size)} on each GPU)" for ranks, size in one.items())

@@ -1,6 +1,6 @@
 """Reads the tensors of a checkpoint, and checks every name, shape and type before it allocates memory.
 
-Also rejects NaN and infinite weights, logs the load speed, and computes the fingerprint of the weights.
+The reader also rejects NaN and infinite weights, logs the load speed, and computes the weights' fingerprint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["CheckpointReader", "Shape", "dtype_name", "is_weight"]
 
 FINGERPRINT_SAMPLE_BYTES = 4096
 STAGED_BYTES = 1 << 20
-"""Tensors of at least this size are copied to a GPU through pinned memory, smaller ones directly."""
+"""Tensors of at least this size are copied to a GPU through pinned memory. Smaller tensors are copied
+directly."""
 LOGGED_BYTES = 256 << 20
 """Loads of at least this size are logged with their speed."""
 MAX_NAMED = 12  # An error lists at most this many tensor names per kind of problem.
@@ -316,7 +317,7 @@ class CheckpointReader(TensorSource):
         return info
 
     def _not_finite(self, names: Sequence[str], dtype: torch.dtype) -> CheckpointError:
-        """Return the error for NaN or infinite numbers. The file is damaged or the dtype is too narrow."""
+        """Return the error for NaN or infinite numbers: the file is damaged, or the dtype is too narrow."""
         broken = [
             name
             for name in names
@@ -367,9 +368,9 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `_is_finite` as a ``[] bool`` tensor on the tensor's device, without waiting for it.
+    """Return `_is_finite` as a ``[] bool`` tensor on the tensor's device, without waiting for the device.
 
-    This makes one pass over the tensor, and no copy unless the tensor is FP8.
+    The function reads the tensor once. It makes a copy only if the tensor is FP8.
     """
     # FP8 has no comparisons.
     low, high = torch.aminmax(tensor.half() if tensor.dtype.itemsize == 1 else tensor)

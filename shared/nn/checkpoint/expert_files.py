@@ -14,7 +14,7 @@ from outrider.shared.nn.checkpoint.experts_config import ExpertsConfig, ExpertWe
 from outrider.shared.nn.checkpoint.tensor_source import TensorSource
 
 MXFP4_GROUP = 32  # number of values that share a scale
-# Indexed by the three low bits of a four-bit value. The fourth bit is the sign.
+# Magnitudes, indexed by the three low bits of a four-bit value. The fourth bit is the sign.
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4_SCALE_BIAS = 127
 MXFP4_SCALE_NAN = 255
@@ -29,7 +29,7 @@ class SeparateExperts:
         router: Name of the router, after the layer's prefix.
         expert: Prefix of one expert, with ``{}`` for its index.
         gate, up, down: Names of the expert's matrices.
-        grain: See `ExpertFiles`.
+        grain: Granularity of the intermediate size; see `ExpertFiles`.
     """
 
     router: str = "mlp.gate"
@@ -114,7 +114,7 @@ class Mxfp4Experts:
 
 
 def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
-    """Reject MXFP4 scales that are NaN. Their E8M0 format has one NaN and no infinity.
+    """Reject MXFP4 scales that are NaN. The E8M0 format of scales has one NaN and no infinity.
 
     Scales are loaded as bytes, so the reader's check for NaN weights does not cover them.
 
@@ -165,5 +165,5 @@ def _fused_biases(
 
 
 def _gate_first(alternating: torch.Tensor) -> torch.Tensor:
-    """Return the rows (dimension 1) with all of gate first and all of up after them, contiguous."""
+    """Return a contiguous copy of the rows (dimension 1): all rows of gate, then all rows of up."""
     return torch.cat([alternating[:, 0::2], alternating[:, 1::2]], dim=1)

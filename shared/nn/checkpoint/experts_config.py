@@ -52,7 +52,8 @@ class ExpertWeights(NamedTuple):
     Attributes:
         gate_up: ``[experts, 2 * intermediate, hidden]``, gate first.
         down: ``[experts, hidden, intermediate]``.
-        gate_up_bias, down_bias: ``[experts, 2 * intermediate]``, ``[experts, hidden]``, or None.
+        gate_up_bias, down_bias: ``[experts, 2 * intermediate]`` and ``[experts, hidden]``, respectively. None
+            for experts without biases.
     """
 
     gate_up: torch.Tensor

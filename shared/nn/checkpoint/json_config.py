@@ -121,7 +121,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        CheckpointError: The file is missing, unreadable or not a JSON object; `field` is its path.
+        CheckpointError: The file is missing, unreadable or not a JSON object; `field` is the file's path.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

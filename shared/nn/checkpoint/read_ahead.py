@@ -66,7 +66,7 @@ class ReadAhead:
             piece[::PAGE_BYTES].sum()  # touches every page, without the GIL
 
     def _next(self) -> torch.Tensor | None:
-        """Wait until the next piece is within the maximum lead. Return it, or None at the end."""
+        """Wait until the next piece is within the maximum lead. Return the piece, or None at the end."""
         with self._changed:
             while not self._closed and self._pieces:
                 if self._pieces[0][0] <= self._used + AHEAD_BYTES:

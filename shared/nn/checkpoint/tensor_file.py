@@ -1,4 +1,4 @@
-"""Parses safetensors files with a full check of the header, and torch's ``.bin`` without running code."""
+"""Reads safetensors files with a full check of the header, and torch ``.bin`` files without running code."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class SafetensorsFile(TensorFile):
 class PickledFile(TensorFile):
     """A torch checkpoint: a mapping of names to tensors.
 
-    The file is unpickled with ``weights_only=True``, so that it cannot run code.
+    The file is unpickled with ``weights_only=True``, so that the file cannot run code.
     """
 
     def __init__(self, path: Path) -> None:
@@ -250,6 +250,6 @@ class PickledFile(TensorFile):
 
 
 def _starts_as_zip(path: Path) -> bool:
-    """True if torch can map the file. This requires the format since torch 1.6, which is a zip archive."""
+    """True if torch can map the file. Torch can map only zip archives, its format since version 1.6."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"

@@ -58,7 +58,7 @@ class ExpectedTensors(TensorSource):
 
     Attributes:
         shapes: Name → shape of every tensor that was requested.
-        dtypes: Name → exact type, for tensors that were requested with one.
+        dtypes: Name → exact type, for tensors that were requested with an exact type.
     """
 
     def __init__(self) -> None:

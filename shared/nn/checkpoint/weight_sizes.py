@@ -1,4 +1,4 @@
-"""Computes from file headers how many bytes weights take once they are loaded, and formats sizes."""
+"""Computes from file headers how many bytes the weights take after loading, and formats sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def loaded_bytes(name: str, info: TensorInfo, dtype: torch.dtype) -> int:
-    """Return the bytes that a stored tensor takes once it is loaded.
+    """Return the number of bytes that a stored tensor takes after loading.
 
     MXFP4 weights are widened. A block stores two values per byte, and the scales are multiplied into the
     weights.

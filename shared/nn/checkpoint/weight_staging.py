@@ -1,4 +1,4 @@
-"""Copies weights to a GPU through pinned memory. It fills one buffer while the GPU reads another one."""
+"""Copies weights to a GPU through pinned memory: the host fills one buffer while the GPU reads another."""
 
 from __future__ import annotations
 

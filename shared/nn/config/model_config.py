@@ -50,7 +50,7 @@ class ModelConfig:
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads: Sizes. num_heads times the width of
             a head need not equal hidden_size.
         num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention, the entry is
-            one head whose width is that of the latent plus that of the rotated part.
+            one head, whose width is the width of the latent plus the width of the rotated part.
         rms_norm_eps: Epsilon of every norm.
         rope, rotary_dim: The rotary embedding, and the number of dimensions that it rotates in each head.
         attention_scale: Factor by which the attention scores are multiplied.
@@ -58,13 +58,14 @@ class ModelConfig:
             this limit.
         tie_word_embeddings: True if the output head and the input embedding are the same tensor.
         activation: Activation of the MLP.
-        eos_token_ids: EOS token ids from generation_config.json, or from config.json if the former has none.
-            May be empty.
+        eos_token_ids: EOS token ids from generation_config.json, or from config.json if
+            generation_config.json has none. May be empty.
         bos_token_id: BOS token id from config.json, or None.
         dtype: Name of the stored type ("bfloat16"), or None if the file does not name one.
         fingerprint: Hash of the file's content. Equal configurations have equal hashes.
-        qkv_bias, o_bias, mlp_bias, head_norm, sinks, experts, latent: See `Traits`.
-        windows, sparse: See `Traits`. In this class, they always have one entry per layer.
+        qkv_bias, o_bias, mlp_bias, head_norm, sinks, experts, latent: Features of the family; see `Traits`.
+        windows, sparse: Features of the layers; see `Traits`. In this class, both tuples always have one
+            entry per layer.
         weight_block: Numbers of rows and columns that share a scale in an FP8 checkpoint. None for other
             checkpoints.
         ignored: Pattern of tensor names that the decoder does not load → the reason for not loading them.
@@ -104,7 +105,7 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """Number of rows of a learned position table, which limits every text. None for rotary positions."""
+        """Number of rows of a learned position table, i.e. the longest text. None for rotary positions."""
         return None
 
     @classmethod
@@ -236,7 +237,7 @@ def _activation(reader: ConfigReader) -> Activation:
 
 
 def eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the EOS token ids of generation_config.json, or of config.json if the former has none.
+    """Return the EOS token ids of generation_config.json. If there are none, return those of config.json.
 
     Raises:
         CheckpointError: ``eos_token_id`` is neither a token id nor a list of token ids.

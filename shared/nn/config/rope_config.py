@@ -28,7 +28,7 @@ class RopeConfig:
     Attributes:
         theta: Base of the frequencies.
         kind: Scaling rule.
-        factor: Divisor of the frequencies. It applies to all frequencies (linear), or only to the low ones
+        factor: Divisor of the frequencies. It applies to all frequencies (linear), or only to low frequencies
             (llama3, yarn).
         low_freq_factor, high_freq_factor: llama3 only. Wavelengths above `original_max_position` divided by
             `low_freq_factor` are fully scaled. Wavelengths below `original_max_position` divided by
@@ -36,11 +36,11 @@ class RopeConfig:
         original_max_position: Context length before scaling (llama3, yarn).
         beta_fast, beta_slow, truncate: yarn only. Dimensions that rotate more than beta_fast times within the
             original context keep their frequency. Dimensions that rotate less than beta_slow times are fully
-            scaled. If `truncate` is True, the lower of the two resulting dimension indices is rounded down
-            and the higher one up.
+            scaled. If `truncate` is True, the lower of the two resulting dimension indices is rounded down,
+            and the higher index is rounded up.
         attention_factor: Factor by which cos and sin are multiplied (yarn).
-        softmax_factor: Factor by which the attention scale is multiplied. For DeepSeek, it is the square of
-            the correction from mscale_all_dim.
+        softmax_factor: Factor by which the attention scale is multiplied. For DeepSeek, this factor is the
+            square of the correction from mscale_all_dim.
     """
 
     theta: float = DEFAULT_ROPE_THETA

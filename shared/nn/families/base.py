@@ -22,8 +22,8 @@ class Family:
         model_type, architectures: Names by which a config.json identifies the family.
         traits: Function that reads the family's own keys of a config.json. Its second argument is the number
             of layers.
-        ignored: Function that returns patterns of unused tensor names → the reason for not using them. It has
-            the same arguments as `traits`.
+        ignored: Function that returns patterns of unused tensor names → the reason for not using them. The
+            function has the same arguments as `traits`.
         bundled_code: Modules that published repositories of the family name in ``auto_map``. This decoder
             replaces these modules, and they are never run. Any other ``auto_map`` is rejected.
         quantisations: Values of ``quant_method`` with which the family's tensors can be read.

@@ -1,4 +1,4 @@
-"""Reads DeepSeek-V2, V3, R1 and Kimi-K2: latent attention, shared and routed experts, expert groups."""
+"""Reads the config.json of DeepSeek-V2, V3, R1 and Kimi-K2: latent attention, experts, expert groups."""
 
 from __future__ import annotations
 

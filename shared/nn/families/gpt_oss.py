@@ -1,4 +1,4 @@
-"""Reads gpt-oss: alternating sliding windows, attention sinks, experts with biases in MXFP4 or bf16."""
+"""Reads the config.json of gpt-oss: alternating sliding windows, attention sinks, MXFP4 or bf16 experts."""
 
 from __future__ import annotations
 

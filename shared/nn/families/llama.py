@@ -1,4 +1,4 @@
-"""Reads Llama 2, 3, 3.1, 3.2 and 3.3, and models that share their architecture."""
+"""Reads the config.json of Llama 2, 3, 3.1, 3.2 and 3.3, and of models with the same architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads Mistral and its mixture of experts, Mixtral.
+"""Reads the config.json of Mistral and of Mixtral, its mixture of experts.
 
 Mistral 7B v0.1 has a sliding window on every layer. Later releases have no sliding window.
 """

@@ -14,8 +14,8 @@ class LatentConfig:
     Attributes:
         rank: Width of the latent.
         query_rank: Width of the queries' own latent. None if queries are projected directly.
-        nope_dim, rope_dim, value_dim: Widths per head of the unrotated part of queries and keys, of their
-            rotated part, and of the values.
+        nope_dim, rope_dim, value_dim: Widths per head of the unrotated part of queries and keys, of the
+            rotated part of queries and keys, and of the values, respectively.
         interleaved: True if the file stores the rotated dimensions as adjacent pairs (x0, x1) instead of two
             halves.
     """

@@ -67,7 +67,7 @@ def attention_block(
 
     Args:
         block: The layer's attention.
-        stream: The residual stream before it.
+        stream: The residual stream before the attention.
         rotation: Rotation for the rows' positions.
         attention: Backend that was planned for these rows.
         pool: Pool that stores the K/V.
@@ -111,10 +111,10 @@ def mlp_block(
 
     Args:
         block: The layer's MLP.
-        stream: The residual stream before it.
+        stream: The residual stream before the MLP.
         following: The next norm.
         reduce: Sums the down projection over the ranks; None without tensor parallelism.
-        out: Tensor to write the residual stream to, or None for a new one.
+        out: Tensor to write the residual stream to, or None for a new tensor.
     """
     gelu = block.activation is Activation.GELU_TANH
     if _own(Epilogue.GATED, stream.scaled, block.gate_up):
@@ -129,8 +129,8 @@ def mlp_block(
 def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
     """True if `skinny_gemm` computes this product.
 
-    `skinny_gemm` computes all products of few rows. With more rows, it computes a product if a measurement or
-    a rule prefers one of its tiles to the library's product.
+    `skinny_gemm` computes all products of few rows. With more rows, `skinny_gemm` computes a product if a
+    measurement or a rule prefers a tile of `skinny_gemm` to the library's product.
     """
     if x.shape[0] <= FEW_ROWS:
         return True

@@ -1,4 +1,4 @@
-"""The forward pass of a dense Llama-like decoder with fused kernels, and the check whether a model fits."""
+"""The forward pass of a dense Llama-like decoder with fused kernels, and the conditions for using it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class FusedForward:
         return normalise(stream), aux
 
     def uses(self) -> list[ProductUse]:
-        """Return the uses of all products, with which a trial times the tiles."""
+        """Return the uses of all products, for which a trial times tiles."""
         return uses_of(self._blocks, self._head, self._embedding.dtype, reduced=self.reduce is not None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

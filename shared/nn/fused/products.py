@@ -47,7 +47,7 @@ class HasProducts(Protocol):
     """A model that may run with fused kernels."""
 
     def uses(self) -> list[ProductUse]:
-        """Return the uses of the model's products, or an empty result if it has no fused kernels."""
+        """Return the uses of the model's products, or an empty list if the model has no fused kernels."""
         ...
 
 
@@ -83,7 +83,7 @@ def uses_of(
         reduced: True if the o and down products are summed over ranks before they are added to the residual
             stream.
     """
-    # As in `blocks`. In fp16, `project_add` is a plain product followed by `add_sums`.
+    # This matches `blocks`: in fp16, `project_add` is a plain product followed by `add_sums`.
     adds = Epilogue.PLAIN if reduced or normed_on_write(1, dtype) else Epilogue.ADD
     found: dict[Product, tuple[Epilogue, list[Linear], Prepare]] = {}
 

@@ -3,7 +3,7 @@
 A tile (`Tile`) is the method and the block sizes by which a kernel computes a product. A fixed rule picks a
 default tile. For every shape and several row counts, the trial times the default tile, a few similar tiles,
 and the library's product. Each timing uses enough matrices to exceed every cache. A tile replaces the default
-tile if it is faster by more than the noise. The choice is stored on disk for later starts.
+tile if the tile is faster by more than the measurement noise. The choice is stored on disk for later starts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.obs.logging import get_logger
 
 BUDGET_S = 20.0
-"""Time limit of a trial. An idle host with 16 cores needs half of it, mainly to compile 100 kernels."""
+"""Time limit of a trial. An idle host with 16 cores needs half this time, mainly to compile 100 kernels."""
 DRAFT_BUDGET_S = 5.0
 """Time limit for a draft in its own process. Its target waits for the draft or serves on the same GPU."""
 _COMPILING = 0.75
 """Share of the time limit that compilation may use."""
 ROW_COUNTS = (1, 16, 64, 32, 8, 2)
-"""Row counts to try, most common first. A result also holds for the counts down to the next smaller entry."""
+"""Row counts to try, most common first. A result also applies to all smaller row counts, down to the next
+smaller entry."""
 LEAST_BYTES = 2 << 20
 """Minimum size of a matrix in a trial. With any tile, a smaller product takes as long as its launch."""
 BETTER = 0.97
-"""A tile replaces the rule's tile only if its time is at most this fraction of the rule's."""
+"""A tile replaces the rule's tile only if it takes at most this fraction of the time of the rule's tile."""
 _REPEATS = 7
 _LAUNCHES = 8
 _MOST_COPIES = 64
@@ -57,7 +58,7 @@ def try_products(
     *,
     clock: Clock = time.monotonic,
 ) -> list[Tried]:
-    """Load the tiles of earlier trials, and try the products that have none. Does nothing without a GPU.
+    """Load the tiles of earlier trials, and try the products without such tiles. Do nothing without a GPU.
 
     If a trial fails, the failure is logged and the products keep their default tiles. If another process is
     running a trial, this process only uses the stored results, because two trials on one GPU would disturb
@@ -109,7 +110,7 @@ def try_products(
 def _run(
     work: Sequence[tuple[ProductUse, int]], device: torch.device, budget_s: float, clock: Clock
 ) -> list[Tried]:
-    """Run the trial, log and store its results, and return the stored ones."""
+    """Run the trial, log and store the results, and return the stored results."""
     started, name = clock(), device_name(device)
     _log.info("trying tiles", products=len(work), device=name, budget_s=budget_s)
     with torch.cuda.device(device):
@@ -204,7 +205,7 @@ class _Trial:
         return {tile: statistics.median(samples) for tile, samples in times.items()}
 
     def _compiled(self, use: ProductUse, rows: int, run: Run) -> list[Tile]:
-        """Return the tiles whose kernels are compiled. Return none while any tile may still be compiling."""
+        """Return the tiles whose kernels are compiled. Return no tiles while any tile may be compiling."""
         linear = use.linears[0]
         states = {
             tile: state_of(self._device, partial(run, linear.weight, linear.scales, tile))
@@ -215,7 +216,7 @@ class _Trial:
         return [tile for tile, state in states.items() if state is Compiled.YES]
 
     def _ring(self, linears: Sequence[Linear]) -> list[Weight]:
-        """Return the weights to read in turn. Copies are added until their total size exceeds the caches."""
+        """Return the weights to read in turn. Copies are added until the total size exceeds the caches."""
         wanted = min(_MOST_COPIES, max(min(2, len(linears)), -(-self._bytes // linears[0].weight.nbytes)))
         ring = [(linear.weight, linear.scales) for linear in linears[:wanted]]
         return ring + [(weight.clone(), scales) for weight, scales in islice(cycle(ring), wanted - len(ring))]

@@ -1,4 +1,4 @@
-"""Attention functions for `transformers`. One stores K/V in the pool and attends. One records the call."""
+"""Attention functions for `transformers`: one stores K/V in the pool and attends, one records the call."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class MaskRule:
     """A mask that a model requested from `transformers`, kept as a rule instead of a tensor.
 
     Attributes:
-        visible: Function ``visible(batch, head, row, column)`` of index tensors. It returns whether the row
-            sees the column.
+        visible: Function ``visible(batch, head, row, column)`` of index tensors. The function returns whether
+            the row sees the column.
     """
 
     visible: Any
@@ -142,13 +142,14 @@ class Recorder:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *_: object, mask_function: Any, **__: object) -> MaskRule:
-        """Return the rule, so that the layers receive it instead of a mask."""
+        """Return the rule, so that the layers receive the rule instead of a mask."""
         return MaskRule(mask_function)
 
 
 RECORDER = Recorder()
 
-# `transformers` makes masks only for attention names with a mask function. Only the probe's name has one.
+# `transformers` makes masks only for attention names with a mask function. Only the probe's name has a mask
+# function.
 AttentionInterface.register(PAGED, paged_attention)
 AttentionInterface.register(PROBE, RECORDER.attention)
 AttentionMaskInterface.register(PROBE, RECORDER.mask)

@@ -1,4 +1,4 @@
-"""Decides whether a model is served through `transformers`, which is imported only for candidates."""
+"""Decides whether a model is served through `transformers`. Imports `transformers` only if needed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def known(model_type: str) -> bool:
 
 
 def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
-    """Return the class of `transformers` for a config.json, and its configuration.
+    """Return the class of `transformers` for a config.json, and the parsed configuration.
 
     Raises:
         CheckpointError: The model is of an unsupported kind, or needs code or quantized weights. `field` is
@@ -107,7 +107,7 @@ def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -
 
 
 def _rope(config: PreTrainedConfig) -> RopeConfig:
-    """Return only theta, because it is the only parameter that is compared with a draft's."""
+    """Return only theta, because no other rotary parameter is compared with the draft's parameters."""
     parameters = getattr(config, "rope_parameters", None)
     theta = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
     return RopeConfig(theta=float(theta)) if theta else RopeConfig()

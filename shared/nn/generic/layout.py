@@ -13,7 +13,7 @@ class GenericLayout:
     """Layout of a model that runs through transformers' modules.
 
     Attributes:
-        class_name: Name of its class in `transformers`.
+        class_name: Name of the model's class in `transformers`.
         attention_paths: For each layer, the path of the module that calls the attention.
         layer_paths: For each layer, the path of the decoder layer's module. The module's output is the
             residual stream after the layer.

@@ -25,12 +25,12 @@ from outrider.shared.nn.generic.weights import load_weights
 class GenericDecoder(Decoder):
     """A `transformers` model over the KV pool. The model's modules compute everything except attention.
 
-    The model receives the rows of a step as one batch. It keeps no cache and makes no mask, because the
-    planned batch determines which tokens each row sees and where the row's K/V is stored.
+    The model receives the rows of a step as one batch. The model keeps no cache and makes no mask, because
+    the planned batch determines which tokens each row sees and where the row's K/V is stored.
 
     Args:
         config: Configuration with the layout found by the probe.
-        model: The model with its weights, on its device. It uses this project's attention.
+        model: The model with its weights, on its device. The model uses this project's attention.
         fingerprint: Identifies configuration and weights.
     """
 

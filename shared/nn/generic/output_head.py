@@ -33,10 +33,10 @@ class _Given(nn.Module):
 
 
 class OutputHead:
-    """A model's output head with its bias, scale and cap. The model's own code runs on its own weights.
+    """A model's output head with its bias, scale and cap. The model's own code runs on the model's weights.
 
     Args:
-        model: The model, which is not changed. The output head shares its weights.
+        model: The model, which is not changed. The output head shares the model's weights.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -1,6 +1,6 @@
 """Runs a model once without weights to find out how each layer attends, and rejects unsupported attention.
 
-Finds the sliding window of each layer from its mask.
+The probe derives the sliding window of each layer from the layer's mask.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> Generic
 
     Args:
         model_class: A causal language model of `transformers`.
-        config: Its configuration.
+        config: The model's configuration.
         refuse: Function that makes the errors; see `Refuse`.
 
     Raises:
@@ -187,7 +187,7 @@ def _reach(config: PreTrainedConfig) -> int:
 
 
 def _window(layer: int, rule: MaskRule, config: PreTrainedConfig, refuse: Refuse) -> int:
-    """Derive the window from a mask's rule. Check on random pairs that the mask has no other effect."""
+    """Derive the window from a mask's rule. Check on random token pairs that the mask has no other effect."""
     reach = _reach(config)
     columns = torch.arange(reach + 1)
     seen = _visible(rule, torch.full_like(columns, reach), columns).nonzero().flatten()

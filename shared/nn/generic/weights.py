@@ -1,6 +1,6 @@
 """Loads the weights of a `transformers` model. Every tensor must be used and every parameter filled.
 
-No code from the folder is run. Tensors with wrong types are rejected, and so are NaN and infinite numbers.
+No code from the folder is run. Tensors with wrong types, NaN or infinite numbers are rejected.
 """
 
 from __future__ import annotations
@@ -120,7 +120,10 @@ class _Messages(logging.Handler):
 
 @contextmanager
 def _collected_messages() -> Iterator[list[str]]:
-    """Collect the loading report of `transformers` instead of logging it. Its problems become errors."""
+    """Collect the loading report of `transformers` instead of logging the report.
+
+    The caller turns the reported problems into errors.
+    """
     log: Any = transformers_logging
     bars, collector = log.is_progress_bar_enabled(), _Messages()
     log.disable_progress_bar()
@@ -143,7 +146,7 @@ def wrong_types(stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> dic
 
     Args:
         stored: Name → shape and type of the stored tensors.
-        model: The model to which the tensors belong. It may be on the meta device.
+        model: The model to which the tensors belong. The model may be on the meta device.
     """
     ignored = [
         re.compile(pattern) for pattern in (*(model._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS)

@@ -15,8 +15,8 @@ class Router:
     Args:
         weight: ``[experts, hidden] fp32``.
         bias: ``[experts] fp32``, bias of the projection, or None.
-        choice_bias: ``[experts] fp32``, or None. It is added to the scores for the choice of experts, but not
-            for their weights.
+        choice_bias: ``[experts] fp32``, or None. This bias is added to the scores that select the experts,
+            but not to the scores that weight the experts.
         routing: Rule by which experts are chosen and weighted.
     """
 
@@ -64,8 +64,8 @@ class Router:
 class SparseMLP:
     """Routed experts, plus an optional shared expert that every row passes through.
 
-    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, without waiting for the
-    host. Otherwise, the experts run one after another.
+    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, so the host does not
+    wait for the device. Otherwise, the experts run one after another.
 
     Args:
         router: Chooses the experts of each row.
@@ -99,7 +99,7 @@ class SparseMLP:
     def _run_each(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the chosen experts, ``[rows, hidden] fp32``, one expert at a time.
 
-        This waits for the device, because the host must know which experts were chosen.
+        The host waits for the device, because the host must know which experts were chosen.
         """
         gate_up, down, gate_up_bias, down_bias = self.weights
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

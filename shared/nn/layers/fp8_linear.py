@@ -19,7 +19,7 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.layers.modules import Attention, DecoderLayer, GatedMLP
 
 _LIBRARY_MULTIPLE = 16
-"""The library's FP8 products need both sizes of a weight to be multiples of this."""
+"""The library's FP8 products need both sizes of a weight to be multiples of this number."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

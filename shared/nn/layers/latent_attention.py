@@ -3,7 +3,7 @@
 K and V of all heads are projections of the latent row. The projections are absorbed: queries are projected
 into the latent space before attention, and the attended latents are projected out of the latent space
 afterwards. Attention then uses a single K/V head. The head is as wide as the latent and the rotated part
-together, and its values are its keys. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+together, and the keys also serve as the values. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LatentAttention:
             the projection.
         latent_norm: Norm over the first `rank` dimensions.
         key_in: ``[heads, nope_dim, rank]``, projects a query into the latent space.
-        value_out: ``[heads, rank, value_dim]``, projects an attended latent out of it.
+        value_out: ``[heads, rank, value_dim]``, projects an attended latent out of the latent space.
         o: ``[hidden, heads * value_dim]``.
         config: The widths; see `LatentConfig`.
         scale: Factor by which the scores are multiplied.

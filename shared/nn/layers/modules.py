@@ -1,8 +1,8 @@
-"""Norms, grouped-query attention, gated MLP and the decoder layer, as weights plus a call.
+"""Norms, grouped-query attention, gated MLP and the decoder layer, as callable objects with weights.
 
 Weights are shared by reference and never change. The layers are plain objects and not `torch.nn.Module`s. A
 step at batch 1 calls each kind of layer a dozen times. The hooks, parameters and training modes of a module
-would cost more time than these small matrix products.
+would cost more time than the layers' small matrix products.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RMSNorm:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
 
     In fp32 on a CPU, the norm is computed as ``x / hypot(‖x‖, sqrt(size · eps)) * (weight · sqrt(size))``.
-    This takes half the time of torch's version, which consists of nine small operations on a CPU.
+    This form takes half the time of torch's version, which consists of nine small operations on a CPU.
 
     Args:
         weight: ``[size]``.

@@ -1,4 +1,4 @@
-"""Rotary position embedding in the Hugging Face layout: a head's first half rotates with its second half."""
+"""Rotary position embedding (Hugging Face layout: dimension i rotates with dimension i + head_dim / 2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rotation(NamedTuple):
 class RotaryEmbedding:
     """Turns positions into rotations.
 
-    The angles are computed for the rows of each step instead of read from a table, so any position works.
+    The angles are computed for the rows of each step. They are not read from a table, so any position works.
 
     Args:
         config: Base and scaling rule of the frequencies.

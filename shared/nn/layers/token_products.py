@@ -1,8 +1,8 @@
 """Precomputes the first layer's q-k-v product for every token of the vocabulary, if the device has room.
 
-That product depends only on the token. With few rows, reading the weights takes most of the time of a pass. A
-lookup in a table ``[vocabulary, out]`` reads only one row per token, while the product reads the whole
-matrix.
+The first layer's q-k-v product depends only on the token. With few rows, reading the weights takes most of
+the time of a pass. A lookup in a table ``[vocabulary, out]`` reads only one row per token, while the product
+reads the whole matrix.
 """
 
 from __future__ import annotations

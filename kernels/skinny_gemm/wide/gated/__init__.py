@@ -1,1 +1,1 @@
-"""The gated product of about 65 to 512 rows."""
+"""Gate-up product of an MLP, fused with the activation, for about 65 to 512 rows."""

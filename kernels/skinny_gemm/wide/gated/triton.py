@@ -1,4 +1,4 @@
-"""Triton kernel of the gated product for about 65 to 512 rows (`outrider.kernels.skinny_gemm.project_gated`).
+"""Triton kernel of an MLP's gate-up product with activation (`project_gated`), for about 65 to 512 rows.
 
 A program computes pairs of outputs. The weight's gate rows and value rows are loaded as one operand.
 """
@@ -34,7 +34,7 @@ def _gated_tiles(
         if WIDEN:
             left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(left, right.T, acc, input_precision="ieee")
-    if PDL:  # here and not before the stores, because the compiler then needs 168 registers, not 241
+    if PDL:  # here, the compiler needs 168 registers; before the stores, it would need 241
         gdc_launch_dependents()
     low, high = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
     if NORMED:

@@ -1,10 +1,10 @@
-"""Selects the target layers that feed an EAGLE-3 head; refuses a number of layers without their ids.
+"""Selects the target layers that feed an EAGLE-3 head; refuses a layer count without layer ids.
 
 If a configuration gives the number of feature layers (``num_aux_hidden_states``) but no list of ids, only the
 number three is accepted, because default layers exist only for three. `AuxLayers.outputs` refuses every other
 number. `eagle3_config` parses all other keys, and `eagle3_sizes` compares the number with the tensors.
 
-The module also decides if ids count outputs or inputs of layers. Reading the ids by the wrong convention
+The module also decides whether ids count outputs or inputs of layers. Reading the ids by the wrong convention
 silently lowers the accept length. The convention here is SGLang's (`set_eagle3_layers_to_capture`). The ids
 count outputs of layers, except in two cases, where they count inputs:
 
@@ -107,8 +107,8 @@ class AuxLayers:
         """Return the layers whose outputs are captured, in ascending order.
 
         Raises:
-            CheckpointError: The target lacks one of the layers, or the file does not name them and no default
-                applies.
+            CheckpointError: The target lacks one of the layers, or the file does not name the layers and no
+                default applies.
         """
         if self.ids is None:
             return self._default(target.num_layers)
@@ -151,7 +151,7 @@ class AuxLayers:
                 field=AUX_KEY,
             )
         # The official code captures the inputs of layers 2, L // 2 and L - 3. These are the outputs of the
-        # layers before.
+        # preceding layers.
         return (1, num_layers // 2 - 1, num_layers - 4)
 
 

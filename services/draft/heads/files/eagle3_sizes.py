@@ -1,7 +1,8 @@
 """Compares an EAGLE-3 head's config.json with its tensors: hidden_size, vocab_size, number of aux layers.
 
-Each difference is reported in a single sentence. Without these checks, such a mistake would appear as a long
-list of misshaped tensors. The module reads no layer ids: `aux_layers` refuses a number of layers without ids.
+Each difference is reported in a single sentence. Without these checks, such a difference would appear as a
+long list of misshaped tensors. The module reads no layer ids: `aux_layers` refuses a number of layers without
+ids.
 """
 
 from __future__ import annotations

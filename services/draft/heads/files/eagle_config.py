@@ -40,7 +40,7 @@ class EagleConfig:
         """Read the configuration in a head's folder.
 
         Raises:
-            CheckpointError: A key is missing or not supported; `field` names it.
+            CheckpointError: A key is missing or not supported; `field` names the key.
         """
         return cls.parse(read_head_config(path), config_file(path), native=native)
 

@@ -67,7 +67,7 @@ class HeadConfig:
         vocab_size: The target's vocabulary.
         hidden_size, intermediate_size, num_layers, num_heads: Sizes of the layers.
         num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention, the entry is
-            one head, whose width is the width of the latent plus the width of its rotated part.
+            one head, whose width is the width of the latent plus the width of the rotated part.
         rotary_dim: Number of rotated dimensions of a head.
         latent: Widths of multi-head latent attention, or None.
         rms_norm_eps: Epsilon of every norm.
@@ -100,7 +100,7 @@ class HeadConfig:
         """Parse a configuration that `flatten` returned.
 
         Raises:
-            CheckpointError: A key is missing or not supported; `field` names it.
+            CheckpointError: A key is missing or not supported; `field` names the key.
         """
         with faults_of(reader.source):
             return cls._parse(reader)
@@ -184,7 +184,8 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
     ``transformer_layer_config``. Null and [] count as absent.
 
     Raises:
-        CheckpointError: A section is not an object, or `from_params` cannot translate a key of Mistral's.
+        CheckpointError: A section is not an object, or `from_params` cannot translate a key in Mistral's
+            format.
     """
     with faults_of(source):
         raw = from_params(raw, source)
@@ -196,7 +197,7 @@ def flatten(raw: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
         sections[key] = section or {}
     top = {key: value for key, value in raw.items() if key not in sections}
     if sections[LAYER_SECTION]:
-        top.pop("model_type", None)  # this is the wrapper's type; the layers have their own
+        top.pop("model_type", None)  # this is the wrapper's type; the layers have their own type
     flat: dict[str, Any] = {}
     for part in (sections[LAYER_SECTION], top, sections[EAGLE_SECTION]):
         flat |= {key: value for key, value in part.items() if value is not None and value != []}

@@ -1,4 +1,4 @@
-"""Finds the frequent tokens that an FR-Spec head drafts: its own ``hot_token_id``, or a token map.
+"""Finds the frequent tokens that an FR-Spec head drafts, in the head's ``hot_token_id`` or in a token map.
 
 Sources: FR-Spec (arXiv 2502.14856) and SGLang.
 """

@@ -43,8 +43,8 @@ class HeadKeys:
         dialect: Spelling of the first layer in this file (``midlayer.``, ``layers.0.``,
             ``model.layers.0.``), for the log.
         ignored: Maps the name in the file of each tensor that is not read to the reason.
-        pairs: Head width if q and k rotate adjacent pairs of dimensions (Mistral's format); 0 if they rotate
-            halves.
+        pairs: Head width if q and k rotate adjacent pairs of dimensions (Mistral's format); 0 if q and k
+            rotate halves.
         scales: Maps the canonical name of each matrix stored in FP8 to the name in the file of the matrix's
             only scale.
     """
@@ -66,7 +66,7 @@ class HeadKeys:
         integers: Sequence[str] = (),
         head_dim: int = 0,
     ) -> HeadKeys:
-        """Match the tensors in a file with the expected ones, and return the tensors to read.
+        """Match the tensors in a file with the expected tensors, and return the tensors to read.
 
         Args:
             reader: Reader of the checkpoint.
@@ -133,7 +133,7 @@ class HeadKeys:
         return halves(tensor, self.pairs) if self.pairs and name.endswith(TURNED) else tensor
 
     def take_if_there(self, reader: CheckpointReader, name: str) -> torch.Tensor | None:
-        """Read one tensor, or return None if it is not among the tensors to read."""
+        """Read one tensor, or return None if this tensor is not among the tensors to read."""
         return self.take(reader, name) if name in self.shapes else None
 
     def take_stored(self, reader: CheckpointReader, name: str) -> torch.Tensor:
@@ -251,11 +251,11 @@ def layer_shapes(
     """Return the names and shapes of a layer's projections and of its post_attention_layernorm.
 
     Args:
-        config: Sizes.
+        config: Sizes of the head's layers.
         layer: Index of the layer.
         input_size: Width of the input of q, k and v.
-        stored: Names in the file. If one projection of a group has a bias, every projection of the group must
-            have a bias.
+        stored: Canonical names of the tensors in the file. If one projection of a group has a bias, every
+            projection of the group must have a bias.
         qkv_bias: True if q, k and v must have biases even if the file contains none.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -275,7 +275,7 @@ def layer_shapes(
             }
         )
         norms = [f"{prefix}self_attn.{part}_norm.weight" for part in "qk"]
-        if any(name in stored for name in norms):  # heads for Qwen3
+        if any(name in stored for name in norms):  # as in heads for Qwen3
             shapes |= dict.fromkeys(norms, (config.head_dim,))
     else:
         shapes |= latent_shapes(config, config.latent, f"{prefix}self_attn.", input_size)

@@ -51,8 +51,8 @@ def take_latent_attention(
     """Read the attention of a layer.
 
     Args:
-        take: Returns a tensor of the head by its canonical name.
-        take_norm: Returns a norm by its canonical name and its epsilon.
+        take: Function that returns a tensor of the head, given the tensor's canonical name.
+        take_norm: Function that returns a norm, given the norm's canonical name and epsilon.
         config: The head's configuration.
         latent: Sizes of the latent attention of the head.
         layer: Index of the layer.

@@ -7,8 +7,8 @@ Mistral's heads are EAGLE-1/2 heads over complete Mistral layers:
 
 - Layer 0 has its ``attention_norm``.
 - ``eagle_linear`` (our ``fc``) has no bias.
-- A ``norm`` follows the last layer. Its output is the input of the lm_head and the next feature. This is
-  vLLM's reading; SGLang loads the norm but does not apply it.
+- A ``norm`` follows the last layer. The output of this norm is the input of the lm_head, and is also the next
+  feature. vLLM applies the norm in this way; SGLang loads the norm but does not apply it.
 - q and k rotate adjacent pairs of dimensions.
 - Each FP8 matrix has one scale.
 """
@@ -66,14 +66,13 @@ SPELLINGS = {ours: theirs for theirs, ours in MODULES.items()}
 
 
 def config_file(folder: Path) -> Path:
-    """Return the configuration file of a head: ``config.json``, or ``params.json`` if only the latter
-    exists."""
+    """Return a head's configuration file: ``config.json``, or ``params.json`` if only this file exists."""
     params = folder / PARAMS_FILE
     return params if params.is_file() and not (folder / CONFIG_FILE).is_file() else folder / CONFIG_FILE
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """Read a head's configuration as stored. `head_config.flatten` translates it to Hugging Face's keys.
+    """Read a head's configuration as stored. `head_config.flatten` translates keys to Hugging Face's keys.
 
     Raises:
         CheckpointError: The file is missing or not JSON.

@@ -22,8 +22,8 @@ def check_eagle3(reader: ConfigReader, num_layers: int, *, final_hidden: bool) -
     Args:
         reader: The head's configuration, with its sections merged.
         num_layers: Number of the head's layers.
-        final_hidden: True if the head reads the last hidden state. With aux layers, ModelOpt ignores
-            ``use_mtp_layernorm``.
+        final_hidden: True if the head reads the last hidden state. If the head reads aux layers instead,
+            ModelOpt ignores ``use_mtp_layernorm``.
 
     Raises:
         CheckpointError: An option is not supported; `field` names the key.

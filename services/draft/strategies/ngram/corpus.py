@@ -1,4 +1,4 @@
-"""Reads a corpus file for n-gram drafting (``ngram_corpus``), and finds matches in it by pairs of tokens."""
+"""Reads a corpus file for n-gram drafting (``ngram_corpus``), and finds matches by pairs of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.shared.base.errors import ConfigurationError
 
 TOKENIZER_FILE = "tokenizer.json"
 MIN_CORPUS_MATCH = 2
-"""A match in another text needs at least two tokens, because one common token predicts nothing there."""
+"""Minimum number of tokens of a match in the corpus. One common token predicts nothing in another text."""
 MAX_CORPUS_ENDS = 1024
 PAIR_SHIFT = 32
 

@@ -22,7 +22,8 @@ from outrider.shared.spec.trees import HostTree
 Tokens = NDArray[np.int32]
 
 MAX_MATCHES = 48
-"""Maximum number of occurrences in a trie: the longest matches, and the latest among equally long ones."""
+"""Maximum number of occurrences in a trie. The longest matches are kept; among equally long matches, the
+latest are kept."""
 MATCH_GROWTH = 2.0
 """Factor by which a continuation's weight grows with each further token of matching context."""
 OLDEST_WEIGHT = 0.5
@@ -62,7 +63,7 @@ class Match:
     """An earlier occurrence of the current suffix.
 
     Attributes:
-        text: The text that contains it.
+        text: The text that contains the occurrence.
         end: Index of the occurrence's last token.
         length: Number of tokens that the occurrence shares with the current suffix.
         weight: Weight of the continuation.
@@ -93,9 +94,10 @@ class Match:
 
 
 def find_matches(text: Tokens, min_match: int, max_match: int) -> list[Match]:
-    """Find earlier occurrences of the last tokens of `text`, longest first, and latest first within a length.
+    """Find earlier occurrences of the last tokens of `text`.
 
-    Only occurrences of at least `min_match` tokens count; at most `max_match` tokens are compared.
+    The longest occurrences come first. Occurrences of equal length are ordered latest first. Only occurrences
+    of at least `min_match` tokens count. At most `max_match` tokens are compared.
     """
     if len(text) < 2:
         return []
@@ -110,7 +112,7 @@ def rank_matches(
 
     Args:
         text: The text that contains the occurrences.
-        ends: Indices of tokens equal to the last one of `suffix`, ascending.
+        ends: Indices of tokens equal to the last token of `suffix`, ascending.
         suffix: The current sequence.
         min_match: Shorter matches are dropped.
         max_match: Longer matches count as matches of this length.
@@ -160,9 +162,9 @@ class ContinuationTrie:
     def tree(self, root_token: int, shape: DraftShape) -> HostTree:
         """Return the heaviest nodes as a tree of this shape.
 
-        In each level, `topk` nodes have children, and each of these nodes has at most `topk` children. The
-        log-probability of a node is its share of its parent's weight. A child never outweighs its parent, so
-        the selected nodes always form a tree.
+        In each level, at most `topk` nodes have children, and each of these nodes has at most `topk`
+        children. The log-probability of a node is its share of its parent's weight. A child never outweighs
+        its parent, so the selected nodes always form a tree.
         """
         levels: list[list[_Candidate]] = []
         beam = [_Candidate(self._root, root_token, None)]

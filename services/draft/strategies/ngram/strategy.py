@@ -1,7 +1,7 @@
 """Drafting with n-grams (prompt lookup): proposes the tokens that followed earlier occurrences of a suffix.
 
-It needs no model, no features and no KV. Longer, more frequent and later matches come first in the tree.
-Sources: SGLang's NGRAM algorithm; prompt lookup decoding (A. Saxena, 2023).
+N-gram drafting needs no model, no features and no KV. Longer, more frequent and later matches come first in
+the tree. Sources: SGLang's NGRAM algorithm; prompt lookup decoding (A. Saxena, 2023).
 """
 
 from __future__ import annotations
