@@ -145,12 +145,14 @@ class KVPool:
         cached_lens: torch.Tensor,
         path: torch.Tensor,
         num_accepted: torch.Tensor,
+        table_rows: torch.Tensor | None = None,
     ) -> None:
         """Move the accepted nodes' K and V to the committed slots of every layer (see `kv_compact`).
 
         Feature rows are not moved.
         """
-        kv_compact([*self.k_planes, *self.v_planes], page_table, cached_lens, path, num_accepted)
+        planes = [*self.k_planes, *self.v_planes]
+        kv_compact(planes, page_table, cached_lens, path, num_accepted, table_rows)
 
     def scrub(self, pages: torch.Tensor) -> None:
         """Zero ``pages [n] int64`` in every plane, so that their next owner cannot read a leftover NaN."""
