@@ -30,7 +30,8 @@ def place_entries(
     starts = entries.starts[:-1].long()
     widths = entries.starts[1:].long() - starts
     counts = state.counts[slots].long()
-    live = (entries.slots >= 0) & (counts > 0) & (state.committed_lens[slots] < state.limits[slots])
+    below = state.committed_lens[slots] < state.limits[slots]
+    live = (entries.slots >= 0) & (widths > 0) & (counts > 0) & below
     # 1. Write the roots of entries without a drafted tree, and of idle entries.
     roots = torch.where(live, state.tokens[slots, (counts - 1).clamp(min=0)], 0)
     plain = (widths > 0) & ~(live & (entries.drafted > 0))
@@ -65,15 +66,15 @@ def place_entries(
 
 
 def _rows_of(sampling: SamplingTensors, slot: torch.Tensor, real: torch.Tensor) -> SamplingTensors:
-    """Return the sampling parameters of each row; rows that are not real are greedy."""
+    """Return the sampling parameters of each row; rows that are not real get neutral parameters."""
     return replace(
         sampling,
         temperature=torch.where(real, sampling.temperature[slot], 0.0),
-        top_k=sampling.top_k[slot],
-        top_p=sampling.top_p[slot],
-        min_p=sampling.min_p[slot],
-        seeds=sampling.seeds[slot],
-        choices=sampling.choices[slot],
+        top_k=torch.where(real, sampling.top_k[slot], 0),
+        top_p=torch.where(real, sampling.top_p[slot], 1.0),
+        min_p=torch.where(real, sampling.min_p[slot], 0.0),
+        seeds=torch.where(real, sampling.seeds[slot], 0),
+        choices=torch.where(real, sampling.choices[slot], 0),
     )
 
 

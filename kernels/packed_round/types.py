@@ -75,7 +75,8 @@ class PlacedEntries:
         positions: ``[M] int64``; ``cached_len + depth``, 0 for padding.
         next_positions: ``[M] int64``; ``positions + 1``, the index of the token chosen after the node.
         kv_slots: ``[M] int64``; -1 for padding and idle entries.
-        sampling: Sampling parameters of each row, ``[M]``.
+        sampling: Sampling parameters of each row, ``[M]``; neutral (greedy, without filters) for padding and
+            idle entries.
     """
 
     cached_lens: torch.Tensor

@@ -63,13 +63,16 @@ class Compact:
 
     Attributes:
         bs, width: Shape of the tensor of paths.
-        max_pages: Width of the page table. The page table and the cached lengths then follow too. 0 means
-            that the ranks use the page table and the cached lengths of the last forward pass.
+        tables, max_pages: Shape of the page table. The page table and the cached lengths then follow too.
+            0 means that the ranks use the page table and the cached lengths of the last forward pass.
+        has_table_rows: 1 if the row of the page table of each sequence follows, 0 if sequence b has row b.
     """
 
     bs: int
     width: int
+    tables: int
     max_pages: int
+    has_table_rows: int
 
 
 @dataclass(frozen=True, slots=True)
