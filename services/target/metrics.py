@@ -133,19 +133,22 @@ class TargetMetrics:
         """Count a round that requested draft nodes and got none."""
         self._fallbacks.labels(reason).inc()
 
-    def observe_round(self, step: ExecutedStep, times: StepTimes) -> None:
-        """Record a decode step."""
-        self._verify_s.observe(times.verify_s)
-        if step.wait_s is None:
-            return
-        self._draft_s.observe(step.wait_s)
-        self._rpc_s.observe(times.proposed - times.announced)
-        self._count_drafts(step)
+    def observe_round(self, step: ExecutedStep, draft_s: float, answer_s: float | None) -> None:
+        """Record a round.
 
-    def observe_device_round(self, step: ExecutedStep) -> None:
-        """Record a round on the device, where drafting and verifying cannot be timed separately."""
-        self._round_s.observe(step.round_s or 0.0)
-        if step.wait_s is not None:
+        Args:
+            step: The round.
+            draft_s: Seconds of drafting on the device.
+            answer_s: Seconds from a request for trees through the host until the trees had arrived; None if
+                trees were not requested through the host.
+        """
+        self._verify_s.observe(step.verify_s)
+        if step.round_s is not None:
+            self._round_s.observe(step.round_s)
+        if answer_s is not None:
+            self._rpc_s.observe(answer_s)
+        if step.depth:
+            self._draft_s.observe(step.wait_s or draft_s)
             self._count_drafts(step)
 
     def _count_drafts(self, step: ExecutedStep) -> None:

@@ -255,6 +255,11 @@ class KVPool:
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         scatter_rows(rows, slots, self.features, places, out)
 
+    def feature_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return copies of the feature rows at slots ``[n] int64``: ``[n, feature_size]``."""
+        assert self.features is not None, "the pool has no feature plane; call resize_features first"
+        return self.features.view(-1, self.feature_size).index_select(0, slots)
+
     def read_features(self, lease: PageLease, start: int, stop: int) -> torch.Tensor:
         """Return a copy of the feature rows of token indices ``[start, stop)`` of one lease.
 

@@ -71,13 +71,19 @@ class DraftSessions:
         """True if `refresh` would find another spec."""
         return self._drafter.feature_spec() is not self._offered
 
-    def follow(self, plan: StepPlan) -> None:
-        """Close the sessions of retracted sequences, open those of admitted ones, reopen lost sessions."""
+    def follow(self, plan: StepPlan) -> list[Sequence]:
+        """Close the sessions of retracted sequences, open those of admitted ones, reopen lost sessions.
+
+        Returns:
+            The sequences whose sessions were opened or reopened.
+        """
+        opened: list[Sequence] = []
         for sequence in plan.retracted:
             self.unfollow(sequence)
         for sequence in plan.admitted:
             if sequence.wants_drafts and self._spec is not None:
                 self._open(sequence)
+                opened.append(sequence)
         self._hear()
         if self._lost:
             lost, self._lost = self._lost, set()
@@ -85,12 +91,8 @@ class DraftSessions:
             for session_id in sorted(lost):
                 if session_id in by_id and by_id[session_id].drafted:
                     self._reopen(by_id[session_id])
-
-    @property
-    def settled(self) -> bool:
-        """True if `refresh` would find no other spec, and `follow` no lost session."""
-        self._hear()
-        return not self._lost and not self.outdated
+                    opened.append(by_id[session_id])
+        return opened
 
     def obstacle(self, sequence: Sequence) -> str:
         """Return the reason why a sequence cannot get drafts now, or an empty string."""

@@ -1,22 +1,42 @@
-"""The interface through which a round gets its draft trees, and the source without a drafter."""
+"""The interface through which a round gets its draft trees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from collections.abc import Set
+from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.spec.tree import DraftShape
 
 Draft = Callable[[], None]
 """Enqueues the drafting of a round whose entries have been uploaded."""
 
 
+@dataclass(frozen=True, slots=True)
+class ProposalWait:
+    """Measured times of a proposal through the host.
+
+    Attributes:
+        wait_s: Seconds for which the round waited for its trees.
+        answer_s: Seconds from the announcement until the trees had arrived.
+    """
+
+    wait_s: float
+    answer_s: float
+
+
 class DraftSource(Protocol):
     """Supplies the draft trees of rounds. Engine thread only."""
+
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
+        """Return the shapes of these rows if they have been announced already, else None."""
+        ...
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         """Return True if the results of all earlier rounds must be read before this round is drafted."""
@@ -31,8 +51,8 @@ class DraftSource(Protocol):
         """
         ...
 
-    def launched(self) -> None:
-        """Do the host's work of the round that was just enqueued. The previous round has been read."""
+    def take_wait(self) -> ProposalWait | None:
+        """Return how long the last round's trees took through the host; None if that was not measured."""
         ...
 
     def prefilled(self, chunk: PrefillChunk) -> None:
@@ -47,8 +67,12 @@ class DraftSource(Protocol):
         """Pass on the tokens that a round chose for a sequence that continues."""
         ...
 
-    def read(self) -> None:
-        """Called after all entries of a round were passed to `committed`, before the tokens are delivered."""
+    def read(self, ended: Set[int]) -> None:
+        """Called after all entries of a round were passed to `committed`, before the tokens are delivered.
+
+        Args:
+            ended: Ids of the sessions that end with this round but still run.
+        """
         ...
 
     def ended(self, sequence: Sequence) -> None:

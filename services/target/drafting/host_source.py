@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import torch
 
 from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.drafting.draft_sessions import DraftSessions
-from outrider.services.target.drafting.draft_source import Draft, DraftSource
+from outrider.services.target.drafting.draft_source import Draft, DraftSource, ProposalWait
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
@@ -83,16 +84,25 @@ class HostSource(DraftSource):
         self._rounds = rounds
         self._round = 0
         self._announced: _Proposal | None = None
+        self._planned: dict[int, DraftShape] | None = None
         self._told: dict[int, int] = {}
-        self._moved: list[tuple[Sequence, int]] = []
-        self.draft_wait_s: float | None = None
+        self._moved: list[Sequence] = []
+        self._wait: ProposalWait | None = None
+
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
+        planned, self._planned = self._planned, None
+        if planned is None:
+            return None
+        known = [planned.get(sequence.session_id) for sequence in decodes]
+        if self._announced is None and None in known:
+            return None  # nothing is on its way, so rows that have joined may still be planned
+        return [NO_DRAFT if shape is None else shape for shape in known]
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return any(entry.shape.drafts for entry in entries)
 
     def prepare(self, entries: Seq[Entry]) -> tuple[list[Entry], Draft | None]:
         # 1. Request the trees, unless the early announcement has done so.
-        self.draft_wait_s = None
         proposal, self._announced = self._announced, None
         wanting = [entry for entry in entries if entry.shape.drafts]
         if not wanting:
@@ -128,8 +138,9 @@ class HostSource(DraftSource):
             return placed, None
         return placed, lambda: self._pack(drafts, members)
 
-    def launched(self) -> None:
-        """Do nothing: everything has been done before the launch."""
+    def take_wait(self) -> ProposalWait | None:
+        wait, self._wait = self._wait, None
+        return wait
 
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Send the stored feature rows of a chunk, without the prompt's last row."""
@@ -140,17 +151,17 @@ class HostSource(DraftSource):
 
     def first_token(self, sequence: Sequence, token: int) -> None:
         self._told[sequence.session_id] = sequence.committed_len - 1
-        self._moved.append((sequence, sequence.committed_len - 1))
+        self._moved.append(sequence)
 
     def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
         sequence = entry.sequence
         self._told.setdefault(sequence.session_id, sequence.committed_len - len(kept))
-        self._moved.append((sequence, sequence.committed_len - len(kept)))
+        self._moved.append(sequence)
 
-    def read(self) -> None:
+    def read(self, ended: Set[int]) -> None:
         self._round += 1
         moved, self._moved = self._moved, []
-        going_on = [sequence for sequence, _ in moved if sequence.slot >= 0]
+        going_on = [one for one in moved if one.slot >= 0 and one.session_id not in ended]
         late = [
             one
             for one in going_on
@@ -160,8 +171,9 @@ class HostSource(DraftSource):
             self._commit(late)
             return
         # Nothing is in flight, so the next round may draft: announce it before anything that can wait.
-        decodes = self._scheduler.decoding()
+        decodes = [one for one in self._scheduler.decoding() if one.session_id not in ended]
         shapes = self._planner.shapes(decodes)
+        self._planned = {one.session_id: shape for one, shape in zip(decodes, shapes, strict=True)}
         wanting = [(one, shape) for one, shape in zip(decodes, shapes, strict=True) if shape.drafts]
         if wanting:
             self._announced = self._announce(wanting, len(decodes))
@@ -171,12 +183,8 @@ class HostSource(DraftSource):
         self._told.pop(sequence.session_id, None)
 
     def abandon(self) -> None:
-        self._announced, self._moved = None, []
+        self._announced, self._planned, self._moved = None, None, []
         self._told.clear()
-
-    def planned(self) -> dict[int, DraftShape] | None:
-        """Return the shapes of the announced round by session, or None if nothing was announced."""
-        return None if self._announced is None else self._announced.shapes
 
     def _announce(self, wanting: Seq[tuple[Sequence, DraftShape]], batch_size: int) -> _Proposal:
         """Send the tokens that the drafter lacks, then request trees."""
@@ -223,10 +231,10 @@ class HostSource(DraftSource):
             self._drafter.fallback_reason(row.fence.session_id) in ANSWERED for row in rows
         )
         if late or replied:
-            self.draft_wait_s = wait_s
             # Without an answer, the draft would have needed longer than the measured time, so count that time
             # double.
             taken = time.monotonic() - proposal.announced_at
+            self._wait = ProposalWait(wait_s, taken)
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:

@@ -22,6 +22,7 @@ class DraftPlanner:
         controller: Chooses the shapes of rows in mode `auto`.
         metrics: Counts fallbacks.
         max_rows: Largest number of packed rows of a round.
+        on_device: True if rounds are drafted on the device, before the previous round has been read.
     """
 
     def __init__(
@@ -30,11 +31,14 @@ class DraftPlanner:
         controller: SpeculationController,
         metrics: TargetMetrics,
         max_rows: int,
+        *,
+        on_device: bool,
     ) -> None:
         self._sessions = sessions
         self._controller = controller
         self._metrics = metrics
         self._max_rows = max_rows
+        self._on_device = on_device
         self._turn = 0
 
     def shapes(self, decodes: Seq[Sequence]) -> list[DraftShape]:
@@ -54,7 +58,8 @@ class DraftPlanner:
         if auto:
             other_nodes = sum(shape.max_nodes for shape in shapes) - len(auto)
             rows = [bound_of(decodes[index]) for index in auto]
-            chosen = self._controller.choose(rows, len(decodes), other_nodes)
+            choose = self._controller.choose_common if self._on_device else self._controller.choose
+            chosen = choose(rows, len(decodes), other_nodes)
             for index, shape in zip(auto, chosen, strict=True):
                 shapes[index] = shape.bounded() if shape.drafts else NO_DRAFT
         return self._within_budget(decodes, shapes, auto)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import torch
 
 from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
-from outrider.services.target.drafting.draft_source import Draft, DraftSource
+from outrider.services.target.drafting.draft_source import Draft, DraftSource, ProposalWait
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
@@ -62,6 +63,9 @@ class ResidentSource(DraftSource):
         # Sessions that drafted in the last enqueued pass, so that their K/V lacks no row of earlier passes.
         self._continuous: set[int] = set()
 
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
+        return None
+
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return False
 
@@ -89,10 +93,16 @@ class ResidentSource(DraftSource):
         launches = [self._seat(shape, members, placed) for shape, members in groups.items()]
         if not launches:
             return placed, None
-        return placed, lambda: [launch() for launch in launches] and None
 
-    def launched(self) -> None:
-        """Do nothing, because the device needs no help."""
+        def draft() -> None:
+            for launch in launches:
+                launch()
+
+        return placed, draft
+
+    def take_wait(self) -> ProposalWait | None:
+        """Return None, because the host does not wait for trees."""
+        return None
 
     def prefilled(self, chunk: PrefillChunk) -> None:
         """Feed the drafter a prompt chunk, if the sequence will probably draft in its first round."""
@@ -110,7 +120,7 @@ class ResidentSource(DraftSource):
     def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
         self._drafter.committed(entry.sequence.session_id, kept, drafted=entry.shape.drafts)
 
-    def read(self) -> None:
+    def read(self, ended: Set[int]) -> None:
         """Do nothing, because the drafter has learnt everything in `committed`."""
 
     def ended(self, sequence: Sequence) -> None:

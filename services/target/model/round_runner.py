@@ -123,6 +123,10 @@ class RoundRunner:
         """Largest number of packed rows of a round."""
         return self.batch.rows
 
+    def resize_features(self) -> None:
+        """Follow a change of the pool's feature size."""
+        self.table.resize_features()
+
     def size_of(self, entries: Seq[Entry]) -> PassSize:
         """Return the size of the verify pass of these entries."""
         rows = self.buckets.size_for(sum(entry.rows for entry in entries))

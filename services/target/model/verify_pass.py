@@ -65,7 +65,7 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
     # 1. Locate the rows.
     entries, trees, pool = batch.entries(size.rows), batch.trees(size.rows), model.pool
     state, page_table = table.state, table.page_table
-    placed = place_entries(state, entries, trees, page_table, pool.page_size, table.sampling, widest=size.width)
+    placed = place_entries(state, entries, trees, page_table, pool.page_size, table.sampling)
     alone = size.width == 1
     attention_batch = AttentionBatch(
         page_table=page_table,
@@ -91,9 +91,7 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
 
     # 3. Accept: walk the trees, then move the K/V of the accepted nodes to their final slots.
     results = batch.results(size.rows)
-    accepted = accept_entries(
-        state, entries, trees, placed, chosen, page_table, pool.page_size, results, widest=size.width
-    )
+    accepted = accept_entries(state, entries, trees, placed, chosen, page_table, pool.page_size, results)
     if not alone:
         pool.compact(
             page_table,

@@ -1,0 +1,28 @@
+"""Configures the decode loop: how far it runs ahead of the host, and the sizes of its buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_PACKED_ROWS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """Configures the decode loop of one engine.
+
+    Attributes:
+        lookahead: Number of rounds that may be in flight when the host launches the next round: 0 or 1.
+        drafts_on_device: True to draft on the target's device if the drafter can.
+        max_depth: Depth of the deepest tree that a request may ask for.
+        max_nodes: Largest number of nodes of a tree.
+        max_packed_rows: Largest number of rows, i.e. nodes of all trees, of a round.
+        prefill_budget_s: Seconds that the prompt chunks of a step may take while other sequences decode.
+    """
+
+    lookahead: int = 0
+    drafts_on_device: bool = False
+    max_depth: int = 16
+    max_nodes: int = 64
+    max_packed_rows: int = MAX_PACKED_ROWS
+    prefill_budget_s: float = 0.02
