@@ -157,7 +157,18 @@ def _attention(
                     if last:
                         tl.store(counter, 0)  # ready for the next launch
                         top, total, acc = gather_some(
-                            partial, stats, place, stride, parts, real, d, element, DIM, GATHER, BLOCK_M, BLOCK_D
+                            partial,
+                            stats,
+                            place,
+                            stride,
+                            parts,
+                            real,
+                            d,
+                            element,
+                            DIM,
+                            GATHER,
+                            BLOCK_M,
+                            BLOCK_D,
                         )
         elif SPLIT:
             place = row * (KV_HEADS * GROUP) + head
@@ -266,7 +277,14 @@ def tree_attention(
         stats = _launch.empty((*parts, heads, 2), torch.float32, q.device)
     logits = starts if sinks is None else sinks.contiguous()
     late = {"RELEASE": blocks.release.value, **_launch.dependent(q)}
-    merged = {"HEADS": heads, "DIM": dim, "SINKS": sinks is not None, "BLOCK_D": block_d, "num_warps": 1, **late}
+    merged = {
+        "HEADS": heads,
+        "DIM": dim,
+        "SINKS": sinks is not None,
+        "BLOCK_D": block_d,
+        "num_warps": 1,
+        **late,
+    }
     with _launch.on_device_of(q):
         _attention[grid](
             q, k_plane, v_plane, page_table.contiguous(), starts if table_rows is None else table_rows.contiguous(),

@@ -91,9 +91,7 @@ def choose_work(
     """
     count = max(1, min(bs, rows // max(1, max_query_len)))
     pairs = max(1, max_query_len) * group
-    blocks = choose_blocks(
-        count, rows, pairs, kv_heads, block_d, itemsize, _UNBOUNDED, processors, roomy
-    )
+    blocks = choose_blocks(count, rows, pairs, kv_heads, block_d, itemsize, _UNBOUNDED, processors, roomy)
     per_head, least = _slots(count, pairs, blocks, kv_heads, is_measured(block_d, itemsize), processors)
     capacity = max(1, per_head // kv_heads)
     # A sequence of n rows takes at most n * group / blocks.pairs + 1 blocks.
