@@ -74,7 +74,8 @@ class SlotTable:
             all_greedy=False,
             any_filter=True,
         )
-        self._written: list[tuple[int, int]] = [(-1, 0)] * slots  # residence and number of written pages
+        # The owner of each slot (session and residence), and the number of its pages in the table.
+        self._written: list[tuple[tuple[int, int], int]] = [((-1, 0), 0)] * slots
         self._stale = False
         self._new_places: list[np.ndarray] = []
         self._new_pages: list[np.ndarray] = []
@@ -97,8 +98,9 @@ class SlotTable:
     def hold(self, sequence: Sequence) -> None:
         """Note the parameters and the new pages of a sequence with a slot. `flush` uploads them."""
         slot = sequence.slot
-        residence, written = self._written[slot]
-        if residence != sequence.residence:
+        owner = sequence.session_id, sequence.residence
+        known, written = self._written[slot]
+        if known != owner:
             self._set_parameters(sequence)
             written = 0
         assert sequence.lease is not None, "a sequence with a slot has a lease"
@@ -107,7 +109,7 @@ class SlotTable:
             first = slot * self.page_table.shape[1]
             self._new_places.append(np.arange(first + written, first + len(pages), dtype=np.int64))
             self._new_pages.append(np.asarray(pages[written:], dtype=np.int32))
-        self._written[slot] = sequence.residence, len(pages)
+        self._written[slot] = owner, len(pages)
 
     def flush(self) -> None:
         """Upload everything that `hold` has noted, in stream order."""

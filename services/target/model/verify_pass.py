@@ -87,7 +87,9 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
     output = model.decoder.forward(trees.tokens, placed.positions, model.attention, pool, aux_layer_ids)
     chosen = model.decoder.choose(output.hidden, _sampling(placed.sampling, size.mode), placed.next_positions)
     if not alone and model.synthetic is not None:
-        chosen = model.synthetic.packed(chosen, entries, trees, placed)
+        chosen = model.synthetic.packed(
+            chosen, trees, entries.starts, placed.next_positions, placed.sampling.seeds
+        )
 
     # 3. Accept: walk the trees, then move the K/V of the accepted nodes to their final slots.
     results = batch.results(size.rows)
