@@ -237,8 +237,6 @@ class Target:
             attention,
             synthetic=stand_in.synthetic if stand_in is not None else None,
             graphs=GraphCache(device, graph_plan.graphs, graph_observer(decoder)),
-            buckets=graph_plan.buckets,
-            max_depth=settings.max_steps,
             prefill_sizes=graph_plan.prefills,
         )
         self._graphs = runner.graphs
@@ -369,7 +367,7 @@ def _make_engine(
         config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids)
     )
     return TargetEngine(
-        runner, Scheduler(pool.allocator, settings.page_size, most), drafter, limits, overlap=plan.overlap
+        runner, Scheduler(pool.allocator, settings.page_size, most), drafter, limits, plan=plan.loop
     )
 
 

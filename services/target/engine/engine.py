@@ -302,6 +302,7 @@ class TargetEngine(Steppable):
             max_nodes=plan.max_nodes,
             max_rows=rows,
             pages=pages,
+            recorded_entries=plan.recorded_entries,
         )
 
     def _make_source(self, plan: LoopPlan) -> DraftSource:

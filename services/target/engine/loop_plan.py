@@ -18,6 +18,8 @@ class LoopPlan:
         max_nodes: Largest number of nodes of a tree.
         max_packed_rows: Largest number of rows, i.e. nodes of all trees, of a round.
         prefill_budget_s: Seconds that the prompt chunks of a step may take while other sequences decode.
+        recorded_entries: Largest number of sequences of a round that is recorded as CUDA graphs. None sets no
+            limit.
     """
 
     lookahead: int = 0
@@ -26,3 +28,4 @@ class LoopPlan:
     max_nodes: int = 64
     max_packed_rows: int = MAX_PACKED_ROWS
     prefill_budget_s: float = 0.02
+    recorded_entries: int | None = None

@@ -104,16 +104,26 @@ class RoundRunner:
         max_nodes: Largest number of nodes of a tree.
         max_rows: Largest number of packed rows of a round.
         pages: Columns of the page table.
+        recorded_entries: Largest number of entries of a round that is recorded. None sets no limit.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, slots: int, columns: int, max_nodes: int, max_rows: int, pages: int
+        self,
+        runner: ModelRunner,
+        *,
+        slots: int,
+        columns: int,
+        max_nodes: int,
+        max_rows: int,
+        pages: int,
+        recorded_entries: int | None = None,
     ) -> None:
         self.table = SlotTable(slots, columns, runner.pool, pages)
         self.buckets = RowBuckets.up_to(max_rows)
         self.batch = PackedBatch(max_rows, slots, columns, max_nodes, runner.device)
         self._runner = runner
         self._graphs = runner.graphs
+        self._recorded_entries = slots if recorded_entries is None else recorded_entries
         self._rings: dict[tuple[int, int], ResultRing] = {}
         self._last_read = 0.0
         self._count = 0
@@ -147,7 +157,8 @@ class RoundRunner:
         """
         launched_at, size = time.monotonic(), self.size_of(entries)
         key = self._key(size)
-        if self._graphs.due(key) and not self._graphs.holds(key):
+        recorded = len(entries) <= self._recorded_entries
+        if recorded and self._graphs.due(key) and not self._graphs.holds(key):
             self.capture(size)  # before the entries are loaded, because a recording runs the pass
         self.table.flush()
         self.batch.load(entries, size.rows)
@@ -155,7 +166,7 @@ class RoundRunner:
         if draft is not None:
             draft()
             drafted = self._mark()
-        if self._graphs.replays(key):
+        if recorded and self._graphs.replays(key):
             self._graphs.run(key, lambda: self._verify(size))
         else:
             self._verify(size)
