@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.growth.draft_graph import pending_rows
+from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Session, Verdict
 from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
@@ -92,9 +92,7 @@ class DraftEngine:
         self.metrics = metrics
         self.sessions = SessionTable(limits, strategy.release)
         self._clock = clock
-        self._slot_rounds = (
-            None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
-        )
+        self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
 
     def open(self, peer: PeerId, opening: SequenceOpen) -> Answer:
         """Start following a sequence, or restart it at a higher epoch.

@@ -162,11 +162,7 @@ class HostSource(DraftSource):
         self._round += 1
         moved, self._moved = self._moved, []
         going_on = [one for one in moved if one.slot >= 0 and one.session_id not in ended]
-        late = [
-            one
-            for one in going_on
-            if one.committed_len - self._told[one.session_id] >= CATCH_UP_TOKENS
-        ]
+        late = [one for one in going_on if one.committed_len - self._told[one.session_id] >= CATCH_UP_TOKENS]
         if any(one.passes_ahead for one in self._scheduler.active):
             self._commit(late)
             return
@@ -218,9 +214,7 @@ class HostSource(DraftSource):
         if commits:
             self._drafter.commit(Commits(self._round, commits))
 
-    def _measure(
-        self, proposal: _Proposal, rows: Seq[ProposalRow], wait_s: float, *, answered: bool
-    ) -> None:
+    def _measure(self, proposal: _Proposal, rows: Seq[ProposalRow], wait_s: float, *, answered: bool) -> None:
         """Let the controller learn the wait, if it measures the cost of a proposal.
 
         The wait measures nothing if the drafter has not answered and the wait ended before the deadline.

@@ -7,9 +7,8 @@ read the previous round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -241,6 +240,4 @@ class ResidentSource(DraftSource):
 
 
 def _key(batch_size: int, columns: int, shape: DraftShape, seated: SeatedGroup) -> GraphKey:
-    return GraphKey(
-        "draft", batch_size, width=columns, shape=shape, drafter=seated.key, draft_dependent=True
-    )
+    return GraphKey("draft", batch_size, width=columns, shape=shape, drafter=seated.key, draft_dependent=True)

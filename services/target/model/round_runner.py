@@ -20,7 +20,13 @@ import torch
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
-from outrider.services.target.model.packed_batch import Entry, PackedBatch, RowBuckets, SamplingMode, width_class
+from outrider.services.target.model.packed_batch import (
+    Entry,
+    PackedBatch,
+    RowBuckets,
+    SamplingMode,
+    width_class,
+)
 from outrider.services.target.model.result_ring import ResultRing
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.verify_pass import PassSize, verify_pass
