@@ -319,7 +319,7 @@ def test_the_prompt_budget_applies_only_beside_decoding_sequences() -> None:
     spans = []
     for _ in range(3):
         plan = scheduler.schedule(0.0, 8)
-        assert [sequence.session_id for sequence in plan.decodes][0] == 1
+        assert next(sequence.session_id for sequence in plan.decodes) == 1
         spans.append([(chunk.sequence.session_id, chunk.start, chunk.stop) for chunk in plan.prefills])
         execute(scheduler, plan)
     assert spans == [[(2, 0, 8)], [(2, 8, 16)], [(2, 16, 20), (3, 0, 4)]]
