@@ -132,8 +132,12 @@ class ExchangeSource(DraftSource):
             self._exchange.batch.hand_over()
 
     def carry(self) -> None:
-        if self._exchange is not None:
-            self._exchange.batch.carry(wanted=True)
+        exchange = self._exchange
+        if exchange is None:
+            return
+        exchange.batch.carry(wanted=bool(exchange.live))
+        if not exchange.live and not self._in_flight:
+            self._leave()
 
     def take_wait(self) -> ProposalWait | None:
         return self._host.take_wait()
