@@ -24,7 +24,6 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import (
     Commit,
     Commits,
-    Drafter,
     DrafterState,
     EagerDrafter,
     FeatureSpec,
@@ -66,7 +65,7 @@ def drafter_beside(
     return InprocDrafter(engine, spec, decoder.device)
 
 
-class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
+class InprocDrafter(EagerDrafter, DeviceDrafter):
     """A `Drafter` that uses a `DraftEngine` in the same process. Only the target's engine thread may call it.
 
     Args:
