@@ -66,7 +66,7 @@ def drafter_beside(
     return InprocDrafter(engine, spec, decoder.device)
 
 
-class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
+class InprocDrafter(EagerDrafter, DeviceDrafter):
     """A `Drafter` that uses a `DraftEngine` in the same process. Only the target's engine thread may call it.
 
     Args:
