@@ -20,7 +20,13 @@ import torch
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
-from outrider.services.target.model.packed_batch import Entry, PackedBatch, RowBuckets, SamplingMode, width_class
+from outrider.services.target.model.packed_batch import (
+    Entry,
+    PackedBatch,
+    RowBuckets,
+    SamplingMode,
+    width_class,
+)
 from outrider.services.target.model.result_ring import ResultRing
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.verify_pass import PassSize, verify_pass
@@ -145,6 +151,13 @@ class RoundRunner:
             width_class(max(entry.rows for entry in entries)),
             SamplingMode.of([entry.sequence for entry in entries]),
             self._runner.captures and any(entry.sequence.has_features for entry in entries),
+        )
+
+    def replays(self, entries: Seq[Entry]) -> bool:
+        """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
+        key = self._key(self.size_of(entries))
+        return not self._graphs.enabled or (
+            self._graphs.replays(key) and len(entries) <= self._recorded_entries
         )
 
     @torch.inference_mode()
