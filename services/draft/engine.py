@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.growth.draft_graph import pending_rows
+from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Session, Verdict
 from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable

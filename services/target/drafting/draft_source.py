@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,10 +39,12 @@ class ProposalWait:
     Attributes:
         wait_s: Seconds for which the round waited for its trees.
         answer_s: Seconds from the announcement until the trees had arrived.
+        depth: Depth of the deepest requested tree.
     """
 
     wait_s: float
     answer_s: float
+    depth: int
 
 
 class DraftSource(Protocol):

@@ -28,7 +28,7 @@ from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
-from outrider.shared.spec.resident import ExchangeDrafter, ExchangedBatch, RoundState
+from outrider.shared.spec.resident import ExchangedBatch, ExchangeDrafter, RoundState
 from outrider.shared.spec.tree import DraftShape
 
 
@@ -132,8 +132,12 @@ class ExchangeSource(DraftSource):
             self._exchange.batch.hand_over()
 
     def carry(self) -> None:
-        if self._exchange is not None:
-            self._exchange.batch.carry(wanted=True)
+        exchange = self._exchange
+        if exchange is None:
+            return
+        exchange.batch.carry(wanted=bool(exchange.live))
+        if not exchange.live and not self._in_flight:
+            self._leave()
 
     def take_wait(self) -> ProposalWait | None:
         return self._host.take_wait()
@@ -159,7 +163,8 @@ class ExchangeSource(DraftSource):
             exchange.batch.committed(
                 [[] if one is None else kept.get(one.session_id, []) for one in exchange.members]
             )
-        self._host.learn(ended, announces=exchange is None)
+        # Do not announce a round that can be exchanged.
+        self._host.learn(ended, announces=exchange is None and not self._drafter.device_resident)
 
     def ended(self, sequence: Sequence) -> None:
         exchange = self._exchange
@@ -183,6 +188,7 @@ class ExchangeSource(DraftSource):
         """Announce a size of rounds to the draft, which records its part."""
         self._drafter.rounds_for_capture(shape, self._state(batch_size, shape))
 
+    @torch.inference_mode()
     def _enter(self, drafting: Seq[Entry]) -> _Exchange | None:
         """Start rounds with these rows. Return None if that is not possible now."""
         shape, sequences = drafting[0].shape, [entry.sequence for entry in drafting]
@@ -193,6 +199,9 @@ class ExchangeSource(DraftSource):
         self._host.commit(sequences)
         state = self._state(size, shape)
         slots = self._slots(sequences, size)
+        for sequence in sequences:
+            self._rounds.table.hold(sequence)
+        self._rounds.table.flush()
         self._gather(state, slots)
         state.counts.zero_()
         batch = self._drafter.enter([one.session_id for one in sequences], shape, state)

@@ -253,7 +253,7 @@ class HostSource(DraftSource):
             # Without an answer, the draft would have needed longer than the measured time, so count that time
             # double.
             taken = time.monotonic() - proposal.announced_at
-            self._wait = ProposalWait(wait_s, taken)
+            self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows))
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:

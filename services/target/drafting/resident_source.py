@@ -7,9 +7,8 @@ read the previous round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import torch

@@ -205,7 +205,7 @@ class DecodeLoop:
                 executed, depth, 0.0 if depth else None, finished.verify_s, 0.0, finished.seconds
             )
         else:
-            step = ExecutedStep(executed, depth, wait.wait_s, finished.seconds, 0.0)
+            step = ExecutedStep(executed, wait.depth, wait.wait_s, finished.seconds, 0.0)
         self._controller.observe(step)
         self._metrics.observe_round(step, finished.draft_s, wait.answer_s if wait else None)
 

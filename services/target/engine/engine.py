@@ -222,6 +222,11 @@ class TargetEngine(Steppable):
 
     # ---- engine thread
 
+    @property
+    def on_device(self) -> bool:
+        """True if a round is in flight while the host does other work."""
+        return self._loop.active
+
     def has_work(self) -> bool:
         """Return True if `step` has work, including graphs to record while no request is live."""
         if self._inbox or self._output.pending or self._loop.active or self._scheduler.has_work():

@@ -59,8 +59,8 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
         size: Sizes of the pass.
 
     Returns:
-        ``[B, 2 + 2 R] int32`` for the host: the number of accepted nodes or -1, the number of nodes, the path,
-        and the emitted tokens. B is the number of entries that may be real.
+        ``[B, 2 + 2 R] int32`` for the host: the number of accepted nodes or -1, the number of nodes, the
+        path, and the emitted tokens. B is the number of entries that may be real.
     """
     # 1. Locate the rows.
     entries, trees, pool = batch.entries(size.rows), batch.trees(size.rows), model.pool
