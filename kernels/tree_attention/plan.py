@@ -77,7 +77,13 @@ def choose_blocks(
     """
     large = _is_large(block_d, itemsize)
     few = pairs <= FEW_PAIRS
-    block_pairs = FEW_PAIRS if few or block_d > _WIDE else min(MANY_PAIRS, next_power_of_2(pairs)) if large else MANY_PAIRS
+    block_pairs = (
+        FEW_PAIRS
+        if few or block_d > _WIDE
+        else min(MANY_PAIRS, next_power_of_2(pairs))
+        if large
+        else MANY_PAIRS
+    )
     programs = max(1, ceil_div(pairs, block_pairs) * kv_heads * bs)
     if not is_measured(block_d, itemsize):
         return _modest(bs, rows, programs, block_pairs, block_d, itemsize, max_kv_len, processors)

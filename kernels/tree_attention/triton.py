@@ -82,10 +82,7 @@ def _attention(
     prefix_len = kv_len
     begin = 0
     if TREE:
-        if WORK:
-            prefix_len = known_prefix
-        else:
-            prefix_len = tl.minimum(tl.load(prefix_lens + sequence), kv_len)
+        prefix_len = known_prefix if WORK else tl.minimum(tl.load(prefix_lens + sequence), kv_len)
         shared_end, end = prefix_len, kv_len
         if WINDOW:
             if POSITIONS:
@@ -157,7 +154,18 @@ def _attention(
                     if last:
                         tl.store(counter, 0)  # ready for the next launch
                         top, total, acc = gather_some(
-                            partial, stats, place, stride, parts, real, d, element, DIM, GATHER, BLOCK_M, BLOCK_D
+                            partial,
+                            stats,
+                            place,
+                            stride,
+                            parts,
+                            real,
+                            d,
+                            element,
+                            DIM,
+                            GATHER,
+                            BLOCK_M,
+                            BLOCK_D,
                         )
         elif SPLIT:
             place = row * (KV_HEADS * GROUP) + head
@@ -248,7 +256,7 @@ def tree_attention(
     if work is not None:
         blocks, splits = work.sizes.blocks, 1
         grid = (1, kv_heads, work.sizes.items)
-        gathered, parts = (MOST_SPLITS if work.sizes.gathers else 0), (work.sizes.partial_rows,)
+        gathered, stored = MOST_SPLITS if work.sizes.gathers else 0, work.sizes.partial_rows
         arrivals = work.arrivals
     else:
         roomy = k_plane.dtype == q.dtype and has_room(q.device)
@@ -258,15 +266,22 @@ def tree_attention(
         splits = blocks.splits
         grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
         gathers = blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS
-        gathered, parts = (splits if gathers and _can_count(k_plane) else 0), (splits, rows)
+        gathered, stored = splits if gathers and _can_count(k_plane) else 0, splits * rows
         if gathered:
             arrivals = _counters(k_plane)
     if work is not None or splits > 1:
-        partial = _launch.empty((*parts, heads, dim), torch.float32, q.device)
-        stats = _launch.empty((*parts, heads, 2), torch.float32, q.device)
+        partial = _launch.empty((stored, heads, dim), torch.float32, q.device)
+        stats = _launch.empty((stored, heads, 2), torch.float32, q.device)
     logits = starts if sinks is None else sinks.contiguous()
     late = {"RELEASE": blocks.release.value, **_launch.dependent(q)}
-    merged = {"HEADS": heads, "DIM": dim, "SINKS": sinks is not None, "BLOCK_D": block_d, "num_warps": 1, **late}
+    merged = {
+        "HEADS": heads,
+        "DIM": dim,
+        "SINKS": sinks is not None,
+        "BLOCK_D": block_d,
+        "num_warps": 1,
+        **late,
+    }
     with _launch.on_device_of(q):
         _attention[grid](
             q, k_plane, v_plane, page_table.contiguous(), starts if table_rows is None else table_rows.contiguous(),

@@ -130,7 +130,9 @@ def merge_rows(
         gdc_launch_dependents()
     if splits > 1:
         place = (first + tl.arange(0, BLOCK_S).to(tl.int64) * stride) * HEADS + head
-        _merge_at(partial, stats, sinks, out, place, splits, row, head, HEADS, DIM, SINKS, PDL, BLOCK_S, BLOCK_D)
+        _merge_at(
+            partial, stats, sinks, out, place, splits, row, head, HEADS, DIM, SINKS, PDL, BLOCK_S, BLOCK_D
+        )
 
 
 @triton.jit
@@ -162,4 +164,3 @@ def _merge_at(
         result.to(out.dtype.element_ty),
         mask=d < DIM,
     )
-

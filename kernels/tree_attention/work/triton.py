@@ -64,7 +64,7 @@ def _plan(
     first = tl.cumsum(count, 0) - count
     stored = tl.where(splits > 1, q_len * splits, 0)
     partial = tl.cumsum(stored, 0) - stored
-    for nth in range(0, tl.max(count, 0)):
+    for nth in range(tl.max(count, 0)):
         split = nth // tl.maximum(blocks, 1)
         block = nth % tl.maximum(blocks, 1)
         begin = split * share * TOKENS
@@ -88,7 +88,7 @@ def _plan(
 
     # 3. Store where the partial results of each row are.
     if MERGES:
-        for local in range(0, tl.max(q_len, 0)):
+        for local in range(tl.max(q_len, 0)):
             row = start + local
             real = (local < q_len) & (row < rows)
             tl.store(merges + row * ROW, partial + local, mask=real)
