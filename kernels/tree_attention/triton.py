@@ -123,8 +123,8 @@ def _attention(
         d = tl.arange(0, BLOCK_D)
         element = real[:, None] & (d < DIM)[None, :]
         if TRANSPOSED:
-            place = row[None, :] * q_row + head[None, :] * q_head + d[:, None]
-            query = tl.load(q + place, mask=real[None, :] & (d < DIM)[:, None], other=0.0)
+            element_of_q = row[None, :] * q_row + head[None, :] * q_head + d[:, None]
+            query = tl.load(q + element_of_q, mask=real[None, :] & (d < DIM)[:, None], other=0.0)
         else:
             query = tl.load(
                 q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=element, other=0.0
@@ -298,7 +298,7 @@ def tree_attention(
         )  # fmt: skip
         if work is not None and not gathered:
             merge_rows[(rows, heads)](
-                work.merges, partial, stats, logits, out, ROW=ROW, BLOCK_S=MOST_SPLITS, **merged
+                work.merges, partial, stats, logits, out, ROW=ROW, FEW=MOST_SPLITS // 4, BLOCK_S=MOST_SPLITS, **merged
             )  # fmt: skip
         elif splits > 1 and not gathered:
             merge[(max_query_len, heads, bs)](

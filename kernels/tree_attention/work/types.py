@@ -113,7 +113,7 @@ def choose_work(
         blocks,
         capacity,
         least,
-        whole + capacity,
+        min(whole + capacity, whole * MOST_SPLITS),
         min(rows + split_rows, rows * MOST_SPLITS),
         blocks.gathers or blocks.splits == 1,
     )
