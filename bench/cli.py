@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.bench.load_commands import serve
+from outrider.bench.load_commands import mixed, serve
 from outrider.bench.options import (
     AnswerTokens,
     Device,
@@ -201,6 +201,7 @@ def latency(
 
 
 bench.command()(serve)
+bench.command()(mixed)
 
 
 @bench.command()

@@ -1,4 +1,4 @@
-"""The command that loads a server, `outrider bench serve`, with its flags."""
+"""The commands that load a server: `outrider bench serve` and `outrider bench mixed`, with their flags."""
 
 from __future__ import annotations
 
@@ -174,6 +174,113 @@ def serve(
         output=result_file(output, "serve", device if own else "remote", force),
     )
     raise typer.Exit(run_serve(options))
+
+
+def mixed(
+    url: Annotated[
+        str | None, typer.Option(help="Address of a running server.", show_default="a stack is started")
+    ] = None,
+    api: Annotated[
+        str,
+        typer.Option(
+            help="Format of the requests: outrider (/generate, all cases), or openai (/v1/completions with "
+            "token ids, the cases without the speculation field)."
+        ),
+    ] = "outrider",
+    api_key: ApiKey = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Parts to run, each with an optional pattern of names, such as odd:*tree*,soak. odd: speed "
+            "beside one request that differs. auto: auto against off. gap: longest pause of streams while a "
+            "long prompt prefills. ttft: time to first token by prompt length. soak: clients that differ in "
+            "everything."
+        ),
+    ] = "odd,auto,gap,ttft,soak",
+    omit: Omit = "",
+    vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="The token ids of the prompts are below this number.",
+            show_default="the vocabulary if the server states it, else 1000",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="odd: number of equal requests.", show_default="32")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the figures are their medians.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="odd and auto: tokens per prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=1, help="odd: tokens per answer.")] = 300,
+    auto_batch: Annotated[str | None, typer.Option(help="auto: batch sizes.", show_default="1,16,64")] = None,
+    auto_tokens: Annotated[
+        str | None, typer.Option(help="auto: tokens per answer.", show_default="256,1500")
+    ] = None,
+    longest: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="gap: tokens of the long prompt; soak: longest prompt.", show_default="12000"
+        ),
+    ] = None,
+    ttft: Annotated[
+        str | None,
+        typer.Option(help="ttft: prompt lengths.", show_default="16,256,300,512,1024,2048,8192,32768"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="soak: seconds per mix of requests.")] = 150.0,
+    clients: Annotated[int, typer.Option(min=1, help="soak: number of clients.")] = 120,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the soak's choices.")] = 1,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    transport: StackTransport = Transport.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Measure how much of a server's speed is left when requests differ: samplings, shapes, lengths.
+
+    Defaults that a server cannot run, such as prompts beyond its context, are reduced or left out.
+    """
+    from outrider.bench.mixed.client import Api
+    from outrider.bench.mixed.command import MixedOptions, run_mixed
+    from outrider.bench.mixed.plan import Wishes, parse_only
+
+    leave_on_terminate()
+    if not seconds > 0:
+        raise ConfigurationError(f"--seconds {seconds:g}: expected a number above 0.", field="--seconds")
+    form = Api(choice(api, [kind.value for kind in Api], "--api"))
+    if url is None and form is Api.OPENAI:
+        raise ConfigurationError("--api openai needs the --url of a running server.", field="--url")
+    options = MixedOptions(
+        stack=StackOptions(
+            target=target or DEMO_TARGET,
+            draft=draft_folder(target, draft),
+            device=device,
+            dtype=dtype,
+            port=free_port(),
+            transport=transport,
+        ),
+        url=url,
+        api=form,
+        api_key=api_key,
+        only=parse_only(only),
+        omitted=_fields(omit),
+        vocab=vocab,
+        wishes=Wishes(
+            batch=batch,
+            pairs=pairs,
+            prompt=prompt_tokens,
+            new=new_tokens,
+            auto_batches=None if auto_batch is None else numbers(auto_batch, "--auto-batch"),
+            auto_new=None if auto_tokens is None else numbers(auto_tokens, "--auto-tokens"),
+            longest=longest,
+            ttft=None if ttft is None else numbers(ttft, "--ttft"),
+            seconds=seconds,
+            clients=clients,
+            seed=seed,
+        ),
+        output=result_file(output, "mixed", device if url is None else "remote", force),
+    )
+    raise typer.Exit(run_mixed(options))
 
 
 def _fields(text: str) -> tuple[str, ...]:
