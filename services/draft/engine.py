@@ -275,8 +275,11 @@ class DraftEngine:
         rounds = self._slot_rounds
         assert rounds is not None, "the strategy cannot draft on the device"
         sessions = [self.sessions.get(peer, session_id) for session_id in session_ids]
-        ready = [one if one is not None and one.lease is not None else None for one in sessions]
-        return rounds.seat(ready, committed_upper, shape, batch_size, columns)
+        for session in sessions:
+            # A session whose rows are all in its slot, e.g. after a prompt of one token, has no lease yet.
+            if session is not None and session.lease is None:
+                self.strategy.reserve(session)
+        return rounds.seat(sessions, committed_upper, shape, batch_size, columns)
 
     def committed(self, peer: PeerId, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
         """Receive the tokens of a pass on the device; see `DeviceDrafter.committed`."""

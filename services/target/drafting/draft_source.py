@@ -18,6 +18,21 @@ Draft = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedDrafts:
+    """The drafting of a round.
+
+    Attributes:
+        entries: The entries of the round, in which rows that get no tree have `NO_DRAFT`.
+        enqueue: Enqueues the drafting. None if no row drafts.
+        may_run_ahead: True if the next round can be enqueued before this round has been read.
+    """
+
+    entries: Seq[Entry]
+    enqueue: Draft | None
+    may_run_ahead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ProposalWait:
     """Measured times of a proposal through the host.
 
@@ -43,12 +58,18 @@ class DraftSource(Protocol):
         """Return True if the results of all earlier rounds must be read before this round is drafted."""
         ...
 
-    def prepare(self, entries: Seq[Entry]) -> tuple[list[Entry], Draft | None]:
-        """Prepare the drafting of a round.
+    def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
+        """Prepare the drafting of a round."""
+        ...
 
-        Returns:
-            The entries, in which rows that get no tree have `NO_DRAFT`, and a function that enqueues the
-            drafting. None instead of the function if no row drafts.
+    def launched(self) -> None:
+        """Do the host's work for the round that was just enqueued, before the previous round is read."""
+        ...
+
+    def carry(self) -> None:
+        """Do the host's remaining work for the last enqueued round, which may wait for a drafter.
+
+        Called after the previous round has been read, and before the last enqueued round is read.
         """
         ...
 

@@ -22,7 +22,7 @@ import torch
 
 from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.drafting.draft_sessions import DraftSessions
-from outrider.services.target.drafting.draft_source import Draft, DraftSource, ProposalWait
+from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
@@ -101,12 +101,12 @@ class HostSource(DraftSource):
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return any(entry.shape.drafts for entry in entries)
 
-    def prepare(self, entries: Seq[Entry]) -> tuple[list[Entry], Draft | None]:
+    def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Request the trees, unless the early announcement has done so.
         proposal, self._announced = self._announced, None
         wanting = [entry for entry in entries if entry.shape.drafts]
         if not wanting:
-            return list(entries), None
+            return PreparedDrafts(entries, None)
         if proposal is None or not any(one.sequence.session_id in proposal.shapes for one in wanting):
             proposal = self._announce([(entry.sequence, entry.shape) for entry in wanting], len(entries))
         # 2. Collect the trees. A row without a tree verifies its root alone.
@@ -118,7 +118,8 @@ class HostSource(DraftSource):
         if len(live) < len(request.rows):
             request = replace(request, rows=live)
         if not live:
-            return [replace(entry, shape=NO_DRAFT) for entry in entries], None
+            plain = [replace(entry, shape=NO_DRAFT) for entry in entries]
+            return PreparedDrafts(plain, None, may_run_ahead=False)
         drafts = self._drafter.propose(request)
         num_nodes, depths = drafts.num_nodes.tolist(), drafts.depths.amax(dim=1).tolist()
         placed = [replace(entry, shape=NO_DRAFT) if entry.shape.drafts else entry for entry in entries]
@@ -136,8 +137,14 @@ class HostSource(DraftSource):
                 members.append(index)
         self._measure(proposal, live, time.monotonic() - started, answered=max(num_nodes) > 1)
         if max(num_nodes) == 1:
-            return placed, None
-        return placed, lambda: self._pack(drafts, members)
+            return PreparedDrafts(placed, None, may_run_ahead=False)
+        return PreparedDrafts(placed, lambda: self._pack(drafts, members), may_run_ahead=False)
+
+    def launched(self) -> None:
+        """Do nothing, because the trees have arrived before the launch."""
+
+    def carry(self) -> None:
+        """Do nothing, because the trees have arrived before the launch."""
 
     def take_wait(self) -> ProposalWait | None:
         wait, self._wait = self._wait, None
@@ -160,12 +167,21 @@ class HostSource(DraftSource):
         self._moved.append(sequence)
 
     def read(self, ended: Set[int]) -> None:
+        self.learn(ended, announces=True)
+
+    def learn(self, ended: Set[int], *, announces: bool) -> None:
+        """Process the tokens that `committed` has noted.
+
+        Args:
+            ended: Ids of the sessions that end with this round but still run.
+            announces: True to announce the next round if no round is in flight.
+        """
         self._round += 1
         moved, self._moved = self._moved, []
         going_on = [one for one in moved if one.slot >= 0 and one.session_id not in ended]
         late = [one for one in going_on if one.committed_len - self._told[one.session_id] >= CATCH_UP_TOKENS]
-        if any(one.passes_ahead for one in self._scheduler.active):
-            self._commit(late)
+        if not announces or any(one.passes_ahead for one in self._scheduler.active):
+            self.commit(late)
             return
         # Nothing is in flight, so the next round may draft: announce it before anything that can wait.
         decodes = [one for one in self._scheduler.decoding() if one.session_id not in ended]
@@ -174,7 +190,7 @@ class HostSource(DraftSource):
         wanting = [(one, shape) for one, shape in zip(decodes, shapes, strict=True) if shape.drafts]
         if wanting:
             self._announced = self._announce(wanting, len(decodes))
-        self._commit(late)
+        self.commit(late)
 
     def ended(self, sequence: Sequence) -> None:
         self._told.pop(sequence.session_id, None)
@@ -185,7 +201,7 @@ class HostSource(DraftSource):
 
     def _announce(self, wanting: Seq[tuple[Sequence, DraftShape]], batch_size: int) -> _Proposal:
         """Send the tokens that the drafter lacks, then request trees."""
-        self._commit([sequence for sequence, _ in wanting])
+        self.commit([sequence for sequence, _ in wanting])
         auto = [bound_of(one) for one, _ in wanting if one.controller_row is not None]
         request = ProposalRequest(
             round=self._round,
@@ -201,7 +217,16 @@ class HostSource(DraftSource):
         self._drafter.announce(request)
         return _Proposal(request, {one.session_id: shape for one, shape in wanting}, announced_at)
 
-    def _commit(self, sequences: Seq[Sequence]) -> None:
+    @property
+    def announced(self) -> bool:
+        """True if the drafter is already working on a round."""
+        return self._announced is not None
+
+    def told(self, sequence: Sequence) -> None:
+        """Note that the drafter has all tokens of a sequence."""
+        self._told[sequence.session_id] = sequence.committed_len
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
         """Send each sequence's tokens that the drafter lacks, with their stored feature rows."""
         commits: list[Commit] = []
         for sequence in sequences:
@@ -229,8 +254,7 @@ class HostSource(DraftSource):
             # Without an answer, the draft would have needed longer than the measured time, so count that time
             # double.
             taken = time.monotonic() - proposal.announced_at
-            depth = max(row.shape.depth for row in proposal.request.rows)
-            self._wait = ProposalWait(wait_s, taken, depth)
+            self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows))
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
-from outrider.services.target.drafting.draft_source import Draft, DraftSource, ProposalWait
+from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
@@ -68,7 +68,7 @@ class ResidentSource(DraftSource):
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return False
 
-    def prepare(self, entries: Seq[Entry]) -> tuple[list[Entry], Draft | None]:
+    def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Supply the rows that sessions lack because they did not draft in the last pass.
         drafting = {entry.sequence.session_id for entry in entries if entry.shape.drafts}
         behind = [
@@ -91,13 +91,19 @@ class ResidentSource(DraftSource):
                 self._drop(placed, index, "not_followed")
         launches = [self._seat(shape, members, placed) for shape, members in groups.items()]
         if not launches:
-            return placed, None
+            return PreparedDrafts(placed, None)
 
         def draft() -> None:
             for launch in launches:
                 launch()
 
-        return placed, draft
+        return PreparedDrafts(placed, draft)
+
+    def launched(self) -> None:
+        """Do nothing, because the device needs no help."""
+
+    def carry(self) -> None:
+        """Do nothing, because the device needs no help."""
 
     def take_wait(self) -> ProposalWait | None:
         """Return None, because the host does not wait for trees."""

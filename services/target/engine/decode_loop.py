@@ -96,21 +96,26 @@ class DecodeLoop:
             entries = [entry for entry in entries if not entry.sequence.passes_ahead]
         if not entries:
             return
-        entries, draft = self._drafts.prepare(entries)
-        for entry in entries:
+        prepared = self._drafts.prepare(entries)
+        for entry in prepared.entries:
             self._rounds.table.hold(entry.sequence)
-        self._in_flight.append(self._rounds.launch(entries, draft))
-        for entry in entries:
+        try:
+            self._in_flight.append(self._rounds.launch(prepared.entries, prepared.enqueue))
+        finally:
+            self._drafts.launched()
+        for entry in prepared.entries:
             sequence = entry.sequence
             sequence.tokens_ahead += entry.columns
             sequence.passes_ahead += 1
             sequence.fresh_columns = entry.columns
-        if not self._drafts.waits_for_host(entries):
+        if prepared.may_run_ahead:
             self._ahead = self._lookahead
 
     def finish(self) -> None:
         """Read, commit and emit the passes in flight, except a round that may stay ahead of the host."""
         while self._in_flight and not self._stays_ahead():
+            if len(self._in_flight) == 1:
+                self._drafts.carry()
             self._finish(self._in_flight.popleft())
 
     def drain(self) -> None:

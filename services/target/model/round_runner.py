@@ -153,6 +153,13 @@ class RoundRunner:
             self._runner.captures and any(entry.sequence.has_features for entry in entries),
         )
 
+    def replays(self, entries: Seq[Entry]) -> bool:
+        """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
+        key = self._key(self.size_of(entries))
+        return not self._graphs.enabled or (
+            self._graphs.replays(key) and len(entries) <= self._recorded_entries
+        )
+
     @torch.inference_mode()
     def launch(self, entries: Seq[Entry], draft: Callable[[], None] | None) -> Round:
         """Enqueue a round.

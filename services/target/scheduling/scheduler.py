@@ -109,8 +109,8 @@ class Scheduler:
     def reserve_ahead(self, sequence: Sequence, committed_upper: int) -> bool:
         """Grow a running sequence's lease for a round that starts at `committed_upper` tokens or fewer.
 
-        If enough pages are free, the lease grows by `SPARE_TOKENS` more than needed, because the device's
-        page table must be written whenever a lease grows.
+        If enough pages are free, the lease grows by `SPARE_TOKENS` more than needed, because the page table
+        on the device must be written whenever a lease grows.
 
         Returns:
             False if no page is free.
