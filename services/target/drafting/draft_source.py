@@ -39,7 +39,7 @@ class ProposalWait:
     Attributes:
         wait_s: Seconds for which the round waited for its trees.
         answer_s: Seconds from the announcement until the trees had arrived.
-        depth: Depth of the deepest requested tree.
+        depth: Depth of the deepest tree that was requested. The answer may contain smaller trees.
     """
 
     wait_s: float

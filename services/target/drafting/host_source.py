@@ -121,18 +121,19 @@ class HostSource(DraftSource):
             plain = [replace(entry, shape=NO_DRAFT) for entry in entries]
             return PreparedDrafts(plain, None, may_run_ahead=False)
         drafts = self._drafter.propose(request)
-        num_nodes = drafts.num_nodes.tolist()
+        num_nodes, depths = drafts.num_nodes.tolist(), drafts.depths.amax(dim=1).tolist()
         placed = [replace(entry, shape=NO_DRAFT) if entry.shape.drafts else entry for entry in entries]
         members: list[int] = []
-        for row, nodes in zip(live, num_nodes, strict=True):
+        for row, nodes, depth in zip(live, num_nodes, depths, strict=True):
             index = places[row.fence.session_id]
             if nodes == 1:
                 reason = self._drafter.fallback_reason(row.fence.session_id) or "no_proposal"
                 self._planner.fell_back(entries[index].sequence, reason)
                 members.append(-1)
             else:
-                shape = row.shape.bounded()
-                placed[index] = replace(placed[index], shape=replace(shape, max_nodes=nodes))
+                # The shape of the answer, which may have fewer levels and nodes than requested.
+                shape = replace(row.shape, depth=depth, max_nodes=nodes)
+                placed[index] = replace(placed[index], shape=shape)
                 members.append(index)
         self._measure(proposal, live, time.monotonic() - started, answered=max(num_nodes) > 1)
         if max(num_nodes) == 1:
@@ -253,7 +254,8 @@ class HostSource(DraftSource):
             # Without an answer, the draft would have needed longer than the measured time, so count that time
             # double.
             taken = time.monotonic() - proposal.announced_at
-            self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows))
+            depth = max(row.shape.depth for row in proposal.request.rows)
+            self._wait = ProposalWait(wait_s, taken, depth)
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:

@@ -264,7 +264,7 @@ def unpack(rows: list[list[int]]) -> list[Outcome | None]:
 
 def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
     if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
-        return first.elapsed_time(second) / 1e3
+        return float(first.elapsed_time(second)) / 1e3
     assert isinstance(first, float)
     assert isinstance(second, float)
     return second - first
