@@ -56,11 +56,13 @@ def _round(sizes: Sizes, batch: int) -> Iterator[Case]:
         f"gather_group, {batch} slots", partial(gather_group, slots, features, how, members, entries, group)
     )
     tree = chain_inputs(sizes, batch)
+    fields = (tree.tokens, tree.parents, tree.depths, tree.ancestors)
+    tokens, parents, depths, ancestors = (torch.zeros_like(field.flatten(0, 1)) for field in fields)
     trees = PackedTrees(
-        tokens=torch.zeros_like(tree.tokens.flatten()),
-        parents=torch.zeros_like(tree.parents.flatten()),
-        depths=torch.zeros_like(tree.depths.flatten()),
-        ancestors=torch.zeros_like(tree.ancestors.flatten(0, 1)),
+        tokens=tokens,
+        parents=parents,
+        depths=depths,
+        ancestors=ancestors,
         logprobs=torch.zeros(batch * nodes, device=device),
         num_nodes=torch.zeros_like(tree.num_nodes),
     )
