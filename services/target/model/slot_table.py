@@ -56,7 +56,7 @@ class SlotTable:
                 counts=torch.zeros(slots, dtype=torch.int32, device=device),
             )
         self._host = np.zeros(_WORDS * slots, dtype=np.int32)
-        self._columns_of_host: dict[str, npt.NDArray[Any]] = {
+        self._host_columns: dict[str, npt.NDArray[Any]] = {
             "seeds": self._host[: 2 * slots].view(np.int64),
             "limits": self._host[2 * slots : 3 * slots],
             "temperature": self._host[3 * slots : 4 * slots].view(np.float32),
