@@ -57,8 +57,12 @@ def _round(sizes: Sizes, batch: int) -> Iterator[Case]:
     )
     tree = chain_inputs(sizes, batch)
     fields = (tree.tokens, tree.parents, tree.depths, tree.ancestors)
+    tokens, parents, depths, ancestors = (torch.zeros_like(field.flatten(0, 1)) for field in fields)
     trees = PackedTrees(
-        *(torch.zeros_like(field.flatten(0, 1)) for field in fields),
+        tokens=tokens,
+        parents=parents,
+        depths=depths,
+        ancestors=ancestors,
         logprobs=torch.zeros(batch * nodes, device=device),
         num_nodes=torch.zeros_like(tree.num_nodes),
     )

@@ -143,15 +143,9 @@ def place_entries(
         seeds=_launch.empty((rows,), torch.int64, device),
         choices=_launch.empty((rows,), torch.int32, device),
     )
-    placed = PlacedEntries(
-        cached_lens=_launch.empty((count,), torch.int32, device),
-        kv_lens=_launch.empty((count,), torch.int32, device),
-        table_rows=_launch.empty((count,), torch.int32, device),
-        positions=_launch.empty((rows,), torch.int64, device),
-        next_positions=_launch.empty((rows,), torch.int64, device),
-        kv_slots=_launch.empty((rows,), torch.int64, device),
-        sampling=of_rows,
-    )
+    cached, kv, table_rows = (_launch.empty((count,), torch.int32, device) for _ in range(3))
+    positions, after, kv_slots = (_launch.empty((rows,), torch.int64, device) for _ in range(3))
+    placed = PlacedEntries(cached, kv, table_rows, positions, after, kv_slots, of_rows)
     if max(count, rows):
         with _launch.on_device_of(page_table):
             _place[(max(count, rows),)](

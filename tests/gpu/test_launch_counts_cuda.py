@@ -13,7 +13,7 @@ from support.gpu_pair import TARGET, make_pair_drafter
 from support.target_harness import make_harness
 from torch.profiler import ProfilerActivity, profile
 
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.open import load_decoder
@@ -30,7 +30,8 @@ MOST = {None: 86, (5, 4, 16): 148, (5, 1, 6): 144}
 def test_rounds_stay_as_short_as_they_are(shape: tuple[int, int, int] | None) -> None:
     decoder = load_decoder(TARGET, "cuda", torch.bfloat16)
     graphs = GraphCache(decoder.device)
-    harness = make_harness(decoder, make_pair_drafter(decoder), overlap=OverlapPlan((1,), 6), graphs=graphs)
+    plan = LoopPlan(lookahead=1, drafts_on_device=True)
+    harness = make_harness(decoder, make_pair_drafter(decoder), plan=plan, graphs=graphs)
     mode = SpeculationMode.OFF if shape is None else SpeculationMode.ON
 
     def answer(name: str) -> None:

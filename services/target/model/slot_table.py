@@ -56,7 +56,7 @@ class SlotTable:
                 counts=torch.zeros(slots, dtype=torch.int32, device=device),
             )
         self._host = np.zeros(_WORDS * slots, dtype=np.int32)
-        self._columns_of_host: dict[str, npt.NDArray[Any]] = {
+        self._host_columns: dict[str, npt.NDArray[Any]] = {
             "seeds": self._host[: 2 * slots].view(np.int64),
             "limits": self._host[2 * slots : 3 * slots],
             "temperature": self._host[3 * slots : 4 * slots].view(np.float32),
@@ -156,7 +156,7 @@ class SlotTable:
         return self._pool.token_slots(sequence.lease, sequence.cached_len - 1, sequence.cached_len)[0]
 
     def _set_parameters(self, sequence: Sequence) -> None:
-        host, slot, params = self._columns_of_host, sequence.slot, sequence.request.sampling
+        host, slot, params = self._host_columns, sequence.slot, sequence.request.sampling
         host["seeds"][slot] = signed_seed(params.seed)
         host["limits"][slot] = sequence.end_len
         host["temperature"][slot] = params.temperature
