@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from outrider.services.target.engine.rounds import advance
+from outrider.services.target.engine.advance import advance
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import FAILED_TOKEN
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep, SpeculationController
