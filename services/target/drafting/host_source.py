@@ -254,12 +254,7 @@ class HostSource(DraftSource):
             # Without an answer, the draft would have needed longer than the measured time, so count that time
             # double.
             taken = time.monotonic() - proposal.announced_at
-<<<<<<< HEAD
-            depth = max(row.shape.depth for row in proposal.request.rows)
-            self._wait = ProposalWait(wait_s, taken, depth)
-=======
             self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows))
->>>>>>> tl2
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:
