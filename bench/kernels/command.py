@@ -32,6 +32,7 @@ from outrider.bench.kernels.layer_cases import (
     norm_cases,
     product_cases,
 )
+from outrider.bench.kernels.ragged_cases import ragged_cases
 from outrider.bench.kernels.round_cases import draft_cases, round_cases, trade_cases
 from outrider.bench.measure.clock import Work as Call
 from outrider.bench.measure.clock import measure
@@ -321,6 +322,7 @@ KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
     "norm": norm_cases,
     "layer": layer_cases,
     "attention": _attention,
+    "ragged": ragged_cases,
     "cache": _cache,
     "choose": _choose,
     "draft": draft_cases,
