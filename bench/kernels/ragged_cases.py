@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -121,14 +122,14 @@ def ragged_inputs(sizes: Sizes, each: list[tuple[int, int]], *, listed: bool) ->
     """Return the inputs of sequences of (rows, tokens before them). `listed` adds a work list."""
     device, live = sizes.device, len(each)
     widest = max(rows for rows, _ in each)
-    count = sum(rows for rows, _ in each)
     lens = [rows + context for rows, context in each]
     used = [-(-length // sizes.page_size) for length in lens]
     numbers = torch.randperm(sum(used)).to(torch.int32)
     table = torch.zeros(live, max(used), dtype=torch.int32)
-    for row, pages in zip(table, numbers.split(used), strict=True):
-        row[: len(pages)] = pages
-    idle = count - live if listed else 0
+    for row, first, count in zip(table, accumulate(used, initial=0), used, strict=False):
+        row[:count] = numbers[first : first + count]
+    total = sum(rows for rows, _ in each)
+    idle = total - live if listed else 0
 
     def integers(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -136,7 +137,7 @@ def ragged_inputs(sizes: Sizes, each: list[tuple[int, int]], *, listed: bool) ->
     ancestors = None if widest == 1 else torch.cat([chain_masks(rows, device) for rows, _ in each])
     starts = [0] + [rows for rows, _ in each] + [0] * idle
     inputs = RaggedInputs(
-        q=sizes.random(count, sizes.heads, sizes.head_dim),
+        q=sizes.random(total, sizes.heads, sizes.head_dim),
         page_table=table.to(device),
         prefix_lens=integers([context for _, context in each] + [0] * idle),
         kv_lens=integers(lens + [0] * idle),
