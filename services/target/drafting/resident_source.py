@@ -62,11 +62,14 @@ class ResidentSource(DraftSource):
         # Sessions that drafted in the last enqueued pass, so that their K/V lacks no row of earlier passes.
         self._continuous: set[int] = set()
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
-        return None
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
+        return [None] * len(decodes)
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return False
+
+    def postponed(self, entries: Seq[Entry]) -> None:
+        """Do nothing, because no round waits for the host."""
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Supply the rows that sessions lack because they did not draft in the last pass.
