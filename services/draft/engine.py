@@ -92,9 +92,7 @@ class DraftEngine:
         self.metrics = metrics
         self.sessions = SessionTable(limits, strategy.release)
         self._clock = clock
-        self._slot_rounds = (
-            None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
-        )
+        self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
 
     def open(self, peer: PeerId, opening: SequenceOpen) -> Answer:
         """Start following a sequence, or restart it at a higher epoch.

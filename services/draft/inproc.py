@@ -24,7 +24,6 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import (
     Commit,
     Commits,
-    Drafter,
     DrafterState,
     EagerDrafter,
     FeatureSpec,

@@ -330,7 +330,7 @@ class ExchangedBatch(ResidentBatch, Protocol):
 
 
 @runtime_checkable
-class ExchangeDrafter(Protocol):
+class ExchangeDrafter(Drafter, Protocol):
     """A drafter in another process that exchanges rounds with this device while `device_resident` is True.
 
     Engine thread only.

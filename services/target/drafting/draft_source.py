@@ -39,7 +39,7 @@ class ProposalWait:
     Attributes:
         wait_s: Seconds for which the round waited for its trees.
         answer_s: Seconds from the announcement until the trees had arrived.
-        depth: Depth of the deepest requested tree.
+        depth: Depth of the deepest tree that was requested. The answer may contain smaller trees.
     """
 
     wait_s: float
@@ -50,12 +50,16 @@ class ProposalWait:
 class DraftSource(Protocol):
     """Supplies the draft trees of rounds. Engine thread only."""
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
-        """Return the shapes of these rows if they have been announced already, else None."""
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
+        """Return the shape of each row that was chosen for the next round already, else None."""
         ...
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         """Return True if the results of all earlier rounds must be read before this round is drafted."""
+        ...
+
+    def postponed(self, entries: Seq[Entry]) -> None:
+        """Keep the shapes of a round that is launched only after earlier rounds have been read."""
         ...
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:

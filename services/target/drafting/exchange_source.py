@@ -95,7 +95,7 @@ class ExchangeSource(DraftSource):
         self._kept: dict[int, list[int]] = {}
         self._tried: set[tuple[int, DraftShape, object]] = set()
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         return self._host.planned(decodes)
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
@@ -110,6 +110,9 @@ class ExchangeSource(DraftSource):
             return True
         uppers = [0 if one is None else one.committed_upper for one in exchange.members]
         return not exchange.batch.reserve(uppers)
+
+    def postponed(self, entries: Seq[Entry]) -> None:
+        self._host.postponed(entries)
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Leave a batch that cannot go on, and start another one if the draft can take part.

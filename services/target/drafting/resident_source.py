@@ -62,11 +62,14 @@ class ResidentSource(DraftSource):
         # Sessions that drafted in the last enqueued pass, so that their K/V lacks no row of earlier passes.
         self._continuous: set[int] = set()
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
-        return None
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
+        return [None] * len(decodes)
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return False
+
+    def postponed(self, entries: Seq[Entry]) -> None:
+        """Do nothing, because no round waits for the host."""
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Supply the rows that sessions lack because they did not draft in the last pass.
@@ -183,14 +186,15 @@ class ResidentSource(DraftSource):
         held = [-1 if row in refused else index for row, index in enumerate(members)]
         places = upload(held + [-1] * (size - len(held)), torch.int32, self._runner.device)
         key, graphs = _key(size, columns, shape, seated), self._runner.graphs
+        recorded = len(members) <= self._rounds.recorded_entries
 
         def launch() -> None:
-            if graphs.due(key) and not graphs.holds(key):
+            if recorded and graphs.due(key) and not graphs.holds(key):
                 group.members.fill_(-1)  # idle rows, because a recording runs the draft
                 graphs.capture(key, lambda: self._run(group, seated))
             seated.load()
             group.members.copy_(places)
-            if graphs.replays(key):
+            if recorded and graphs.replays(key):
                 graphs.run(key, lambda: self._run(group, seated))
             else:
                 self._run(group, seated)

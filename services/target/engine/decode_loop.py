@@ -92,6 +92,7 @@ class DecodeLoop:
         if self._drafts.waits_for_host(entries):
             # The trees depend on tokens that the host must know.
             if any(isinstance(one, Round) for one in self._in_flight):
+                self._drafts.postponed(entries)
                 return
             entries = [entry for entry in entries if not entry.sequence.passes_ahead]
         if not entries:
@@ -144,9 +145,7 @@ class DecodeLoop:
     def _entries(self, decodes: Seq[Sequence]) -> list[Entry]:
         if not decodes:
             return []
-        shapes = self._drafts.planned(decodes)
-        if shapes is None:
-            shapes = self._planner.shapes(decodes)
+        shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
         return [
             Entry(sequence, sequence.residence, shape)
             for sequence, shape in zip(decodes, shapes, strict=True)

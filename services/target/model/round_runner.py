@@ -111,6 +111,12 @@ class RoundRunner:
         max_rows: Largest number of packed rows of a round.
         pages: Columns of the page table.
         recorded_entries: Largest number of entries of a round that is recorded. None sets no limit.
+
+    Attributes:
+        table: The slots.
+        buckets: Numbers of packed rows to which rounds are padded.
+        batch: Entries and trees of the rounds.
+        recorded_entries: Largest number of entries of a round, or of one of its drafts, that is recorded.
     """
 
     def __init__(
@@ -129,7 +135,7 @@ class RoundRunner:
         self.batch = PackedBatch(max_rows, slots, columns, max_nodes, runner.device)
         self._runner = runner
         self._graphs = runner.graphs
-        self._recorded_entries = slots if recorded_entries is None else recorded_entries
+        self.recorded_entries = slots if recorded_entries is None else recorded_entries
         self._rings: dict[tuple[int, int], ResultRing] = {}
         self._last_read = 0.0
         self._count = 0
@@ -157,7 +163,7 @@ class RoundRunner:
         """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
         key = self._key(self.size_of(entries))
         return not self._graphs.enabled or (
-            self._graphs.replays(key) and len(entries) <= self._recorded_entries
+            self._graphs.replays(key) and len(entries) <= self.recorded_entries
         )
 
     @torch.inference_mode()
@@ -170,7 +176,7 @@ class RoundRunner:
         """
         launched_at, size = time.monotonic(), self.size_of(entries)
         key = self._key(size)
-        recorded = len(entries) <= self._recorded_entries
+        recorded = len(entries) <= self.recorded_entries
         if recorded and self._graphs.due(key) and not self._graphs.holds(key):
             self.capture(size)  # before the entries are loaded, because a recording runs the pass
         self.table.flush()
@@ -264,7 +270,7 @@ def unpack(rows: list[list[int]]) -> list[Outcome | None]:
 
 def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
     if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
-        return first.elapsed_time(second) / 1e3
+        return float(first.elapsed_time(second)) / 1e3
     assert isinstance(first, float)
     assert isinstance(second, float)
     return second - first
