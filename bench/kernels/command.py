@@ -34,6 +34,7 @@ from outrider.bench.kernels.layer_cases import (
     product_cases,
 )
 from outrider.bench.kernels.packed_cases import packed_cases
+from outrider.bench.kernels.ragged_cases import ragged_cases
 from outrider.bench.kernels.round_cases import draft_cases, round_cases, trade_cases
 from outrider.bench.measure.clock import Work as Call
 from outrider.bench.measure.clock import measure
@@ -275,6 +276,7 @@ KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
     "norm": norm_cases,
     "layer": layer_cases,
     "attention": _attention,
+    "ragged": ragged_cases,
     "cache": _cache,
     "choose": choose_cases,
     "mixed": mixed_cases,
