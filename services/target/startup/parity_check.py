@@ -197,7 +197,7 @@ def _tree(runner: ModelRunner, prompt: int, tokens: Seq[int], decoy: int) -> Sta
 
 @contextmanager
 def _prefilled(runner: ModelRunner, prompt: int) -> Iterator[PageLease]:
-    """Lease pages with a prompt's K/V. The pages are zeroed afterwards, so that reading them later is seen."""
+    """Lease pages with a prompt's K/V. The pages are zeroed afterwards, so that a later read is seen."""
     sequence = trial_sequence(runner, prompt, _PROMPT_LEN)
     try:
         if FAILED_TOKEN in runner.prefill([PrefillChunk(sequence, 0, _PROMPT_LEN)]):
