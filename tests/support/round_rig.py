@@ -16,9 +16,9 @@ import torch
 from outrider.kernels.packed_round import GroupRows
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.spec.device_drafter import SeatedGroup
 from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
-from outrider.shared.spec.resident import SeatedGroup
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 

@@ -22,13 +22,13 @@ from outrider.services.draft.growth.page_tables import PageTable
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.shared.kv.pages import PageLease
+from outrider.shared.spec.device_drafter import SeatedGroup
 from outrider.shared.spec.fence import extend_prefix_hash
-from outrider.shared.spec.resident import SeatedGroup
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
 class SlotRounds:
-    """Drafts for sessions whose state stays on the target's device (`shared.spec.resident.DeviceDrafter`).
+    """Drafts for sessions whose state stays on the target's device (`shared.spec.device_drafter`).
 
     Args:
         memory: Resources shared by all rounds.

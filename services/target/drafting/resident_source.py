@@ -24,7 +24,7 @@ from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.kv.upload import upload
-from outrider.shared.spec.resident import DeviceDrafter, SeatedGroup
+from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 

@@ -43,8 +43,9 @@ from outrider.services.target.scheduling.sequence import Sequence, SequenceStatu
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.loop import Steppable
+from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.drafter import Drafter, DrafterState
-from outrider.shared.spec.resident import DeviceDrafter, ExchangeDrafter
+from outrider.shared.spec.resident import ExchangeDrafter
 from outrider.shared.spec.tree import DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
