@@ -18,6 +18,7 @@ from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import Entry, SamplingMode
 from outrider.services.target.model.round_runner import Round, RoundRunner
 from outrider.services.target.policy.offered_shapes import offered_shapes
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.graphs import MAX_LATE_GRAPHS, GraphCache
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -72,6 +73,15 @@ def test_ten_thousand_rounds() -> None:
         for record in records:
             record()
     graphs_start = set(harness.runner.graphs.keys)
+    with usual_rounds_are_recorded() as usual:
+        for bs in SIZES:
+            for mode in (SpeculationMode.ON, SpeculationMode.OFF):
+                for number in range(bs):
+                    name = f"{mode} {number} of {bs}"
+                    harness.submit([number + 1] * 5, 20, request_id=name, mode=mode, shape=(5, 4, 16))
+                harness.run()
+    assert set(usual) == set(SIZES)
+    alike = len(harness.sink.finished)
     rng = random.Random(0)
     crowd = Crowd(harness, rng, most_live=MOST_LIVE, haste=0.1)
     clients = draw_clients(
@@ -95,7 +105,7 @@ def test_ten_thousand_rounds() -> None:
         assert harness.scheduler.allocator.held_pages == 0
         return torch.cuda.memory_allocated()
 
-    with watched_rounds() as seen, usual_rounds_are_recorded() as usual:
+    with watched_rounds() as seen, usual_rounds_are_recorded():
         warm = rounds_until(WARM)
         graphs_warm, bytes_warm = set(harness.runner.graphs.keys), torch.cuda.memory_reserved()
         end = rounds_until(ROUNDS)
@@ -111,9 +121,8 @@ def test_ten_thousand_rounds() -> None:
         f"reserved {bytes_warm / 2**20:.0f} -> {bytes_end / 2**20:.0f} MiB"
     )
     assert seen.mixed > ROUNDS / 3
-    assert set(usual) == set(SIZES)
     assert not harness.sink.failed
-    assert len(harness.sink.finished) == count
+    assert len(harness.sink.finished) == alike + count
     new_graphs = len(graphs_end - graphs_warm)
     assert end - warm <= (1 << 20) * (1 + 4 * new_graphs), "memory may grow only by late graphs"
     assert bytes_end - bytes_warm <= MOST_BYTES_PER_GRAPH * (4 + new_graphs)
@@ -125,5 +134,5 @@ def test_ten_thousand_rounds() -> None:
     identity = sum((accepted + 1) * count for accepted, count in enumerate(stats.histogram))
     emitted = harness.engine.stats().generated_tokens
     by_prefills = emitted - (identity - stats.tokens_cut)
-    assert 0 <= by_prefills <= count + harness.scheduler.num_retractions
+    assert 0 <= by_prefills <= alike + count + harness.scheduler.num_retractions
     drafter.shutdown()
