@@ -143,9 +143,9 @@ def place_entries(
         seeds=_launch.empty((rows,), torch.int64, device),
         choices=_launch.empty((rows,), torch.int32, device),
     )
-    lens = (_launch.empty((count,), torch.int32, device) for _ in range(3))
-    places = (_launch.empty((rows,), torch.int64, device) for _ in range(3))
-    placed = PlacedEntries(*lens, *places, of_rows)
+    cached, kv, table_rows = (_launch.empty((count,), torch.int32, device) for _ in range(3))
+    positions, after, kv_slots = (_launch.empty((rows,), torch.int64, device) for _ in range(3))
+    placed = PlacedEntries(cached, kv, table_rows, positions, after, kv_slots, of_rows)
     if max(count, rows):
         with _launch.on_device_of(page_table):
             _place[(max(count, rows),)](

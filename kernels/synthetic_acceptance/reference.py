@@ -61,9 +61,10 @@ def packed_acceptance(
     for tree, (start, count) in enumerate(zip(starts.tolist(), num_nodes.tolist(), strict=False)):
         if count > 1:
             here, root = slice(start, start + count), slice(start, start + 1)
-            fields = (field[None, here] for field in (tokens, parents, depths))
             out[here] = synthetic_acceptance(
-                *fields,
+                tokens[None, here],
+                parents[None, here],
+                depths[None, here],
                 num_nodes[tree : tree + 1],
                 ancestors[None, here],
                 chosen[None, here],

@@ -48,8 +48,8 @@ def tree_attention(
 
     A row that sees nothing yields zeros. Rows of an idle sequence see nothing.
 
-    Without `work`, the grid is sized for equal sequences of `max_query_len` rows and `max_kv_len` tokens. With
-    `work`, it depends on neither, and the time depends on the lengths on the device.
+    Without `work`, the grid is sized for sequences of `max_query_len` rows and `max_kv_len` tokens. With
+    `work`, each sequence costs what its own rows and tokens cost.
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension.
@@ -57,7 +57,8 @@ def tree_attention(
             as it is read. heads is a multiple of kv_heads.
         v_plane: Like `k_plane`.
         page_table: ``[table rows, max_pages] int32``, pages of each sequence in token order. At least
-            ``ceil(kv_len / page_size)`` pages of each sequence are valid. Without `table_rows`, it has bs rows.
+            ``ceil(kv_len / page_size)`` pages of each sequence are valid. It has bs rows if there are no
+            `table_rows`.
         prefix_lens: ``[bs] int32``, number of tokens before each sequence's columns.
         kv_lens: ``[bs] int32``, number of cached tokens, including those of this step.
         query_start: ``[bs + 1] int32``; the rows of sequence b are ``query_start[b]:query_start[b + 1]``.

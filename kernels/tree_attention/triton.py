@@ -82,10 +82,7 @@ def _attention(
     prefix_len = kv_len
     begin = 0
     if TREE:
-        if WORK:
-            prefix_len = known_prefix
-        else:
-            prefix_len = tl.minimum(tl.load(prefix_lens + sequence), kv_len)
+        prefix_len = known_prefix if WORK else tl.minimum(tl.load(prefix_lens + sequence), kv_len)
         shared_end, end = prefix_len, kv_len
         if WINDOW:
             if POSITIONS:
@@ -126,8 +123,8 @@ def _attention(
         d = tl.arange(0, BLOCK_D)
         element = real[:, None] & (d < DIM)[None, :]
         if TRANSPOSED:
-            place = row[None, :] * q_row + head[None, :] * q_head + d[:, None]
-            query = tl.load(q + place, mask=real[None, :] & (d < DIM)[:, None], other=0.0)
+            element_of_q = row[None, :] * q_row + head[None, :] * q_head + d[:, None]
+            query = tl.load(q + element_of_q, mask=real[None, :] & (d < DIM)[:, None], other=0.0)
         else:
             query = tl.load(
                 q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=element, other=0.0
@@ -259,7 +256,7 @@ def tree_attention(
     if work is not None:
         blocks, splits = work.sizes.blocks, 1
         grid = (1, kv_heads, work.sizes.items)
-        gathered, parts = (MOST_SPLITS if work.sizes.gathers else 0), (work.sizes.partial_rows,)
+        gathered, stored = MOST_SPLITS if work.sizes.gathers else 0, work.sizes.partial_rows
         arrivals = work.arrivals
     else:
         roomy = k_plane.dtype == q.dtype and has_room(q.device)
@@ -269,12 +266,12 @@ def tree_attention(
         splits = blocks.splits
         grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
         gathers = blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS
-        gathered, parts = (splits if gathers and _can_count(k_plane) else 0), (splits, rows)
+        gathered, stored = splits if gathers and _can_count(k_plane) else 0, splits * rows
         if gathered:
             arrivals = _counters(k_plane)
     if work is not None or splits > 1:
-        partial = _launch.empty((*parts, heads, dim), torch.float32, q.device)
-        stats = _launch.empty((*parts, heads, 2), torch.float32, q.device)
+        partial = _launch.empty((stored, heads, dim), torch.float32, q.device)
+        stats = _launch.empty((stored, heads, 2), torch.float32, q.device)
     logits = starts if sinks is None else sinks.contiguous()
     late = {"RELEASE": blocks.release.value, **_launch.dependent(q)}
     merged = {
@@ -301,7 +298,7 @@ def tree_attention(
         )  # fmt: skip
         if work is not None and not gathered:
             merge_rows[(rows, heads)](
-                work.merges, partial, stats, logits, out, ROW=ROW, BLOCK_S=MOST_SPLITS, **merged
+                work.merges, partial, stats, logits, out, ROW=ROW, FEW=MOST_SPLITS // 4, BLOCK_S=MOST_SPLITS, **merged
             )  # fmt: skip
         elif splits > 1 and not gathered:
             merge[(max_query_len, heads, bs)](

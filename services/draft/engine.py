@@ -4,9 +4,9 @@ The engine combines the session table with one drafting strategy. It is synchron
 is driven by the draft service's loop or by the in-process drafter. The engine also evicts idle sessions when
 KV memory is short, and drops requests whose deadline has passed.
 
-For a target in the same process, `seat` prepares rounds that stay on the device. Drafting and verification
-then alternate on the GPU and pass each other their results there. The host learns these results one round
-late (see `growth.slot_rounds`).
+For a target in the same process, `seat` prepares the sessions that draft in the next round. Drafting and
+verification then alternate on the GPU, and each leaves its results there for the other. The host learns the
+results one round late (see `growth.slot_rounds`).
 
     messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
     ready sessions → extend     Feed the target's features of committed tokens, never drafted features.
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.growth.draft_graph import pending_rows
+from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Session, Verdict
 from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
@@ -92,9 +92,7 @@ class DraftEngine:
         self.metrics = metrics
         self.sessions = SessionTable(limits, strategy.release)
         self._clock = clock
-        self._slot_rounds = (
-            None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
-        )
+        self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
 
     def open(self, peer: PeerId, opening: SequenceOpen) -> Answer:
         """Start following a sequence, or restart it at a higher epoch.
@@ -277,8 +275,11 @@ class DraftEngine:
         rounds = self._slot_rounds
         assert rounds is not None, "the strategy cannot draft on the device"
         sessions = [self.sessions.get(peer, session_id) for session_id in session_ids]
-        ready = [one if one is not None and one.lease is not None else None for one in sessions]
-        return rounds.seat(ready, committed_upper, shape, batch_size, columns)
+        for session in sessions:
+            # A session whose rows are all in its slot, e.g. after a prompt of one token, has no lease yet.
+            if session is not None and session.lease is None:
+                self.strategy.reserve(session)
+        return rounds.seat(sessions, committed_upper, shape, batch_size, columns)
 
     def committed(self, peer: PeerId, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
         """Receive the tokens of a pass on the device; see `DeviceDrafter.committed`."""

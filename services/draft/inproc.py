@@ -21,10 +21,10 @@ from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused.trial import BUDGET_S
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.drafter import (
     Commit,
     Commits,
-    Drafter,
     DrafterState,
     EagerDrafter,
     FeatureSpec,
@@ -32,7 +32,6 @@ from outrider.shared.spec.drafter import (
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.resident import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import root_trees, scatter_trees
 
@@ -66,7 +65,7 @@ def drafter_beside(
     return InprocDrafter(engine, spec, decoder.device)
 
 
-class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
+class InprocDrafter(EagerDrafter, DeviceDrafter):
     """A `Drafter` that uses a `DraftEngine` in the same process. Only the target's engine thread may call it.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from outrider.services.target.policy.controller import ExecutedStep
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.services.target.step_times import StepTimes
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
 from outrider.shared.spec.drafter import DrafterState
 

@@ -14,7 +14,15 @@ from outrider.kernels.tree_attention import tree_attention
 from outrider.kernels.tree_attention.work.types import choose_work
 
 MIXED = [Sequence(0, 1), Sequence(499, 1), IDLE, Sequence(4999, 1), Sequence(0, 1), IDLE]
-BESIDE_TREES = [Sequence(499, 1), Sequence(700, 24), IDLE, ABSENT, Sequence(30, 1), Sequence(3, 20, 40), ABSENT]
+BESIDE_TREES = [
+    Sequence(499, 1),
+    Sequence(700, 24),
+    IDLE,
+    ABSENT,
+    Sequence(30, 1),
+    Sequence(3, 20, 40),
+    ABSENT,
+]
 FP8 = torch.float8_e4m3fn
 
 
@@ -58,7 +66,9 @@ def test_plain_rows_of_measured_heads(count: int) -> None:
 
 
 @given(
-    counts=st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 40), st.booleans()), min_size=1, max_size=40),
+    counts=st.lists(
+        st.tuples(st.integers(0, 2000), st.integers(0, 40), st.booleans()), min_size=1, max_size=40
+    ),
     group=st.sampled_from([1, 3, 4, 8]),
     processors=st.sampled_from([8, 108, 132]),
     kv_heads=st.sampled_from([1, 2, 8]),
@@ -86,7 +96,7 @@ def test_the_list_covers_every_token_and_stays_in_its_bounds(
 
 
 def uniform(bs: int, rows: int, kv_len: int) -> list[int]:
-    """Return the number of splits of each sequence of a uniform batch on an H200, for 32 and 8 heads of 128."""
+    """Return the number of splits of each of `bs` equal sequences, see `splits_of`."""
     return splits_of([kv_len] * bs, rows)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from attention_cases import TOLERANCE, Sequence, random_tree_masks
@@ -78,7 +78,9 @@ class RaggedBatch:
             plane = torch.randn(*used.shape, shape.kv_heads, shape.dim, generator=generator)
             plane[~used] = torch.nan
             self.planes.append(plane.to(device, plane_dtype or dtype))
-        self.q = torch.randn(self.rows, shape.heads + 1, shape.dim, generator=generator).to(device, dtype)[:, 1:]
+        self.q = torch.randn(self.rows, shape.heads + 1, shape.dim, generator=generator).to(device, dtype)[
+            :, 1:
+        ]
         self.sinks = 3 * torch.randn(shape.heads, generator=generator).to(device)
 
         def integers(values: list[int]) -> torch.Tensor:
@@ -190,7 +192,20 @@ def check_items(work: WorkList, batch: RaggedBatch) -> None:
     sizes = work.sizes
     seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
     end_of_partials = 0
-    for start, q_len, kv_len, prefix, owner, pair, begin, end, split, splits, partial, block in work.items.tolist():
+    for (
+        start,
+        q_len,
+        kv_len,
+        prefix,
+        owner,
+        pair,
+        begin,
+        end,
+        split,
+        splits,
+        partial,
+        block,
+    ) in work.items.tolist():
         if q_len == 0:
             assert (begin, end) == (0, 0)
             continue
@@ -207,11 +222,6 @@ def check_items(work: WorkList, batch: RaggedBatch) -> None:
             assert [0] + [stop for _, stop in shares] == [first for first, _ in shares] + [kv_len]
     assert end_of_partials <= sizes.partial_rows
     starts = batch.query_start.tolist()
-    rows_of = zip(starts, starts[1:], strict=False)
+    rows_of = pairwise(starts)
     blocks = sum(-(-(stop - start) * sizes.group // sizes.blocks.pairs) for start, stop in rows_of)
     assert len(seen) == blocks
-
-
-def quiet(guards: Guards | None) -> AbstractContextManager[None]:
-    """Return the context of the version under test: guarded Triton, or the reference."""
-    return triton_version(guards) if guards else reference_version()

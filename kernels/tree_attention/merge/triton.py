@@ -90,11 +90,11 @@ def gather_some(
 ):  # fmt: skip
     """Return maximum, sum and weighted sum over `splits` splits, a number that only the device knows."""
     nth = tl.arange(0, MOST)
-    at = nth[:, None] * stride + place[None, :]
+    all_at = nth[:, None] * stride + place[None, :]
     given = (nth < splits)[:, None] & real[None, :]
     # Load all maxima and sums at once: one memory latency for any number of splits.
-    tops = tl.load(stats + 2 * at, mask=given, other=-float("inf"), cache_modifier=".cg")
-    totals = tl.load(stats + 2 * at + 1, mask=given, other=0.0, cache_modifier=".cg")
+    tops = tl.load(stats + 2 * all_at, mask=given, other=-float("inf"), cache_modifier=".cg")
+    totals = tl.load(stats + 2 * all_at + 1, mask=given, other=0.0, cache_modifier=".cg")
     top = tl.max(tops, 0)
     base = tl.where(top == -float("inf"), 0.0, top)
     total = tl.sum(tl.exp2(tops - base[None, :]) * totals, 0)
@@ -103,10 +103,10 @@ def gather_some(
     for first in range(0, splits, 64 // BLOCK_M):
         for step in tl.static_range(64 // BLOCK_M):
             at = (first + step) * stride + place
-            given = real & (first + step < splits)
-            own = tl.load(stats + 2 * at, mask=given, other=-float("inf"), cache_modifier=".cg")
+            shown = real & (first + step < splits)
+            own = tl.load(stats + 2 * at, mask=shown, other=-float("inf"), cache_modifier=".cg")
             part = tl.load(
-                partial + at[:, None] * DIM + d[None, :], mask=element & given[:, None], other=0.0, cache_modifier=".cg"
+                partial + at[:, None] * DIM + d[None, :], mask=element & shown[:, None], other=0.0, cache_modifier=".cg"
             )  # fmt: skip
             acc += part * tl.exp2(own - base)[:, None]
     return top, total, acc
@@ -115,9 +115,12 @@ def gather_some(
 @triton.jit
 def merge_rows(
     merges, partial, stats, sinks, out, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
-    RELEASE: tl.constexpr, ROW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    RELEASE: tl.constexpr, ROW: tl.constexpr, FEW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Merge the splits of one row and head, at the places that a work list gives."""
+    """Merge the splits of one row and head, at the places that a work list gives.
+
+    Up to FEW splits, fewer registers are loaded and added.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(merges + row * ROW)
     stride = tl.load(merges + row * ROW + 1)
@@ -128,10 +131,15 @@ def merge_rows(
         gdc_wait()
     if PDL and RELEASE == 1:
         gdc_launch_dependents()
-    if splits > 1:
+    if splits > FEW:
         place = (first + tl.arange(0, BLOCK_S).to(tl.int64) * stride) * HEADS + head
         _merge_at(
             partial, stats, sinks, out, place, splits, row, head, HEADS, DIM, SINKS, PDL, BLOCK_S, BLOCK_D
+        )
+    elif splits > 1:
+        few_places = (first + tl.arange(0, FEW).to(tl.int64) * stride) * HEADS + head
+        _merge_at(
+            partial, stats, sinks, out, few_places, splits, row, head, HEADS, DIM, SINKS, PDL, FEW, BLOCK_D
         )
 
 

@@ -1,8 +1,8 @@
 """plan_attention: cuts the K/V of a ragged batch into shares for `tree_attention`, on the device.
 
 A uniform batch is cut by host integers alone. In a ragged batch, only the device knows how many rows and how
-many tokens a sequence has. The work list assigns each program its block of rows and its token indices, so that
-the grid depends on the number of rows alone and the time depends on the tokens that are really there.
+many tokens a sequence has. The work list assigns each program its block of rows and its token indices. The
+grid therefore depends on the number of rows alone, and the time depends on the tokens that are really there.
 """
 
 from __future__ import annotations

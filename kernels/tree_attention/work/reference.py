@@ -44,9 +44,9 @@ def plan_attention(
             end = min(begin + share * tokens, lens[b])
             for nth in range(blocks[b]):
                 items.append(
-                    [start, stop - start, lens[b], prefix_len, max(owners[b], 0), nth * block]
-                    + [begin, end, split, count, partial, first + nth]
+                    [start, stop - start, lens[b], prefix_len, max(owners[b], 0), nth * block, begin, end]
                 )
+                items[-1] += [split, count, partial, first + nth]
         for local in range(stop - start):
             merges[start + local] = [partial + local, stop - start, count]
         partial += (stop - start) * count if count > 1 else 0

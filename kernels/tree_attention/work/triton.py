@@ -22,7 +22,7 @@ from outrider.kernels.tree_attention.work.types import ITEM, MOST_SPLITS, ROW, W
 
 
 @triton.jit(do_not_specialize=["bs", "rows", "most", "capacity", "least"])
-def _plan(
+def _plan_attention(
     kv_lens, query_start, prefix_lens, table_rows, items, merges, bs, rows, most, capacity, least,
     MOST_SPLITS: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr,
     TOKENS: tl.constexpr, ITEM: tl.constexpr, ROW: tl.constexpr, MAPPED: tl.constexpr, MERGES: tl.constexpr, PDL: tl.constexpr,
@@ -64,7 +64,7 @@ def _plan(
     first = tl.cumsum(count, 0) - count
     stored = tl.where(splits > 1, q_len * splits, 0)
     partial = tl.cumsum(stored, 0) - stored
-    for nth in range(0, tl.max(count, 0)):
+    for nth in range(tl.max(count, 0)):
         split = nth // tl.maximum(blocks, 1)
         block = nth % tl.maximum(blocks, 1)
         begin = split * share * TOKENS
@@ -88,7 +88,7 @@ def _plan(
 
     # 3. Store where the partial results of each row are.
     if MERGES:
-        for local in range(0, tl.max(q_len, 0)):
+        for local in range(tl.max(q_len, 0)):
             row = start + local
             real = (local < q_len) & (row < rows)
             tl.store(merges + row * ROW, partial + local, mask=real)
@@ -116,7 +116,7 @@ def plan_attention(
     )
     block = max(16, _launch.next_power_of_2(bs))
     with _launch.on_device_of(kv_lens):
-        _plan[(1,)](
+        _plan_attention[(1,)](
             kv_lens.contiguous(), query_start.contiguous(), prefix_lens.contiguous(),
             kv_lens if table_rows is None else table_rows.contiguous(), work.items, work.merges, bs, sizes.rows, sizes.items,
             sizes.capacity, sizes.least,

@@ -50,16 +50,24 @@ class WorkSizes:
 class WorkList:
     """The shares of a ragged batch, made by `plan_attention`.
 
+    Columns of `items`, each of which is one program per K/V head:
+
+    - 0, 1: first row of the sequence, and its number of rows.
+    - 2, 3: number of tokens, and of tokens of the prefix.
+    - 4: row of the page table.
+    - 5: first (row, head of the group) pair of the program's block, counted within the sequence.
+    - 6, 7: token indices ``[begin, end)`` of the program.
+    - 8, 9: number of this split, and number of splits.
+    - 10: the sequence's first row of partial results. Split s of its row i is at ``s * rows + i`` from there.
+    - 11: index of the first split's item for the same block. It numbers the block's counter.
+
     Attributes:
-        items: ``[sizes.items, ITEM] int32``. Columns: first row of the sequence; its number of rows; of tokens;
-            of tokens of its prefix; its row of the page table; first (row, head of the group) pair of the block;
-            first and last + 1 token index of the share; number of this split; number of splits; first row of
-            partial results of the sequence; item that stands for the block. Items past the last have no rows.
-        merges: ``[rows, ROW] int32`` for the second launch. Columns: row of partial results of the first split;
-            distance to the next split's; number of splits, below 2 if there is nothing to merge. Empty
-            if `sizes.gathers`.
-        arrivals: ``[items * kv_heads] int32``, counters of finished programs, which are zero between launches.
-            One element without a meaning unless `sizes.gathers`.
+        items: ``[sizes.items, ITEM] int32``. The items that are not needed are last, and have no rows.
+        merges: ``[rows, ROW] int32`` for the second launch: row of partial results of the first split,
+            distance to the next split's, and number of splits. A number below 2 means that there is nothing
+            to merge. Empty if `sizes.gathers`.
+        arrivals: ``[items * kv_heads] int32``, counters of ended programs, which are zero between launches.
+            One element, not used, unless `sizes.gathers`.
         sizes: Sizes of the launches.
     """
 
@@ -105,7 +113,7 @@ def choose_work(
         blocks,
         capacity,
         least,
-        whole + capacity,
+        min(whole + capacity, whole * MOST_SPLITS),
         min(rows + split_rows, rows * MOST_SPLITS),
         blocks.gathers or blocks.splits == 1,
     )

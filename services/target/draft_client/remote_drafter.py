@@ -30,7 +30,6 @@ from outrider.services.target.draft_client.trees import fits
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.drafter import (
     Commits,
-    Drafter,
     DrafterState,
     FeatureSpec,
     ProposalRequest,
@@ -58,7 +57,7 @@ REJECTED_FOR_S = 5.0
 _log = logging.getLogger("outrider.target.draft")
 
 
-class RemoteDrafter(Drafter, ExchangeDrafter):
+class RemoteDrafter(ExchangeDrafter):
     """A drafter in another process. Engine thread only, except for `state`, `describe` and `refusal`.
 
     Args:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,35 +18,62 @@ Draft = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedDrafts:
+    """The drafting of a round.
+
+    Attributes:
+        entries: The entries of the round, in which rows that get no tree have `NO_DRAFT`.
+        enqueue: Enqueues the drafting. None if no row drafts.
+        may_run_ahead: True if the next round can be enqueued before this round has been read.
+    """
+
+    entries: Seq[Entry]
+    enqueue: Draft | None
+    may_run_ahead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ProposalWait:
     """Measured times of a proposal through the host.
 
     Attributes:
         wait_s: Seconds for which the round waited for its trees.
         answer_s: Seconds from the announcement until the trees had arrived.
+        depth: Depth of the deepest tree that was requested. The answer may contain smaller trees.
     """
 
     wait_s: float
     answer_s: float
+    depth: int
 
 
 class DraftSource(Protocol):
     """Supplies the draft trees of rounds. Engine thread only."""
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
-        """Return the shapes of these rows if they have been announced already, else None."""
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
+        """Return the shape of each row that was chosen for the next round already, else None."""
         ...
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         """Return True if the results of all earlier rounds must be read before this round is drafted."""
         ...
 
-    def prepare(self, entries: Seq[Entry]) -> tuple[list[Entry], Draft | None]:
-        """Prepare the drafting of a round.
+    def postponed(self, entries: Seq[Entry]) -> None:
+        """Keep the shapes of a round that is launched only after earlier rounds have been read."""
+        ...
 
-        Returns:
-            The entries, in which rows that get no tree have `NO_DRAFT`, and a function that enqueues the
-            drafting. None instead of the function if no row drafts.
+    def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
+        """Prepare the drafting of a round."""
+        ...
+
+    def launched(self) -> None:
+        """Do the host's work for the round that was just enqueued, before the previous round is read."""
+        ...
+
+    def carry(self) -> None:
+        """Do the host's remaining work for the last enqueued round, which may wait for a drafter.
+
+        Called after the previous round has been read, and before the last enqueued round is read.
         """
         ...
 

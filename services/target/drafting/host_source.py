@@ -1,14 +1,14 @@
-"""Draft trees that come from the host: a drafter in another process, or one that drafts on the CPU.
+"""Draft trees that come from the host: from n-grams, or from a draft in another process.
 
-A round that drafts can start only after the host has read the previous round:
+A round with such trees can start only after the host has read the previous round:
 
     target device   | verify n      |                       | verify n + 1
     host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
     remote draft                           | extend by n, draft n + 1  |
 
 The announcement is sent immediately after a round was read, because a draft in another process idles until
-the announcement arrives. Rounds without drafts are enqueued ahead as usual. The drafter then learns their
-tokens later, in larger commits.
+the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter then
+learns their tokens later, in larger commits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.drafting.draft_sessions import DraftSessions
-from outrider.services.target.drafting.draft_source import Draft, DraftSource, ProposalWait
+from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
@@ -46,13 +46,22 @@ class _Proposal:
 
     Attributes:
         request: The request as sent to the drafter.
-        shapes: The shape of each row of the request, by session.
         announced_at: Time of the announcement, from `time.monotonic()`.
     """
 
     request: ProposalRequest
-    shapes: dict[int, DraftShape]
     announced_at: float
+
+    def among(self, session_ids: Set[int]) -> _Proposal | None:
+        """Return the part of the proposal for these sessions; None if there is none."""
+        rows = [row for row in self.request.rows if row.fence.session_id in session_ids]
+        if len(rows) == len(self.request.rows):
+            return self
+        return replace(self, request=replace(self.request, rows=rows)) if rows else None
+
+    def without(self, session_id: int) -> _Proposal | None:
+        """Return the proposal without a session, which the drafter has forgotten or opened again."""
+        return self.among({row.fence.session_id for row in self.request.rows} - {session_id})
 
 
 class HostSource(DraftSource):
@@ -84,59 +93,62 @@ class HostSource(DraftSource):
         self._rounds = rounds
         self._round = 0
         self._announced: _Proposal | None = None
-        self._planned: dict[int, DraftShape] | None = None
+        # Shapes that were chosen for the next round already, by session.
+        self._planned: dict[int, DraftShape] = {}
         self._told: dict[int, int] = {}
-        self._moved: list[Sequence] = []
+        # Sequences with new tokens since the last `read`, by session.
+        self._moved: dict[int, Sequence] = {}
         self._wait: ProposalWait | None = None
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
-        planned, self._planned = self._planned, None
-        if planned is None:
-            return None
-        known = [planned.get(sequence.session_id) for sequence in decodes]
-        if self._announced is None and None in known:
-            return None  # nothing is on its way, so rows that have joined may still be planned
-        return [NO_DRAFT if shape is None else shape for shape in known]
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
+        planned, self._planned = self._planned, {}
+        # Once trees are on their way, rows that join must wait for the next round.
+        others = None if self._announced is None else NO_DRAFT
+        return [planned.get(sequence.session_id, others) for sequence in decodes]
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return any(entry.shape.drafts for entry in entries)
 
-    def prepare(self, entries: Seq[Entry]) -> tuple[list[Entry], Draft | None]:
+    def postponed(self, entries: Seq[Entry]) -> None:
+        self._planned = {entry.sequence.session_id: entry.shape for entry in entries}
+
+    def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Request the trees, unless the early announcement has done so.
-        proposal, self._announced = self._announced, None
-        wanting = [entry for entry in entries if entry.shape.drafts]
-        if not wanting:
-            return list(entries), None
-        if proposal is None or not any(one.sequence.session_id in proposal.shapes for one in wanting):
-            proposal = self._announce([(entry.sequence, entry.shape) for entry in wanting], len(entries))
-        # 2. Collect the trees. A row without a tree verifies its root alone.
-        started = time.monotonic()
         places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
-        # Ended sequences are left out, because the drafter has forgotten them.
-        live = [row for row in proposal.request.rows if row.fence.session_id in places]
-        request = proposal.request
-        if len(live) < len(request.rows):
-            request = replace(request, rows=live)
-        if not live:
-            return [replace(entry, shape=NO_DRAFT) for entry in entries], None
-        drafts = self._drafter.propose(request)
-        num_nodes = drafts.num_nodes.tolist()
+        announced, self._announced = self._announced, None
+        proposal = None if announced is None else announced.among(places.keys())
+        wanting = [(entry.sequence, entry.shape) for entry in entries if entry.shape.drafts]
+        if not wanting:
+            return PreparedDrafts(entries, None)
+        if proposal is None:
+            proposal = self._announce(wanting, len(entries))
+        # 2. Collect the trees. A row without a tree verifies its root alone.
+        started, rows = time.monotonic(), proposal.request.rows
+        drafts = self._drafter.propose(proposal.request)
+        num_nodes, depths = drafts.num_nodes.tolist(), drafts.depths.amax(dim=1).tolist()
         placed = [replace(entry, shape=NO_DRAFT) if entry.shape.drafts else entry for entry in entries]
         members: list[int] = []
-        for row, nodes in zip(live, num_nodes, strict=True):
+        for row, nodes, depth in zip(rows, num_nodes, depths, strict=True):
             index = places[row.fence.session_id]
             if nodes == 1:
                 reason = self._drafter.fallback_reason(row.fence.session_id) or "no_proposal"
                 self._planner.fell_back(entries[index].sequence, reason)
                 members.append(-1)
             else:
-                shape = row.shape.bounded()
-                placed[index] = replace(placed[index], shape=replace(shape, max_nodes=nodes))
+                # The shape of the answer, which may have fewer levels and nodes than requested.
+                shape = replace(row.shape, depth=depth, max_nodes=nodes)
+                placed[index] = replace(placed[index], shape=shape)
                 members.append(index)
-        self._measure(proposal, live, time.monotonic() - started, answered=max(num_nodes) > 1)
+        self._measure(proposal, time.monotonic() - started, answered=max(num_nodes) > 1)
         if max(num_nodes) == 1:
-            return placed, None
-        return placed, lambda: self._pack(drafts, members)
+            return PreparedDrafts(placed, None, may_run_ahead=False)
+        return PreparedDrafts(placed, lambda: self._pack(drafts, members), may_run_ahead=False)
+
+    def launched(self) -> None:
+        """Do nothing, because the trees have arrived before the launch."""
+
+    def carry(self) -> None:
+        """Do nothing, because the trees have arrived before the launch."""
 
     def take_wait(self) -> ProposalWait | None:
         wait, self._wait = self._wait, None
@@ -151,44 +163,57 @@ class HostSource(DraftSource):
 
     def first_token(self, sequence: Sequence, token: int) -> None:
         self._told[sequence.session_id] = sequence.committed_len - 1
-        self._moved.append(sequence)
+        self._moved[sequence.session_id] = sequence
 
     def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
         sequence = entry.sequence
         self._told.setdefault(sequence.session_id, sequence.committed_len - len(kept))
-        self._moved.append(sequence)
+        self._moved[sequence.session_id] = sequence
 
     def read(self, ended: Set[int]) -> None:
+        self.learn(ended, announces=True)
+
+    def learn(self, ended: Set[int], *, announces: bool) -> None:
+        """Process the tokens that `committed` has noted.
+
+        Args:
+            ended: Ids of the sessions that end with this round but still run.
+            announces: True to announce the next round if no round is in flight.
+        """
         self._round += 1
-        moved, self._moved = self._moved, []
-        going_on = [one for one in moved if one.slot >= 0 and one.session_id not in ended]
+        moved, self._moved = self._moved, {}
         late = [
             one
-            for one in going_on
-            if one.committed_len - self._told[one.session_id] >= CATCH_UP_TOKENS
+            for one in moved.values()
+            if one.session_id not in ended
+            and one.committed_len - self._told[one.session_id] >= CATCH_UP_TOKENS
         ]
-        if any(one.passes_ahead for one in self._scheduler.active):
-            self._commit(late)
+        if not announces or any(one.passes_ahead for one in self._scheduler.active):
+            self.commit(late)
             return
         # Nothing is in flight, so the next round may draft: announce it before anything that can wait.
         decodes = [one for one in self._scheduler.decoding() if one.session_id not in ended]
-        shapes = self._planner.shapes(decodes)
+        shapes = self._planner.shapes(decodes, [self._planned.get(one.session_id) for one in decodes])
         self._planned = {one.session_id: shape for one, shape in zip(decodes, shapes, strict=True)}
         wanting = [(one, shape) for one, shape in zip(decodes, shapes, strict=True) if shape.drafts]
         if wanting:
             self._announced = self._announce(wanting, len(decodes))
-        self._commit(late)
+        self.commit(late)
 
     def ended(self, sequence: Sequence) -> None:
-        self._told.pop(sequence.session_id, None)
+        for by_session in (self._told, self._moved, self._planned):
+            by_session.pop(sequence.session_id, None)
+        if self._announced is not None:
+            self._announced = self._announced.without(sequence.session_id)
 
     def abandon(self) -> None:
-        self._announced, self._planned, self._moved = None, None, []
-        self._told.clear()
+        self._announced, self._wait = None, None
+        for by_session in (self._told, self._moved, self._planned):
+            by_session.clear()
 
     def _announce(self, wanting: Seq[tuple[Sequence, DraftShape]], batch_size: int) -> _Proposal:
         """Send the tokens that the drafter lacks, then request trees."""
-        self._commit([sequence for sequence, _ in wanting])
+        self.commit([sequence for sequence, _ in wanting])
         auto = [bound_of(one) for one, _ in wanting if one.controller_row is not None]
         request = ProposalRequest(
             round=self._round,
@@ -202,9 +227,18 @@ class HostSource(DraftSource):
         )
         announced_at = time.monotonic()
         self._drafter.announce(request)
-        return _Proposal(request, {one.session_id: shape for one, shape in wanting}, announced_at)
+        return _Proposal(request, announced_at)
 
-    def _commit(self, sequences: Seq[Sequence]) -> None:
+    @property
+    def announced(self) -> bool:
+        """True if the drafter is already working on a round."""
+        return self._announced is not None
+
+    def told(self, sequence: Sequence) -> None:
+        """Note that the drafter has all tokens of a sequence."""
+        self._told[sequence.session_id] = sequence.committed_len
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
         """Send each sequence's tokens that the drafter lacks, with their stored feature rows."""
         commits: list[Commit] = []
         for sequence in sequences:
@@ -218,14 +252,12 @@ class HostSource(DraftSource):
         if commits:
             self._drafter.commit(Commits(self._round, commits))
 
-    def _measure(
-        self, proposal: _Proposal, rows: Seq[ProposalRow], wait_s: float, *, answered: bool
-    ) -> None:
+    def _measure(self, proposal: _Proposal, wait_s: float, *, answered: bool) -> None:
         """Let the controller learn the wait, if it measures the cost of a proposal.
 
         The wait measures nothing if the drafter has not answered and the wait ended before the deadline.
         """
-        deadline_s = proposal.request.deadline_s
+        rows, deadline_s = proposal.request.rows, proposal.request.deadline_s
         late = deadline_s is not None and wait_s >= deadline_s
         replied = answered or any(
             self._drafter.fallback_reason(row.fence.session_id) in ANSWERED for row in rows
@@ -234,7 +266,7 @@ class HostSource(DraftSource):
             # Without an answer, the draft would have needed longer than the measured time, so count that time
             # double.
             taken = time.monotonic() - proposal.announced_at
-            self._wait = ProposalWait(wait_s, taken)
+            self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows))
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:

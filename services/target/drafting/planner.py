@@ -41,12 +41,22 @@ class DraftPlanner:
         self._on_device = on_device
         self._turn = 0
 
-    def shapes(self, decodes: Seq[Sequence]) -> list[DraftShape]:
-        """Return the bounded shape of each row; `NO_DRAFT` for a row that verifies its root alone."""
-        shapes = [NO_DRAFT] * len(decodes)
+    def shapes(self, decodes: Seq[Sequence], planned: Seq[DraftShape | None] = ()) -> list[DraftShape]:
+        """Choose the shape of each row.
+
+        Args:
+            decodes: The rows of a round.
+            planned: The shapes of rows that were chosen for this round already; None for the other rows. By
+                default, all rows are chosen.
+
+        Returns:
+            The bounded shape of each row; `NO_DRAFT` for a row that verifies its root alone.
+        """
+        known = planned or [None] * len(decodes)
+        shapes = [shape or NO_DRAFT for shape in known]
         auto: list[int] = []
         for index, sequence in enumerate(decodes):
-            if not sequence.wants_drafts:
+            if known[index] is not None or not sequence.wants_drafts:
                 continue
             reason = self._sessions.obstacle(sequence)
             if reason:

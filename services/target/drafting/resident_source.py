@@ -1,21 +1,23 @@
-"""Draft trees from a drafter on the target's device: one recorded launch per tree shape of a round.
+"""Draft trees from a drafter on the target's device: one recorded piece of a round for each tree shape.
 
-In each launch, the state of the slots that draft with this shape is gathered, the drafter extends its K/V and
-grows the trees, and the trees are packed behind those of other shapes. A round is drafted before the host has
-read the previous round.
+A piece gathers the state of the slots that draft with its shape. The drafter extends its K/V by the tokens of
+the last round and grows the trees. The trees are written to the packed rows of their sequences. A round is
+drafted before the host has read the previous round.
+
+A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
+feature plane. Before it drafts again, the drafter catches up on the rows that it lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import torch
 
 from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
-from outrider.services.target.drafting.draft_source import Draft, DraftSource, ProposalWait
+from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
@@ -25,7 +27,7 @@ from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.kv.upload import upload
-from outrider.shared.spec.resident import DeviceDrafter, SeatedGroup
+from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 
@@ -63,13 +65,16 @@ class ResidentSource(DraftSource):
         # Sessions that drafted in the last enqueued pass, so that their K/V lacks no row of earlier passes.
         self._continuous: set[int] = set()
 
-    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape] | None:
-        return None
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
+        return [None] * len(decodes)
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         return False
 
-    def prepare(self, entries: Seq[Entry]) -> tuple[list[Entry], Draft | None]:
+    def postponed(self, entries: Seq[Entry]) -> None:
+        """Do nothing, because no round waits for the host."""
+
+    def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Supply the rows that sessions lack because they did not draft in the last pass.
         drafting = {entry.sequence.session_id for entry in entries if entry.shape.drafts}
         behind = [
@@ -92,13 +97,19 @@ class ResidentSource(DraftSource):
                 self._drop(placed, index, "not_followed")
         launches = [self._seat(shape, members, placed) for shape, members in groups.items()]
         if not launches:
-            return placed, None
+            return PreparedDrafts(placed, None)
 
         def draft() -> None:
             for launch in launches:
                 launch()
 
-        return placed, draft
+        return PreparedDrafts(placed, draft)
+
+    def launched(self) -> None:
+        """Do nothing, because the device needs no help."""
+
+    def carry(self) -> None:
+        """Do nothing, because the device needs no help."""
 
     def take_wait(self) -> ProposalWait | None:
         """Return None, because the host does not wait for trees."""
@@ -178,14 +189,15 @@ class ResidentSource(DraftSource):
         held = [-1 if row in refused else index for row, index in enumerate(members)]
         places = upload(held + [-1] * (size - len(held)), torch.int32, self._runner.device)
         key, graphs = _key(size, columns, shape, seated), self._runner.graphs
+        recorded = len(members) <= self._rounds.recorded_entries
 
         def launch() -> None:
-            if graphs.due(key) and not graphs.holds(key):
+            if recorded and graphs.due(key) and not graphs.holds(key):
                 group.members.fill_(-1)  # idle rows, because a recording runs the draft
                 graphs.capture(key, lambda: self._run(group, seated))
             seated.load()
             group.members.copy_(places)
-            if graphs.replays(key):
+            if recorded and graphs.replays(key):
                 graphs.run(key, lambda: self._run(group, seated))
             else:
                 self._run(group, seated)
@@ -241,6 +253,4 @@ class ResidentSource(DraftSource):
 
 
 def _key(batch_size: int, columns: int, shape: DraftShape, seated: SeatedGroup) -> GraphKey:
-    return GraphKey(
-        "draft", batch_size, width=columns, shape=shape, drafter=seated.key, draft_dependent=True
-    )
+    return GraphKey("draft", batch_size, width=columns, shape=shape, drafter=seated.key, draft_dependent=True)

@@ -32,7 +32,7 @@ class Committer:
         self._forget = forget
 
     def accept(self, sequence: Sequence, emitted: Seq[int]) -> Advance | None:
-        """Append chosen tokens to a sequence. Return None, and fail the sequence, if its logits are invalid."""
+        """Append chosen tokens. Return None, and fail the sequence, if its logits are invalid."""
         if emitted[-1] == FAILED_TOKEN:
             self._poisoned(sequence)
             return None

@@ -1,13 +1,16 @@
-"""The decode loop: launches a round for all decoding sequences, and finishes the passes that have ended.
+"""The decode loop: launches rounds of all decoding sequences, and finishes rounds and prompt chunks in order.
 
 On a GPU, a round is enqueued before the host has read the previous round (a lookahead of 1):
 
     device    | round n          | round n + 1      | round n + 2
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
-On a CPU, or if trees come from the host, the loop reads a round before it launches the next (a lookahead of
-0). Sequences join and leave between two rounds, and nothing is drained. The host sees the end of a sequence
-one round late. It drops the result of that extra round, so those tokens are never emitted, billed or cached.
+On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next (a
+lookahead of 0).
+
+Sequences join and leave between two rounds. The rounds in flight go on meanwhile. The host sees the end of a
+sequence one round late, so one more round may contain the sequence. The result of that round is void: its
+tokens are never emitted, billed or cached.
 """
 
 from __future__ import annotations
@@ -92,25 +95,31 @@ class DecodeLoop:
         if self._drafts.waits_for_host(entries):
             # The trees depend on tokens that the host must know.
             if any(isinstance(one, Round) for one in self._in_flight):
+                self._drafts.postponed(entries)
                 return
             entries = [entry for entry in entries if not entry.sequence.passes_ahead]
         if not entries:
             return
-        entries, draft = self._drafts.prepare(entries)
-        for entry in entries:
+        prepared = self._drafts.prepare(entries)
+        for entry in prepared.entries:
             self._rounds.table.hold(entry.sequence)
-        self._in_flight.append(self._rounds.launch(entries, draft))
-        for entry in entries:
+        try:
+            self._in_flight.append(self._rounds.launch(prepared.entries, prepared.enqueue))
+        finally:
+            self._drafts.launched()
+        for entry in prepared.entries:
             sequence = entry.sequence
             sequence.tokens_ahead += entry.columns
             sequence.passes_ahead += 1
             sequence.fresh_columns = entry.columns
-        if not self._drafts.waits_for_host(entries):
+        if prepared.may_run_ahead:
             self._ahead = self._lookahead
 
     def finish(self) -> None:
         """Read, commit and emit the passes in flight, except a round that may stay ahead of the host."""
         while self._in_flight and not self._stays_ahead():
+            if len(self._in_flight) == 1:
+                self._drafts.carry()
             self._finish(self._in_flight.popleft())
 
     def drain(self) -> None:
@@ -139,9 +148,7 @@ class DecodeLoop:
     def _entries(self, decodes: Seq[Sequence]) -> list[Entry]:
         if not decodes:
             return []
-        shapes = self._drafts.planned(decodes)
-        if shapes is None:
-            shapes = self._planner.shapes(decodes)
+        shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
         return [
             Entry(sequence, sequence.residence, shape)
             for sequence, shape in zip(decodes, shapes, strict=True)
@@ -200,7 +207,7 @@ class DecodeLoop:
                 executed, depth, 0.0 if depth else None, finished.verify_s, 0.0, finished.seconds
             )
         else:
-            step = ExecutedStep(executed, depth, wait.wait_s, finished.seconds, 0.0)
+            step = ExecutedStep(executed, wait.depth, wait.wait_s, finished.seconds, 0.0)
         self._controller.observe(step)
         self._metrics.observe_round(step, finished.draft_s, wait.answer_s if wait else None)
 

@@ -1,7 +1,7 @@
 """The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish.
 
-A step enqueues prompt chunks and one round of all decoding sequences, then reads what has ended. A round
-without draft nodes is plain decoding through the same code.
+A step enqueues prompt chunks and one round of all decoding sequences. Then it reads the earlier passes, and
+delivers their tokens. A sequence without draft nodes takes part in the same round with one row.
 
 All state belongs to the engine thread. Other threads only append to the inbox.
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.draft_source import DraftSource
+from outrider.services.target.drafting.exchange_source import ExchangeSource
 from outrider.services.target.drafting.host_source import HostSource
 from outrider.services.target.drafting.planner import DraftPlanner
 from outrider.services.target.drafting.resident_source import ResidentSource
@@ -42,8 +43,9 @@ from outrider.services.target.scheduling.sequence import Sequence, SequenceStatu
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.loop import Steppable
+from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.drafter import Drafter, DrafterState
-from outrider.shared.spec.resident import DeviceDrafter
+from outrider.shared.spec.resident import ExchangeDrafter
 from outrider.shared.spec.tree import DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
@@ -211,7 +213,7 @@ class TargetEngine(Steppable):
         """
         self._refresh()
         wanted = [(size, shape) for size, shape in batches if self._drafts or not shape.drafts]
-        drafts = self._source if isinstance(self._source, ResidentSource) else None
+        drafts = self._source if isinstance(self._source, ResidentSource | ExchangeSource) else None
         return list(round_recordings(self._rounds, drafts, wanted, captures=self._runner.captures))
 
     def prefill_recording(self, size: int) -> Callable[[], None]:
@@ -220,6 +222,11 @@ class TargetEngine(Steppable):
         return lambda: self._runner.capture_prefill(size)
 
     # ---- engine thread
+
+    @property
+    def on_device(self) -> bool:
+        """True if a round is in flight while the host does other work."""
+        return self._loop.active
 
     def has_work(self) -> bool:
         """Return True if `step` has work, including graphs to record while no request is live."""
@@ -244,11 +251,13 @@ class TargetEngine(Steppable):
             self._loop.launch(self._schedule(now))
             self._loop.finish()
         self._output.flush()
+        self._source.carry()  # last, because it may wait for a draft in another process
 
     def _adopts_draft(self) -> bool:
         """Adopt a changed draft. Return True if this step has recorded one of the graphs for it instead."""
         if self._sessions.outdated:
-            self._loop.drain()  # sequences may be prefilled again, for features that the new draft needs
+            # Sequences may be prefilled again, to capture the features that the new draft needs.
+            self._loop.drain()
             if self._refresh():
                 self.rerecording.renew()
         if self._live or self._output.pending or not self.rerecording.waiting:
@@ -313,9 +322,13 @@ class TargetEngine(Steppable):
         )
         if on_device and isinstance(drafter, DeviceDrafter):
             return ResidentSource(drafter, self._runner, self._rounds, self._planner.fell_back)
-        return HostSource(
+        host = HostSource(
             drafter, self._sessions, self._planner, self._scheduler, self.controller, self._rounds
         )
+        if plan.drafts_on_device and isinstance(drafter, ExchangeDrafter):
+            pool = self._runner.pool
+            return ExchangeSource(drafter, host, self._rounds, pool, self.controller, plan.columns)
+        return host
 
     def _make_loop(self, plan: LoopPlan) -> DecodeLoop:
         committer = Committer(self._output, self._poisoned, self._forget)

@@ -1,15 +1,24 @@
-"""Lists the CUDA graphs to record at start-up, or after a change of the draft, for the usual batches."""
+"""Lists the CUDA graphs of the usual rounds, to record them at start-up or after a change of the draft."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
-from outrider.services.target.drafting.resident_source import ResidentSource
 from outrider.services.target.model.packed_batch import SamplingMode, width_class
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.spec.tree import DraftShape
+
+
+class RecordedDrafts(Protocol):
+    """A draft source whose drafts are recorded in advance."""
+
+    def capture(self, batch_size: int, shape: DraftShape) -> None:
+        """Record the draft of one size with idle rows."""
+        ...
+
 
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
 """Sampling modes whose graphs are recorded in advance. Other modes are recorded after some use."""
@@ -20,7 +29,7 @@ Recording = tuple[str, Callable[[], None]]
 
 def round_recordings(
     rounds: RoundRunner,
-    drafts: ResidentSource | None,
+    drafts: RecordedDrafts | None,
     batches: Seq[tuple[int, DraftShape]],
     *,
     captures: bool,

@@ -13,8 +13,8 @@ class GraphKey(NamedTuple):
     """Identifies one recorded pass. Passes with equal keys replay the same graph.
 
     Attributes:
-        kind: "draft" for the drafting of one tree shape, "verify" for a verify pass, "prefill" for a pass over
-            a prompt.
+        kind: "draft" for the drafting of one tree shape, "verify" for a verify pass, "prefill" for a pass
+            over a prompt.
         rows: Number of sequences of a draft, of packed rows of a verify pass, or of tokens of a prompt.
         width: Class of the widest tree of a verify pass, or number of columns of a draft's state.
         mode: The sampling mode. None if the graph serves every mode.

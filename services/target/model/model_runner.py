@@ -126,7 +126,7 @@ class ModelRunner:
         self.pool.resize_features(spec.feature_size)
 
     def step_model(self, capture: bool) -> StepModel:
-        """Return the model and memory for `verify_step`. `capture` also computes feature rows."""
+        """Return the model and memory for `verify_pass`. `capture` also computes feature rows."""
         return StepModel(
             self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic
         )

@@ -1,11 +1,12 @@
 """Enqueues rounds over packed rows, as CUDA graphs where possible, and reads their results.
 
-A round consists of pieces, each replayed from a CUDA graph where possible:
+A round consists of pieces, each of which is a CUDA graph where possible:
 
-    draft, once per tree shape | verify: forward, choose, walk, compact, features | post
+    draft, once per tree shape | verify: locate rows, forward, choose, accept, compact, features, post result
 
-The drafts' part is `services.target.drafting`. Graphs of the verify pass are keyed by the number of packed
-rows, the class of the widest tree and the sampling mode, so any mixture of requests shares a few graphs.
+`services.target.drafting` enqueues the first kind of piece, and this module the second. Graphs of the verify
+piece are keyed by the number of packed rows, the class of the widest tree, the sampling mode, and whether
+features are stored. All mixtures of requests therefore share a few graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ import torch
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
-from outrider.services.target.model.packed_batch import Entry, PackedBatch, RowBuckets, SamplingMode, width_class
+from outrider.services.target.model.packed_batch import (
+    Entry,
+    PackedBatch,
+    RowBuckets,
+    SamplingMode,
+    width_class,
+)
 from outrider.services.target.model.result_ring import ResultRing
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.verify_pass import PassSize, verify_pass
@@ -105,6 +112,12 @@ class RoundRunner:
         max_rows: Largest number of packed rows of a round.
         pages: Columns of the page table.
         recorded_entries: Largest number of entries of a round that is recorded. None sets no limit.
+
+    Attributes:
+        table: The slots.
+        buckets: Numbers of packed rows to which rounds are padded.
+        batch: Entries and trees of the rounds.
+        recorded_entries: Largest number of entries of a round, or of one of its drafts, that is recorded.
     """
 
     def __init__(
@@ -123,7 +136,7 @@ class RoundRunner:
         self.batch = PackedBatch(max_rows, slots, columns, max_nodes, runner.device)
         self._runner = runner
         self._graphs = runner.graphs
-        self._recorded_entries = slots if recorded_entries is None else recorded_entries
+        self.recorded_entries = slots if recorded_entries is None else recorded_entries
         self._rings: dict[tuple[int, int], ResultRing] = {}
         self._last_read = 0.0
         self._count = 0
@@ -147,6 +160,13 @@ class RoundRunner:
             self._runner.captures and any(entry.sequence.has_features for entry in entries),
         )
 
+    def replays(self, entries: Seq[Entry]) -> bool:
+        """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
+        key = self._key(self.size_of(entries))
+        return not self._graphs.enabled or (
+            self._graphs.replays(key) and len(entries) <= self.recorded_entries
+        )
+
     @torch.inference_mode()
     def launch(self, entries: Seq[Entry], draft: Callable[[], None] | None) -> Round:
         """Enqueue a round.
@@ -157,7 +177,7 @@ class RoundRunner:
         """
         launched_at, size = time.monotonic(), self.size_of(entries)
         key = self._key(size)
-        recorded = len(entries) <= self._recorded_entries
+        recorded = len(entries) <= self.recorded_entries
         if recorded and self._graphs.due(key) and not self._graphs.holds(key):
             self.capture(size)  # before the entries are loaded, because a recording runs the pass
         self.table.flush()
@@ -251,7 +271,7 @@ def unpack(rows: list[list[int]]) -> list[Outcome | None]:
 
 def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
     if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
-        return first.elapsed_time(second) / 1e3
+        return float(first.elapsed_time(second)) / 1e3
     assert isinstance(first, float)
     assert isinstance(second, float)
     return second - first

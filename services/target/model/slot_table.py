@@ -9,8 +9,10 @@ immediately.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.kernels.packed_round import SlotState
@@ -54,7 +56,7 @@ class SlotTable:
                 counts=torch.zeros(slots, dtype=torch.int32, device=device),
             )
         self._host = np.zeros(_WORDS * slots, dtype=np.int32)
-        self._columns_of_host = {
+        self._host_columns: dict[str, npt.NDArray[Any]] = {
             "seeds": self._host[: 2 * slots].view(np.int64),
             "limits": self._host[2 * slots : 3 * slots],
             "temperature": self._host[3 * slots : 4 * slots].view(np.float32),
@@ -144,12 +146,17 @@ class SlotTable:
         self.state.counts.index_copy_(0, slots, (tokens >= 0).to(torch.int32))
         fed = [one for one in sequences if one.has_features]
         if fed and self._pool.feature_size:
-            last = [self._pool.token_slots(one.lease, one.cached_len - 1, one.cached_len)[0] for one in fed]
+            last = [self._last_row(one) for one in fed]
             rows = self._pool.feature_rows(upload(last, torch.int64, device))
             self.features[:, 0].index_copy_(0, upload([one.slot for one in fed], torch.int64, device), rows)
 
+    def _last_row(self, sequence: Sequence) -> int:
+        """Return the slot of the KV pool that stores the last token of a prompt."""
+        assert sequence.lease is not None, "a sequence with a slot has a lease"
+        return self._pool.token_slots(sequence.lease, sequence.cached_len - 1, sequence.cached_len)[0]
+
     def _set_parameters(self, sequence: Sequence) -> None:
-        host, slot, params = self._columns_of_host, sequence.slot, sequence.request.sampling
+        host, slot, params = self._host_columns, sequence.slot, sequence.request.sampling
         host["seeds"][slot] = signed_seed(params.seed)
         host["limits"][slot] = sequence.end_len
         host["temperature"][slot] = params.temperature

@@ -59,8 +59,8 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
         size: Sizes of the pass.
 
     Returns:
-        ``[B, 2 + 2 R] int32`` for the host: the number of accepted nodes or -1, the number of nodes, the path,
-        and the emitted tokens. B is the number of entries that may be real.
+        ``[B, 2 + 2 R] int32`` for the host: the number of accepted nodes or -1, the number of nodes, the
+        path, and the emitted tokens. B is the number of entries that may be real.
     """
     # 1. Locate the rows.
     entries, trees, pool = batch.entries(size.rows), batch.trees(size.rows), model.pool
@@ -97,10 +97,10 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
     if not alone:
         pool.compact(
             page_table,
-            placed.cached_lens[:results],
+            placed.cached_lens,
             accepted.path,
             accepted.num_accepted,
-            placed.table_rows[:results],
+            placed.table_rows,
         )
 
     # 4. Compute and store the feature rows of the accepted nodes.

@@ -10,11 +10,12 @@ Numerator and denominator are estimated from executed steps (`observe`). `Accept
 estimates the expected tokens from the numbers of accepted drafts. `StepCosts` in `cost_model` estimates the
 seconds from measured times. The controller runs no model, so it is tested against synthetic machines.
 
-There are two kinds of rounds:
+The choice depends on where the trees of a round come from:
 
-- Rounds driven by the host: `choose` picks the best common depth and cuts it to each row's bound. A row
-  drafts nothing if its nodes cost more time than its expected tokens save.
-- Rounds on the device: `choose_common` picks one shape for all rows with equal bounds (`batch_choice`).
+- From the host: `choose` picks the best common depth and cuts it to each row's bound. A row drafts nothing if
+  its nodes cost more time than its expected tokens save.
+- From a drafter on the device: `choose_common` picks one shape for all rows with equal bounds
+  (`batch_choice`). Each shape of a round is a draft piece of its own, so few shapes are best.
 
 Estimates become outdated, so the controller also explores:
 
@@ -94,6 +95,8 @@ class SpeculationController:
         self.acceptance = Acceptances()
         self._shadows: dict[int, PlainProbe] = {}
         self._commons: dict[tuple[int, tuple[DraftShape, ...]], BatchChoice] = {}
+        # The choices that the last `choose_common` has used.
+        self._used: list[BatchChoice] = []
         self._draft_rate: float | None = None
         self._probe_gap = FIRST_PROBE_GAP
         self._since_probe = 0
@@ -107,6 +110,7 @@ class SpeculationController:
         self._probe_gap, self._since_probe = FIRST_PROBE_GAP, 0
         self._form, self._form_left = FormChoice(), 0
         self._commons.clear()
+        self._used.clear()
 
     def new_row(self) -> RowState:
         """Return the state of a new request. Its prior is the acceptance of all requests."""
@@ -153,12 +157,13 @@ class SpeculationController:
         groups: dict[tuple[DraftShape, ...], list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(row.forms, []).append(index)
-        shapes = [NO_DRAFT] * len(rows)
+        shapes, self._used = [NO_DRAFT] * len(rows), []
         for forms, members in groups.items():
             # Rows of other groups count as plain rows.
             others = batch_size - len(rows), other_nodes
             company = Company(others[0] + len(rows) - len(members), others[1] + len(rows) - len(members))
             choice = self._common(len(members), forms)
+            self._used.append(choice)
             shape = choice.choose([rows[index] for index in members], self.costs, self.acceptance, company)
             for index in members:
                 shapes[index] = shape
@@ -187,9 +192,10 @@ class SpeculationController:
         if step.round_s is None:
             self._shadow(batch_size).executed(plainly)
         else:
-            for (size, _forms), choice in self._commons.items():
-                if size == power_of_2(batch_size):
-                    choice.shadow.executed(plainly)
+            # A round may be chosen before the previous round is observed. The same choices are in use then,
+            # unless the batch has just changed.
+            for choice in self._used:
+                choice.shadow.executed(plainly)
         if nodes > batch_size and plain is not None:
             tokens = batch_size + sum(row.accepted for row in step.rows)
             ratio = tokens / batch_size * plain / seconds

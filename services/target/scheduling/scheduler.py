@@ -24,7 +24,7 @@ from outrider.services.target.scheduling.sequence import Sequence, SequenceStatu
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
 SPARE_TOKENS = 64
-"""Number of spare slots that a lease of a batch on the device gets when it grows."""
+"""Number of tokens for which a lease gets spare pages when it grows."""
 PLENTY = 4
 """Spare pages are reserved only if the number of free pages is at least this multiple of the number of spare
 pages."""
@@ -109,8 +109,8 @@ class Scheduler:
     def reserve_ahead(self, sequence: Sequence, committed_upper: int) -> bool:
         """Grow a running sequence's lease for a round that starts at `committed_upper` tokens or fewer.
 
-        If enough pages are free, the lease grows by `SPARE_TOKENS` more than needed, because the device's page
-        table must be written whenever a lease grows.
+        If enough pages are free, the lease grows by `SPARE_TOKENS` more than needed, because the page table
+        on the device must be written whenever a lease grows.
 
         Returns:
             False if no page is free.

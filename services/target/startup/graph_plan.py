@@ -103,6 +103,7 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
         lookahead=int(on),
         drafts_on_device=on,
         max_depth=settings.max_steps,
+        columns=settings.num_steps + 1,
         max_nodes=settings.max_nodes,
         max_packed_rows=settings.max_packed_rows,
         prefill_budget_s=settings.prefill_budget_ms / 1e3,
@@ -191,8 +192,7 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels of `more` and of all graphs of `record_graphs`, in several processes.
 
-    Kernels that were compiled already are skipped. If no graphs are recorded, the kernels of rounds on the
-    device are compiled.
+    Kernels that were compiled already are skipped. Kernels are compiled even if no graphs are recorded.
 
     Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
     impossible if other ranks would have to take part, or if attention needs values that a rehearsal does not

@@ -1,4 +1,4 @@
-"""Tests of rounds in CUDA graphs: the same tokens as in eager and host-driven rounds, and no leaks."""
+"""Tests of rounds in CUDA graphs: the same tokens as in eager rounds and as alone, and no leaks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from support.gpu_pair import HEAD, TARGET, make_pair_drafter
 from support.target_harness import Harness, assert_same_tokens, generate_plain, make_harness
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
-from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
-from outrider.shared.engine.buckets import Buckets
+from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.model.graph_key import GraphKey
+from outrider.shared.base.generation import FinishReason, SamplingParams
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
@@ -28,7 +28,7 @@ SAMPLINGS = [
     SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=(1 << 64) - 3),
 ]
 SHAPES = [(5, 1, 6), (3, 2, 7), (5, 8, 33)]
-SIZES = (1, 2, 4, 8, 16, 32)
+AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,13 @@ def prompts(decoder: Decoder) -> list[list[int]]:
 
 def looped(decoder: Decoder, drafter: Drafter, *, graphs: bool = True, **options: object) -> Harness:
     cache = GraphCache(decoder.device, graphs)
-    plan = OverlapPlan(SIZES, 6)
-    return make_harness(decoder, drafter, overlap=plan, graphs=cache, max_running=32, **options)  # type: ignore[arg-type]
+    return make_harness(decoder, drafter, plan=AHEAD, graphs=cache, max_running=32, **options)  # type: ignore[arg-type]
+
+
+def recorded_rows(harness: Harness, kind: str) -> set[int]:
+    """Return the numbers of rows of all graphs of one kind."""
+    keys = harness.runner.graphs.keys
+    return {key.rows for key in keys if isinstance(key, GraphKey) and key.kind == kind}
 
 
 def vocab_of(decoder: Decoder) -> int:
@@ -57,7 +62,7 @@ def vocab_of(decoder: Decoder) -> int:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_plain_rounds_emit_what_the_hosts_way_emits(
+def test_plain_rounds_emit_what_each_request_emits_alone(
     decoder: Decoder, prompts: list[list[int]], sampling: SamplingParams
 ) -> None:
     for graphs in (False, True):
@@ -68,7 +73,7 @@ def test_plain_rounds_emit_what_the_hosts_way_emits(
         for index in range(3):
             plain = generate_plain(decoder, NoDrafter(decoder.device), prompts[index], 60, sampling=sampling)
             assert_same_tokens(decoder, prompts[index], plain, harness.sink.tokens[str(index)], sampling)
-        assert (len(harness.runner.graphs.keys) > 0) == graphs
+        assert bool(recorded_rows(harness, "verify")) == graphs
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -89,7 +94,8 @@ def test_graphs_emit_what_eager_rounds_emit(
         for index in range(count):
             harness.submit(prompts[index], 60, request_id=str(index), sampling=sampling, shape=shape)
         harness.run()
-        assert drafter.entered > 0
+        assert drafter.seats > 0
+        assert bool(recorded_rows(harness, "draft")) == graphs
         stats = harness.engine.stats().speculation
         assert stats.accept_length > 1.5
         emitted.append((dict(harness.sink.tokens), stats.rounds, stats.accepted_tokens))
@@ -100,14 +106,12 @@ def test_graphs_emit_what_eager_rounds_emit(
     assert emitted[0] == emitted[1], "the same kernels on the same inputs must emit the same tokens"
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_the_demo_pair_drafts_alike_on_both_ways(
-    decoder: Decoder, prompts: list[list[int]], overlap: bool
+@pytest.mark.parametrize("plan", [AHEAD, LoopPlan(drafts_on_device=True), LoopPlan()], ids=str)
+def test_the_demo_pair_drafts_on_the_device_and_through_the_host(
+    decoder: Decoder, prompts: list[list[int]], plan: LoopPlan
 ) -> None:
     drafter = make_pair_drafter(decoder)
-    cache = GraphCache(decoder.device)
-    plan = OverlapPlan(SIZES, 6) if overlap else None
-    harness = make_harness(decoder, drafter, overlap=plan, graphs=cache, buckets=Buckets.make(32, 64))
+    harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(decoder.device))
     expected = {}
     for index, sampling in enumerate(SAMPLINGS):
         for shape in ((5, 1, 6), (5, 4, 16)):
@@ -120,8 +124,8 @@ def test_the_demo_pair_drafts_alike_on_both_ways(
     for name, (prompt, sampling) in expected.items():
         plain = generate_plain(decoder, NoDrafter(decoder.device), prompt, 80, sampling=sampling)
         assert_same_tokens(decoder, prompt, plain, harness.sink.tokens[name], sampling)
-    rounds = [key for key in cache.keys if isinstance(key, tuple) and key[0] == "round"]
-    assert bool(rounds) == overlap
+    assert bool(recorded_rows(harness, "draft")) == plan.drafts_on_device
+    assert recorded_rows(harness, "verify")
     drafter.shutdown()
 
 
@@ -144,8 +148,12 @@ def test_a_batch_that_shrinks_from_32_to_1(
     harness.run()
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
-    sizes = {key[1] for key in harness.runner.graphs.keys if isinstance(key, tuple) and key[0] == "round"}
-    assert sizes >= {1, 2, 4, 8, 16, 32}
+    if shape is None:
+        assert recorded_rows(harness, "verify") >= {1, 2, 4, 8, 16, 32}
+    else:
+        assert recorded_rows(harness, "draft") >= {1, 2, 4, 8, 16, 32}
+        assert min(recorded_rows(harness, "verify")) < 16
+        assert max(recorded_rows(harness, "verify")) > 16 * shape[2]
 
 
 def test_aborts_at_every_step(decoder: Decoder, prompts: list[list[int]]) -> None:
@@ -200,45 +208,6 @@ def test_memory_is_flat_over_rounds(decoder: Decoder, prompts: list[list[int]]) 
     assert set(harness.runner.graphs.keys) == set(graphs), "no new graph may be captured"
     assert torch.cuda.memory_allocated() <= allocated + 4096
     assert torch.cuda.max_memory_allocated() < 2 * allocated + (1 << 30)
-
-
-def test_modes_and_shapes_mix_on_one_engine(decoder: Decoder, prompts: list[list[int]]) -> None:
-    rng = random.Random(2)
-    drafter = make_pair_drafter(decoder)
-    plan = OverlapPlan(SIZES, 6)
-    harness = make_harness(
-        decoder,
-        drafter,
-        overlap=plan,
-        graphs=GraphCache(decoder.device),
-        buckets=Buckets.make(32, 64),
-        max_running=6,
-        num_pages=400,
-    )
-    jobs = []
-    waiting = list(range(24))
-    while waiting or harness.engine.has_work():
-        if waiting and rng.random() < 0.2:
-            index = waiting.pop()
-            sampling, mode = rng.choice(SAMPLINGS), rng.choice(list(SpeculationMode))
-            jobs.append((index, sampling))
-            harness.submit(
-                prompts[index],
-                50,
-                request_id=str(index),
-                sampling=sampling,
-                mode=mode,
-                shape=rng.choice([(5, 4, 16), (5, 4, 16), (3, 1, 4)]),
-                trace=rng.random() < 0.1,
-            )
-        if harness.engine.has_work():
-            harness.step()
-    harness.check_idle()
-    assert not harness.sink.failed
-    for index, sampling in jobs:
-        plain = generate_plain(decoder, NoDrafter(decoder.device), prompts[index], 50, sampling=sampling)
-        assert_same_tokens(decoder, prompts[index], plain, harness.sink.tokens[str(index)], sampling)
-    drafter.shutdown()
 
 
 def test_what_cannot_be_captured_runs_eagerly() -> None:
