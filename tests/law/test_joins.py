@@ -31,6 +31,7 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
+torch.set_num_threads(1)
 VOCAB = 64
 AHEAD = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=5, max_nodes=21)
 SAMPLINGS = [
