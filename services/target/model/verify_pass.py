@@ -97,10 +97,10 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
     if not alone:
         pool.compact(
             page_table,
-            placed.cached_lens[:results],
+            placed.cached_lens,
             accepted.path,
             accepted.num_accepted,
-            placed.table_rows[:results],
+            placed.table_rows,
         )
 
     # 4. Compute and store the feature rows of the accepted nodes.

@@ -192,8 +192,7 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels of `more` and of all graphs of `record_graphs`, in several processes.
 
-    Kernels that were compiled already are skipped. If no graphs are recorded, the kernels of rounds on the
-    device are compiled.
+    Kernels that were compiled already are skipped. Kernels are compiled even if no graphs are recorded.
 
     Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
     impossible if other ranks would have to take part, or if attention needs values that a rehearsal does not
