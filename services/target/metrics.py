@@ -92,7 +92,7 @@ class TargetMetrics:
             "verify_seconds", "Time of a round's verify pass, with sampling and compaction.", STEP_BUCKETS_S
         )
         self._round_s = histogram(
-            "device_round_seconds", "Time of a round without trees from the host, with drafting.", STEP_BUCKETS_S
+            "device_round_seconds", "Time of a round whose trees are not from the host.", STEP_BUCKETS_S
         )
         self._speedup = gauge(
             "estimated_speedup", "Tokens per second of drafting steps, relative to plain steps."
