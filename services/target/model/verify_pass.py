@@ -91,7 +91,7 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
             chosen, trees, entries.starts, placed.next_positions, placed.sampling.seeds
         )
 
-    # 3. Accept: walk the trees, then move the K/V of the accepted nodes to their final slots.
+    # 3. Accept: walk the trees, then move the K/V of the accepted nodes to their final KV slots.
     results = batch.results(size.rows)
     accepted = accept_entries(state, entries, trees, placed, chosen, page_table, pool.page_size, results)
     if not alone:

@@ -79,7 +79,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Number of slots of the whole pool, and thus the length of the longest sequence that fits."""
+        """Number of KV slots of the whole pool, and thus the length of the longest sequence that fits."""
         return self.allocator.num_pages * self.page_size
 
     def has_work(self) -> bool:
