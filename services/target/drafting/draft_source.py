@@ -40,11 +40,13 @@ class ProposalWait:
         wait_s: Seconds for which the round waited for its trees.
         answer_s: Seconds from the announcement until the trees had arrived.
         depth: Depth of the deepest tree that was requested. The answer may contain smaller trees.
+        draft_s: Seconds for which the drafter has worked on the trees, as it reports.
     """
 
     wait_s: float
     answer_s: float
     depth: int
+    draft_s: float = 0.0
 
 
 class DraftSource(Protocol):

@@ -139,7 +139,9 @@ class HostSource(DraftSource):
                 shape = replace(row.shape, depth=depth, max_nodes=nodes)
                 placed[index] = replace(placed[index], shape=shape)
                 members.append(index)
-        self._measure(proposal, time.monotonic() - started, answered=max(num_nodes) > 1)
+        self._measure(
+            proposal, time.monotonic() - started, drafts.draft_ms / 1e3, answered=max(num_nodes) > 1
+        )
         if max(num_nodes) == 1:
             return PreparedDrafts(placed, None, may_run_ahead=False)
         return PreparedDrafts(placed, lambda: self._pack(drafts, members), may_run_ahead=False)
@@ -252,7 +254,7 @@ class HostSource(DraftSource):
         if commits:
             self._drafter.commit(Commits(self._round, commits))
 
-    def _measure(self, proposal: _Proposal, wait_s: float, *, answered: bool) -> None:
+    def _measure(self, proposal: _Proposal, wait_s: float, draft_s: float, *, answered: bool) -> None:
         """Let the controller learn the wait, if it measures the cost of a proposal.
 
         The wait measures nothing if the drafter has not answered and the wait ended before the deadline.
@@ -266,7 +268,7 @@ class HostSource(DraftSource):
             # Without an answer, the draft would have needed longer than the measured time, so count that time
             # double.
             taken = time.monotonic() - proposal.announced_at
-            self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows))
+            self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows), draft_s)
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:

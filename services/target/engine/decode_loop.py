@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 
-from outrider.services.target.drafting.draft_source import DraftSource
+from outrider.services.target.drafting.draft_source import DraftSource, ProposalWait
 from outrider.services.target.drafting.planner import DraftPlanner
 from outrider.services.target.engine.advance import Advance
 from outrider.services.target.engine.committer import Committer
@@ -188,20 +188,23 @@ class DecodeLoop:
         # 2. Let the drafter begin with the next round, before anything that can wait.
         self._drafts.read({entries[index].sequence.session_id for index, _, step, _ in steps if step.finish})
         # 3. Emit the tokens.
+        wait = self._drafts.take_wait()
+        draft_s = finished.draft_s if wait is None else wait.draft_s
         for index, outcome, step, base_len in steps:
             sequence = entries[index].sequence
             sequence.stats.record(outcome.num_nodes, len(outcome.accepted), step.num_cut)
             trace = None
             if sequence.request.speculation.trace:
-                trace = self._trace(finished, index, outcome, step, base_len)
+                trace = self._trace(finished, index, outcome, step, base_len, draft_s)
             self._committer.emit(sequence, step, trace)
         # 4. Feed the timings to the controller and the metrics.
         if executed:
-            self._observe(finished, executed)
+            self._observe(finished, executed, wait)
 
-    def _observe(self, finished: FinishedRound, executed: list[ExecutedRow]) -> None:
+    def _observe(
+        self, finished: FinishedRound, executed: list[ExecutedRow], wait: ProposalWait | None
+    ) -> None:
         depth = max((entry.shape.depth for entry in finished.round.entries), default=0)
-        wait = self._drafts.take_wait()
         if wait is None:
             step = ExecutedStep(
                 executed, depth, 0.0 if depth else None, finished.verify_s, 0.0, finished.seconds
@@ -212,7 +215,13 @@ class DecodeLoop:
         self._metrics.observe_round(step, finished.draft_s, wait.answer_s if wait else None)
 
     def _trace(
-        self, finished: FinishedRound, index: int, outcome: Outcome, step: Advance, base_len: int
+        self,
+        finished: FinishedRound,
+        index: int,
+        outcome: Outcome,
+        step: Advance,
+        base_len: int,
+        draft_s: float,
     ) -> RoundTrace:
         return RoundTrace(
             round=finished.round.number,
@@ -220,7 +229,7 @@ class DecodeLoop:
             nodes=finished.round.trace_of(index, outcome.num_nodes),
             accepted=outcome.accepted,
             emitted=step.kept,
-            draft_ms=finished.draft_s * 1e3 if outcome.num_nodes > 1 else 0.0,
+            draft_ms=draft_s * 1e3 if outcome.num_nodes > 1 else 0.0,
             verify_ms=finished.verify_s * 1e3,
         )
 

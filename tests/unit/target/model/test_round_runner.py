@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from support.compute_device import DEVICE
 from support.played_graphs import BoundedGraphs
+from support.slot_rig import PROMPTS, SlotRig, produced
 from support.slot_sequences import TREE, seated_sequence
-from support.target_harness import generate_plain, load_toy, trees_to_batch
+from support.target_harness import generate_plain, load_toy
 from support.toys import make_toy_target
 
-from outrider.kernels.packed_round import pack_trees
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.model.graph_key import GraphKey
-from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry, SamplingMode
-from outrider.services.target.model.round_runner import Round, RoundRunner, unpack
+from outrider.services.target.model.round_runner import unpack
 from outrider.services.target.model.verify_pass import PassSize
-from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.shared.attn.create import create_backend
 from outrider.shared.base.generation import SamplingParams, TraceNode
-from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 torch.set_num_threads(1)
 VOCAB, NEW_TOKENS = 64, 12
-PROMPTS = [[5, 9, 2, 33, 7], [4, 4, 1], [8, 60, 3, 2, 1, 17, 6]]
 
 
 @pytest.fixture(scope="module")
@@ -42,92 +33,6 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 @pytest.fixture(scope="module")
 def plain(decoder: Decoder) -> list[list[int]]:
     return [generate_plain(decoder, NoDrafter(), prompt, NEW_TOKENS) for prompt in PROMPTS]
-
-
-class Rig:
-    """A model with three slots, and one sequence of `PROMPTS` in each slot, in reverse order."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        graphs: GraphCache | None = None,
-        recorded_entries: int | None = None,
-        *,
-        features: bool = False,
-        trace: bool = False,
-    ) -> None:
-        pool = decoder.make_pool(64, 4)
-        self.runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device), graphs=graphs)
-        if features:
-            size = 2 * decoder.config.hidden_size
-            self.runner.set_feature_spec(
-                FeatureSpec(aux_layer_ids=(1, 3), feature_size=size, fingerprint="raw")
-            )
-        self.rounds = RoundRunner(
-            self.runner,
-            slots=3,
-            columns=TREE.depth + 1,
-            max_nodes=8,
-            max_rows=24,
-            pages=16,
-            recorded_entries=recorded_entries,
-        )
-        self.sequences = [
-            seated_sequence(pool, index, 2 - index, prompt=prompt, room=24, trace=trace)
-            for index, prompt in enumerate(PROMPTS)
-        ]
-        self.prefill()
-
-    def prefill(self) -> None:
-        chunks = [PrefillChunk(one, 0, one.committed_len) for one in self.sequences]
-        chosen = self.runner.begin_prefill(chunks)
-        for sequence in self.sequences:
-            if self.runner.captures:
-                sequence.feature_len = sequence.cached_len
-            self.rounds.table.hold(sequence)
-        with torch.inference_mode():
-            self.rounds.table.seat(self.sequences, chosen.on_device)
-        for sequence, token in zip(self.sequences, chosen.wait(), strict=True):
-            sequence.tokens.append(token)
-
-    def launch(
-        self, *shapes: DraftShape, draft: Callable[[], None] | None = None, count: int | None = None
-    ) -> Round:
-        sequences = self.sequences[: count or len(self.sequences)]
-        wanted = shapes or [NO_DRAFT] * len(sequences)
-        entries = [Entry(one, one.residence, shape) for one, shape in zip(sequences, wanted, strict=True)]
-        for sequence in sequences:
-            self.rounds.table.hold(sequence)
-        return self.rounds.launch(entries, draft)
-
-    def read(self, launched: Round) -> list[Outcome | None]:
-        """Read a round and append its tokens to the sequences."""
-        outcomes = self.rounds.read(launched).outcomes
-        for entry, outcome in zip(launched.entries, outcomes, strict=True):
-            if outcome is not None:
-                entry.sequence.tokens.extend(outcome.emitted)
-        return outcomes
-
-    def drafting(self, index: int, nodes: list[tuple[int, int]]) -> Callable[[], None]:
-        """Return a function that packs one tree for an entry."""
-        batch = self.rounds.batch
-        trees = trees_to_batch([(self.sequences[index].tokens[-1], nodes)])
-        logprobs = torch.tensor([[0.0] + [-0.5 * node for node in range(1, len(nodes) + 1)]])
-
-        def draft() -> None:
-            parts = (trees.tokens, trees.parents, trees.depths, trees.ancestors, trees.num_nodes, logprobs)
-            pack_trees(
-                *(part.to(DEVICE) for part in parts),
-                torch.tensor([index], dtype=torch.int32, device=DEVICE),
-                batch.entries(batch.rows),
-                batch.trees(batch.rows),
-            )
-
-        return draft
-
-
-def produced(sequence: Sequence) -> list[int]:
-    return sequence.tokens[sequence.prompt_len :]
 
 
 def test_results_are_decoded_into_outcomes() -> None:
@@ -141,7 +46,7 @@ def test_results_are_decoded_into_outcomes() -> None:
 
 
 def test_plain_rounds_of_all_slots_yield_the_plain_tokens(decoder: Decoder, plain: list[list[int]]) -> None:
-    rig = Rig(decoder)
+    rig = SlotRig(decoder)
     for _ in range(4):
         rig.read(rig.launch())
     for sequence, answer in zip(rig.sequences, plain, strict=True):
@@ -151,7 +56,7 @@ def test_plain_rounds_of_all_slots_yield_the_plain_tokens(decoder: Decoder, plai
 def test_rounds_may_be_launched_before_earlier_ones_are_read(
     decoder: Decoder, plain: list[list[int]]
 ) -> None:
-    rig = Rig(decoder)
+    rig = SlotRig(decoder)
     flight = [rig.launch(), rig.launch()]
     for _ in range(4):
         rig.read(flight.pop(0))
@@ -162,7 +67,7 @@ def test_rounds_may_be_launched_before_earlier_ones_are_read(
 
 
 def test_a_sequence_that_sits_out_a_round_is_unchanged(decoder: Decoder, plain: list[list[int]]) -> None:
-    rig = Rig(decoder)
+    rig = SlotRig(decoder)
     rig.read(rig.launch(count=1))
     rig.read(rig.launch(count=2))
     rig.read(rig.launch())
@@ -171,7 +76,7 @@ def test_a_sequence_that_sits_out_a_round_is_unchanged(decoder: Decoder, plain: 
 
 
 def test_a_right_draft_is_accepted_beside_plain_rows(decoder: Decoder, plain: list[list[int]]) -> None:
-    rig = Rig(decoder)
+    rig = SlotRig(decoder)
     right, answer = plain[1][1:4], plain[1]
     wrong = (right[0] + 1) % VOCAB
     nodes = [(wrong, 0), (right[0], 0), (right[1], 2), (wrong, 2), (right[2], 3)]
@@ -190,7 +95,7 @@ def test_a_right_draft_is_accepted_beside_plain_rows(decoder: Decoder, plain: li
 def test_an_answer_with_fewer_nodes_than_rows_leaves_rows_unused(
     decoder: Decoder, plain: list[list[int]]
 ) -> None:
-    rig = Rig(decoder)
+    rig = SlotRig(decoder)
     launched = rig.launch(DraftShape(3, 2, 7), NO_DRAFT, NO_DRAFT, draft=rig.drafting(0, [(plain[0][1], 0)]))
     outcome = rig.read(launched)[0]
     assert outcome is not None
@@ -201,7 +106,7 @@ def test_an_answer_with_fewer_nodes_than_rows_leaves_rows_unused(
 
 
 def test_a_trace_has_the_trees_of_each_entry(decoder: Decoder, plain: list[list[int]]) -> None:
-    rig = Rig(decoder, trace=True)
+    rig = SlotRig(decoder, trace=True)
     nodes = [(plain[1][1], 0), (7, 1)]
     roots = [sequence.tokens[-1] for sequence in rig.sequences]
     launched = rig.launch(NO_DRAFT, DraftShape(2, 1, 3), NO_DRAFT, draft=rig.drafting(1, nodes))
@@ -215,14 +120,14 @@ def test_a_trace_has_the_trees_of_each_entry(decoder: Decoder, plain: list[list[
 
 
 def test_without_a_wish_for_a_trace_nothing_is_posted(decoder: Decoder) -> None:
-    launched = Rig(decoder).launch()
+    launched = SlotRig(decoder).launch()
     assert launched.nodes is None
     with pytest.raises(AssertionError, match="without a trace"):
         launched.trace_of(0, 1)
 
 
 def test_the_size_of_a_pass_depends_on_rows_widest_tree_mode_and_features(decoder: Decoder) -> None:
-    rig = Rig(decoder, features=True)
+    rig = SlotRig(decoder, features=True)
     first, second, third = rig.sequences
 
     def size(*planned: tuple[Sequence, DraftShape]) -> PassSize:
@@ -234,14 +139,14 @@ def test_the_size_of_a_pass_depends_on_rows_widest_tree_mode_and_features(decode
     for sequence in rig.sequences:
         sequence.feature_len = 0
     assert not size((first, TREE)).capture
-    assert not Rig(decoder).rounds.size_of([Entry(first, 1, TREE)]).capture
+    assert not SlotRig(decoder).rounds.size_of([Entry(first, 1, TREE)]).capture
 
 
 def test_features_of_accepted_tokens_are_stored_in_pool_and_slot(
     decoder: Decoder, plain: list[list[int]]
 ) -> None:
     """A round stores the rows that a prefill of the same tokens stores."""
-    rig = Rig(decoder, features=True)
+    rig = SlotRig(decoder, features=True)
     nodes = [(plain[0][1], 0), (plain[0][2], 1)]
     rig.read(rig.launch(DraftShape(2, 1, 3), NO_DRAFT, NO_DRAFT, draft=rig.drafting(0, nodes)))
     sequence = rig.sequences[0]
@@ -249,7 +154,7 @@ def test_features_of_accepted_tokens_are_stored_in_pool_and_slot(
     assert stop - start == 3
     found = rig.runner.read_features(sequence, start, stop)
     in_slot = rig.rounds.table.features[sequence.slot, :3].clone()
-    other = Rig(decoder, features=True)
+    other = SlotRig(decoder, features=True)
     other.sequences = [
         seated_sequence(other.runner.pool, 9, 0, prompt=sequence.tokens[:-1], room=8),
     ]
@@ -259,7 +164,7 @@ def test_features_of_accepted_tokens_are_stored_in_pool_and_slot(
     torch.testing.assert_close(in_slot, expected, rtol=1e-4, atol=1e-5)
 
 
-def held(rig: Rig) -> list[torch.Tensor]:
+def held(rig: SlotRig) -> list[torch.Tensor]:
     state, table = rig.rounds.table.state, rig.rounds.table
     return [
         tensor.clone()
@@ -279,7 +184,7 @@ def held(rig: Rig) -> list[torch.Tensor]:
 def test_a_recording_with_idle_rows_leaves_slots_and_pool_untouched(
     decoder: Decoder, plain: list[list[int]], rows: int, width: int, capture: bool
 ) -> None:
-    rig = Rig(decoder, BoundedGraphs(8), features=True)
+    rig = SlotRig(decoder, BoundedGraphs(8), features=True)
     launched = rig.launch()
     before = held(rig)
     rig.rounds.capture(PassSize(rows, width, SamplingMode.NOISE, capture))
@@ -293,7 +198,7 @@ def test_a_recording_with_idle_rows_leaves_slots_and_pool_untouched(
 
 def test_one_graph_serves_every_mixture_of_the_same_size(decoder: Decoder, plain: list[list[int]]) -> None:
     graphs = BoundedGraphs(8)
-    rig = Rig(decoder, graphs)
+    rig = SlotRig(decoder, graphs)
     rig.read(rig.launch(DraftShape(2, 1, 3), NO_DRAFT, NO_DRAFT, draft=rig.drafting(0, [(1, 0)])))
     rig.read(rig.launch(NO_DRAFT, NO_DRAFT, DraftShape(2, 2, 5), draft=rig.drafting(2, [(1, 0)])))
     keys = [key for key in graphs.keys if isinstance(key, GraphKey)]
@@ -306,7 +211,7 @@ def test_one_graph_serves_every_mixture_of_the_same_size(decoder: Decoder, plain
 
 def test_rounds_above_the_recorded_size_run_without_a_graph(decoder: Decoder, plain: list[list[int]]) -> None:
     graphs = BoundedGraphs(8)
-    rig = Rig(decoder, graphs, recorded_entries=2)
+    rig = SlotRig(decoder, graphs, recorded_entries=2)
     rig.read(rig.launch())
     assert not graphs.captured
     rig.read(rig.launch(count=2))
@@ -315,7 +220,7 @@ def test_rounds_above_the_recorded_size_run_without_a_graph(decoder: Decoder, pl
 
 
 def test_a_slot_at_its_length_limit_is_idle_in_a_round_ahead(decoder: Decoder) -> None:
-    rig = Rig(decoder)
+    rig = SlotRig(decoder)
     short = rig.sequences[1]
     rig.rounds.table.hold(short)
     rig.rounds.table.flush()
@@ -331,7 +236,7 @@ def test_sampled_rows_depend_on_their_own_parameters_only(decoder: Decoder) -> N
     sampling = SamplingParams(0.9, seed=12, choice_index=1)
 
     def tokens(alone: bool) -> list[int]:
-        rig = Rig(decoder)
+        rig = SlotRig(decoder)
         pool = rig.runner.pool
         for sequence in rig.sequences:
             assert sequence.lease is not None
