@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 AHEAD = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=8)
 VOCAB = 64
 COUNT = 24
-LIMITS = {"max_running": 8, "max_queued": 64, "prefill_chunk": 48}
+LIMITS: dict[str, Any] = {"max_running": 8, "max_queued": 64, "prefill_chunk": 48}
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +199,7 @@ def test_graphs_that_are_recorded_while_requests_are_live_leave_the_slots_alone(
 
 @pytest.fixture(scope="module")
 def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 64, "num_heads": 8}
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 64, "num_heads": 8}
     return make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3, **sizes)
 
 

@@ -209,7 +209,7 @@ class Rig:
 def accepted(trees: DraftBatch, row: int, wanted: int, bonus: int) -> list[int]:
     """Return tokens that a target may choose: up to `wanted` nodes of the first path, then a bonus token."""
     tokens, parents = trees.tokens[row].tolist(), trees.parents[row].tolist()
-    at, chosen = 0, []
+    at, chosen = 0, list[int]()
     for node in range(1, int(trees.num_nodes[row])):
         if len(chosen) < wanted and parents[node] == at:
             chosen.append(tokens[node])
