@@ -1,4 +1,4 @@
-"""Real drafts of every kind in the target's process, with device-resident rounds and changing batches.
+"""Real drafts of every kind in the target's process: rounds ahead of the host, and changing batches.
 
 The tests check that the output equals plain decoding, and that drafts stay equally good when a batch
 shrinks.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -22,15 +22,15 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)
-OVERLAP = OverlapPlan((1, 2, 4), 6)
+AHEAD = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=5, max_nodes=16)
+PLANS = [LoopPlan(), replace(AHEAD, lookahead=0), AHEAD]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def drafter(pair: Pair) -> Iterator[InprocDrafter]:
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 1, 6), (3, 2, 8), (5, 4, 16)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rounds_on_the_device_are_those_of_the_hosts_way(
+def test_rounds_on_the_device_are_those_of_drafts_through_the_host(
     pair: Pair,
     decoder: Decoder,
     drafter: InprocDrafter,
@@ -101,15 +101,15 @@ def test_rounds_on_the_device_are_those_of_the_hosts_way(
     prompt = [1, 2, 3, 4]
     plain = generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling)
     rounds = []
-    for overlap in (None, OVERLAP):
-        harness = make_harness(decoder, drafter, overlap=overlap, graphs=GraphCache(DEVICE, graphs))
+    for plan in PLANS:
+        harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
         harness.submit(prompt, 60, request_id="a", sampling=sampling, shape=shape)
         harness.run()
         assert_same_tokens(decoder, prompt, plain, harness.sink.tokens["a"], sampling)
         report = harness.sink.finished["a"].speculation
         assert report.fallback_reason == ""
         rounds.append((report.rounds, report.accepted_tokens))
-    assert rounds[0] == rounds[1]
+    assert rounds[0] == rounds[1] == rounds[2]
     assert rounds[0][1] > 0 or not pair.often
 
 
@@ -124,26 +124,29 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
     reports = []
-    for overlap in (None, OVERLAP):
-        harness = make_harness(decoder, drafter, overlap=overlap, graphs=GraphCache(DEVICE, graphs))
+    for plan in PLANS:
+        harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             harness.submit(prompt, length, request_id=str(index), shape=shape)
-        with mock.patch.object(drafter, "enter", wraps=drafter.enter) as entered:
+        with mock.patch.object(drafter, "seat", wraps=drafter.seat) as seated:
             harness.run()
-        assert entered.call_count == (0 if overlap is None else 1), (
-            "the sequences enter together and continue in ever smaller batches"
-        )
+        if plan.drafts_on_device:
+            sizes = [len(call.args[0]) for call in seated.call_args_list]
+            assert sizes == sorted(sizes, reverse=True), "the sequences continue in ever smaller groups"
+            assert set(sizes) == {1, 2, 3, 4}
+        else:
+            assert not seated.called
         for index, prompt in enumerate(prompts):
             assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
         found = [harness.sink.finished[str(index)].speculation for index in range(len(prompts))]
         reports.append([(report.rounds, report.accepted_tokens) for report in found])
-    assert reports[0] == reports[1]
+    assert reports[0] == reports[1] == reports[2]
 
 
 @pytest.mark.parametrize("chunk", [512, 7])
-@pytest.mark.parametrize("overlap", [None, OVERLAP])
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
-    decoder: Decoder, drafter: InprocDrafter, chunk: int, overlap: OverlapPlan | None
+    decoder: Decoder, drafter: InprocDrafter, chunk: int, plan: LoopPlan
 ) -> None:
     prompts = [[7, 3, 5, 1] * 5, [2, 4] * 9]
     plain = [generate_plain(decoder, NoDrafter(), prompt, 20) for prompt in prompts]
@@ -156,19 +159,20 @@ def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
         )
         return wait(chosen)
 
-    harness = make_harness(decoder, drafter, overlap=overlap, prefill_chunk=chunk)
+    harness = make_harness(decoder, drafter, plan=plan, prefill_chunk=chunk)
     with mock.patch.object(ChosenTokens, "wait", noted):
         for index, prompt in enumerate(prompts):
             harness.submit(prompt, 20, request_id=str(index), shape=(5, 4, 16))
         harness.run()
-    assert list(behind.values()) == [1, 1], "one row of each sequence waits for the token"
+    # Through the host, one row of each sequence waits for the token.
+    assert list(behind.values()) == [0 if plan.drafts_on_device else 1] * 2
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
         assert harness.sink.finished[str(index)].speculation.fallback_reason == ""
 
 
 def test_who_gets_one_token_is_not_drafted_for(decoder: Decoder, drafter: InprocDrafter) -> None:
-    harness = make_harness(decoder, drafter, overlap=OVERLAP)
+    harness = make_harness(decoder, drafter, plan=AHEAD)
     with mock.patch.object(drafter._engine.strategy, "extend", side_effect=AssertionError("needless work")):
         harness.submit([7, 3, 5, 1] * 5, 1, request_id="a")
         harness.run()
@@ -178,7 +182,7 @@ def test_who_gets_one_token_is_not_drafted_for(decoder: Decoder, drafter: Inproc
 def test_a_draft_that_fails_on_a_prompt_costs_only_drafts(decoder: Decoder, drafter: InprocDrafter) -> None:
     prompt = [7, 3, 5, 1] * 5
     plain = generate_plain(decoder, NoDrafter(), prompt, 30)
-    harness = make_harness(decoder, drafter, overlap=OVERLAP)
+    harness = make_harness(decoder, drafter, plan=AHEAD)
     strategy, calls = drafter._engine.strategy, []
     extend = strategy.extend
 
@@ -197,7 +201,10 @@ def test_a_draft_that_fails_on_a_prompt_costs_only_drafts(decoder: Decoder, draf
 
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("seed", range(2))
-def test_batches_that_change(decoder: Decoder, drafter: InprocDrafter, seed: int, graphs: bool) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_batches_that_change(
+    decoder: Decoder, drafter: InprocDrafter, seed: int, graphs: bool, plan: LoopPlan
+) -> None:
     rng = random.Random(seed)
     prompts = [
         [rng.randrange(decoder.config.vocab_size) for _ in range(rng.choice([1, 3, 17, 60]))]
@@ -213,9 +220,8 @@ def test_batches_that_change(decoder: Decoder, drafter: InprocDrafter, seed: int
     harness = make_harness(
         decoder,
         drafter,
-        overlap=OVERLAP,
+        plan=plan,
         graphs=GraphCache(DEVICE, graphs),
-        buckets=Buckets.make(4, 32) if seed % 2 else None,
         max_running=rng.choice([2, 4]),
         prefill_chunk=64,
         num_pages=rng.choice([30, 60]),
