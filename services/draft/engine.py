@@ -4,9 +4,9 @@ The engine combines the session table with one drafting strategy. It is synchron
 is driven by the draft service's loop or by the in-process drafter. The engine also evicts idle sessions when
 KV memory is short, and drops requests whose deadline has passed.
 
-For a target in the same process, `seat` prepares rounds that stay on the device. Drafting and verification
-then alternate on the GPU and pass each other their results there. The host learns these results one round
-late (see `growth.slot_rounds`).
+For a target in the same process, `seat` prepares the sessions that draft in the next round. Drafting and
+verification then alternate on the GPU, and each leaves its results there for the other. The host learns the
+results one round late (see `growth.slot_rounds`).
 
     messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
     ready sessions → extend     Feed the target's features of committed tokens, never drafted features.

@@ -21,6 +21,7 @@ from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused.trial import BUDGET_S
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.drafter import (
     Commit,
     Commits,
@@ -31,7 +32,6 @@ from outrider.shared.spec.drafter import (
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.resident import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import root_trees, scatter_trees
 

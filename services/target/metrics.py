@@ -83,17 +83,17 @@ class TargetMetrics:
         )
         self._rpc_s = histogram(
             "draft_rpc_seconds",
-            "Time from requesting a step's proposal to receiving it, including work done meanwhile.",
+            "Time from requesting a round's trees to receiving them, including work done meanwhile.",
             STEP_BUCKETS_S,
         )
         self._draft_s = histogram(
-            "draft_seconds", "Time that a step waited for its proposal.", STEP_BUCKETS_S
+            "draft_seconds", "Time of drafting a round, or of the wait for its trees.", STEP_BUCKETS_S
         )
         self._verify_s = histogram(
-            "verify_seconds", "Time of a step's verify pass, with sampling and compaction.", STEP_BUCKETS_S
+            "verify_seconds", "Time of a round's verify pass, with sampling and compaction.", STEP_BUCKETS_S
         )
         self._round_s = histogram(
-            "device_round_seconds", "Time of a round on the device, with drafting.", STEP_BUCKETS_S
+            "device_round_seconds", "Time of a round whose trees are not from the host.", STEP_BUCKETS_S
         )
         self._speedup = gauge(
             "estimated_speedup", "Tokens per second of drafting steps, relative to plain steps."

@@ -147,7 +147,9 @@ def _check_no_bit_changes(decoder: Decoder, sampling: SamplingParams | None) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_graphs_and_rounds_ahead_of_the_host_choose_the_same_tokens(target_dir: Path, dtype: torch.dtype) -> None:
+def test_graphs_and_rounds_ahead_of_the_host_choose_the_same_tokens(
+    target_dir: Path, dtype: torch.dtype
+) -> None:
     decoder = load(target_dir, "cuda", dtype)
     tokens, _ = plain(decoder, NEW_TOKENS)
     graphs, plan = GraphCache(decoder.device), LoopPlan(lookahead=1)

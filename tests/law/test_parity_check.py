@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import generic_models
 from support.family_models import CASES, save
 from support.parity_faults import FAULTS, planted, random_model, runner_of
 from support.toys import make_toy_target
@@ -97,6 +98,19 @@ def test_every_family_is_accepted_and_checked(
 ) -> None:
     path = save(case, tmp_path_factory.getbasetemp() / "families")
     runner = runner_of(load_decoder(path, "cpu", dtype))
+    result = check_parity(runner)
+    assert result is not None
+    assert result.passed
+    with planted(runner, FAULTS["no mask"]), pytest.raises(UnavailableError):
+        check_parity(runner)
+
+
+@pytest.mark.parametrize("case", generic_models.CASES)
+def test_every_model_of_transformers_is_accepted_and_checked(
+    case: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = generic_models.save(case, tmp_path_factory.getbasetemp() / "generic")
+    runner = runner_of(load_decoder(path, "cpu", torch.bfloat16))
     result = check_parity(runner)
     assert result is not None
     assert result.passed

@@ -16,9 +16,9 @@ import torch
 from outrider.kernels.packed_round import GroupRows
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.spec.device_drafter import SeatedGroup
 from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
-from outrider.shared.spec.resident import SeatedGroup
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
@@ -209,7 +209,7 @@ class Rig:
 def accepted(trees: DraftBatch, row: int, wanted: int, bonus: int) -> list[int]:
     """Return tokens that a target may choose: up to `wanted` nodes of the first path, then a bonus token."""
     tokens, parents = trees.tokens[row].tolist(), trees.parents[row].tolist()
-    at, chosen = 0, []
+    at, chosen = 0, list[int]()
     for node in range(1, int(trees.num_nodes[row])):
         if len(chosen) < wanted and parents[node] == at:
             chosen.append(tokens[node])

@@ -1,12 +1,12 @@
-"""Drafts for sessions whose state stays in the slots of a target in the same process.
+"""Drafts for sessions whose newest tokens and features are in the slots of a target in the same process.
 
-In every round, some sessions draft and others do not. The round's state (the tokens and features that the
-previous round chose) is on the device, and the host learns it one round late:
+In every round, some sessions draft and others do not. The input of a round is the tokens and features that
+the previous round chose. They are on the device, and the host learns the tokens one round late. Meanwhile,
+the fields of a session mean:
 
-    session's    contents between rounds
     tokens       tokens of the rounds that the host has read
-    cached_rows  rows in the KV that those rounds have certainly written
-    features     queue of rows that the target has supplied and that are not in the KV yet
+    cached_rows  number of rows that the rounds read so far have written to the KV
+    features     rows that the target has supplied and that are not in the KV yet
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from outrider.services.draft.growth.page_tables import PageTable
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.shared.kv.pages import PageLease
+from outrider.shared.spec.device_drafter import SeatedGroup
 from outrider.shared.spec.fence import extend_prefix_hash
-from outrider.shared.spec.resident import SeatedGroup
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
 class SlotRounds:
-    """Drafts for sessions whose state stays on the target's device (`shared.spec.resident.DeviceDrafter`).
+    """Drafts for sessions whose state stays on the target's device (`shared.spec.device_drafter`).
 
     Args:
         memory: Resources shared by all rounds.

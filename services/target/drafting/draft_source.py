@@ -53,7 +53,7 @@ class DraftSource(Protocol):
     """Supplies the draft trees of rounds. Engine thread only."""
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
-        """Return the shape of each row that was chosen for the next round already, else None."""
+        """Return the shape of each row if it was already chosen for the next round, else None."""
         ...
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:

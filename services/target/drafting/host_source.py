@@ -1,14 +1,14 @@
-"""Draft trees that come from the host: a drafter in another process, or one that drafts on the CPU.
+"""Draft trees that come from the host: from n-grams, or from a draft in another process.
 
-A round that drafts can start only after the host has read the previous round:
+A round with such trees can start only after the host has read the previous round:
 
     target device   | verify n      |                       | verify n + 1
     host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
     remote draft                           | extend by n, draft n + 1  |
 
 The announcement is sent immediately after a round was read, because a draft in another process idles until
-the announcement arrives. Rounds without drafts are enqueued ahead as usual. The drafter then learns their
-tokens later, in larger commits.
+the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter then
+learns their tokens later, in larger commits.
 """
 
 from __future__ import annotations

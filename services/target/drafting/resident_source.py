@@ -1,8 +1,11 @@
-"""Draft trees from a drafter on the target's device: one recorded launch per tree shape of a round.
+"""Draft trees from a drafter on the target's device: one recorded piece of a round for each tree shape.
 
-In each launch, the state of the slots that draft with this shape is gathered, the drafter extends its K/V and
-grows the trees, and the trees are packed behind those of other shapes. A round is drafted before the host has
-read the previous round.
+A piece gathers the state of the slots that draft with its shape. The drafter extends its K/V by the tokens of
+the last round and grows the trees. The trees are written to the packed rows of their sequences. A round is
+drafted before the host has read the previous round.
+
+A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
+feature plane. Before it drafts again, the drafter catches up on the rows that it lacks.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.kv.upload import upload
-from outrider.shared.spec.resident import DeviceDrafter, SeatedGroup
+from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 

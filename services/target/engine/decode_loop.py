@@ -1,13 +1,16 @@
-"""The decode loop: launches a round for all decoding sequences, and finishes the passes that have ended.
+"""The decode loop: launches rounds of all decoding sequences, and finishes rounds and prompt chunks in order.
 
 On a GPU, a round is enqueued before the host has read the previous round (a lookahead of 1):
 
     device    | round n          | round n + 1      | round n + 2
     host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
 
-On a CPU, or if trees come from the host, the loop reads a round before it launches the next (a lookahead of
-0). Sequences join and leave between two rounds, and nothing is drained. The host sees the end of a sequence
-one round late. It drops the result of that extra round, so those tokens are never emitted, billed or cached.
+On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next (a
+lookahead of 0).
+
+Sequences join and leave between two rounds. The rounds in flight go on meanwhile. The host sees the end of a
+sequence one round late, so one more round may contain the sequence. The result of that round is void: its
+tokens are never emitted, billed or cached.
 """
 
 from __future__ import annotations

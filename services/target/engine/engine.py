@@ -1,7 +1,7 @@
 """The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish.
 
-A step enqueues prompt chunks and one round of all decoding sequences, then reads what has ended. A round
-without draft nodes is plain decoding through the same code.
+A step enqueues prompt chunks and one round of all decoding sequences. Then it reads the earlier passes, and
+delivers their tokens. A sequence without draft nodes takes part in the same round with one row.
 
 All state belongs to the engine thread. Other threads only append to the inbox.
 """
@@ -43,8 +43,9 @@ from outrider.services.target.scheduling.sequence import Sequence, SequenceStatu
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.loop import Steppable
+from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.drafter import Drafter, DrafterState
-from outrider.shared.spec.resident import DeviceDrafter, ExchangeDrafter
+from outrider.shared.spec.resident import ExchangeDrafter
 from outrider.shared.spec.tree import DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
@@ -255,7 +256,8 @@ class TargetEngine(Steppable):
     def _adopts_draft(self) -> bool:
         """Adopt a changed draft. Return True if this step has recorded one of the graphs for it instead."""
         if self._sessions.outdated:
-            self._loop.drain()  # sequences may be prefilled again, for features that the new draft needs
+            # Sequences may be prefilled again, to capture the features that the new draft needs.
+            self._loop.drain()
             if self._refresh():
                 self.rerecording.renew()
         if self._live or self._output.pending or not self.rerecording.waiting:

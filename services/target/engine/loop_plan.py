@@ -17,7 +17,7 @@ class LoopPlan:
         max_depth: Depth of the deepest tree that a request may ask for.
         columns: Number of columns of the states that are exchanged with a draft in another process.
         max_nodes: Largest number of nodes of a tree.
-        max_packed_rows: Largest number of rows, i.e. nodes of all trees, of a round.
+        max_packed_rows: Largest number of packed rows of a round, i.e. of the nodes of all its trees.
         prefill_budget_s: Seconds that the prompt chunks of a step may take while other sequences decode.
         recorded_entries: Largest number of sequences of a round that is recorded as CUDA graphs. None sets no
             limit.

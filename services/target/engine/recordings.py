@@ -1,4 +1,4 @@
-"""Lists the CUDA graphs to record at start-up, or after a change of the draft, for the usual batches."""
+"""Lists the CUDA graphs of the usual rounds, to record them at start-up or after a change of the draft."""
 
 from __future__ import annotations
 

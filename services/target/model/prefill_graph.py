@@ -117,7 +117,7 @@ class _Inputs:
             rows.tokens, rows.positions, model.attention, model.pool, aux_layer_ids
         )
         if projector is not None:
-            # The mask is 0 or -1. A mask of 0 keeps the slots. A mask of -1 turns every slot into -1, so that
+            # The mask is 0 or -1. A mask of 0 keeps the KV slots. A mask of -1 makes each of them -1, so that
             # no features are stored.
             model.pool.store_some_features(projector(output), rows.batch.slots | self._hidden_slots)
         return model.decoder.choose(output.hidden[-1:], self._sampling, self._position)

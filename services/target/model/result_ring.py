@@ -1,4 +1,4 @@
-"""The pinned host memory into which the rounds on the device post their results, in turn."""
+"""Pinned host memory in which rounds leave their results for the host, in several buffers used in turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 from outrider.kernels.verify_round import post_round
 
 RESULTS_KEPT = 5
-"""Number of result buffers, used in turn. Two rounds may be in flight, and a recording runs two more."""
+"""Number of buffers. Two rounds may be in flight, and a recording between two rounds runs two more.
+
+So at most one graph may be recorded between two rounds.
+"""
 
 
 class ResultRing:

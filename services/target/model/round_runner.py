@@ -1,11 +1,12 @@
 """Enqueues rounds over packed rows, as CUDA graphs where possible, and reads their results.
 
-A round consists of pieces, each replayed from a CUDA graph where possible:
+A round consists of pieces, each of which is a CUDA graph where possible:
 
-    draft, once per tree shape | verify: forward, choose, walk, compact, features | post
+    draft, once per tree shape | verify: locate rows, forward, choose, accept, compact, features, post result
 
-The drafts' part is `services.target.drafting`. Graphs of the verify pass are keyed by the number of packed
-rows, the class of the widest tree and the sampling mode, so any mixture of requests shares a few graphs.
+`services.target.drafting` enqueues the first kind of piece, and this module the second. Graphs of the verify
+piece are keyed by the number of packed rows, the class of the widest tree, the sampling mode, and whether
+features are stored. All mixtures of requests therefore share a few graphs.
 """
 
 from __future__ import annotations

@@ -91,16 +91,16 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
             chosen, trees, entries.starts, placed.next_positions, placed.sampling.seeds
         )
 
-    # 3. Accept: walk the trees, then move the K/V of the accepted nodes to their final slots.
+    # 3. Accept: walk the trees, then move the K/V of the accepted nodes to their final KV slots.
     results = batch.results(size.rows)
     accepted = accept_entries(state, entries, trees, placed, chosen, page_table, pool.page_size, results)
     if not alone:
         pool.compact(
             page_table,
-            placed.cached_lens[:results],
+            placed.cached_lens,
             accepted.path,
             accepted.num_accepted,
-            placed.table_rows[:results],
+            placed.table_rows,
         )
 
     # 4. Compute and store the feature rows of the accepted nodes.

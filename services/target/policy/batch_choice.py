@@ -1,4 +1,4 @@
-"""Chooses the draft shape of the `auto` rows of rounds on the device: one shape for rows of equal bounds.
+"""Chooses one draft shape for all `auto` rows of equal bounds in a round that is drafted on the device.
 
 Objective: the most expected tokens per second of the batch,
 
@@ -7,7 +7,8 @@ Objective: the most expected tokens per second of the batch,
 Expected tokens come from each row's acceptance (`RowBound.expected_tokens`). The candidates are the shapes of
 `offered_shapes`, each with its own CUDA graph, and plain decoding (`NO_DRAFT`).
 
-A change of shape drains the device, so the choice is stable:
+Estimates are noisy, and each change of shape needs other graphs and ends the rounds of a remote draft. So
+the choice is stable:
 
 - A drafting shape is chosen only if its estimated rate is above `ADVANTAGE` times the rate of plain decoding.
   The shape is then kept for `ROUNDS_PER_CHOICE` rounds.

@@ -10,11 +10,12 @@ Numerator and denominator are estimated from executed steps (`observe`). `Accept
 estimates the expected tokens from the numbers of accepted drafts. `StepCosts` in `cost_model` estimates the
 seconds from measured times. The controller runs no model, so it is tested against synthetic machines.
 
-There are two kinds of rounds:
+The choice depends on where the trees of a round come from:
 
-- Rounds driven by the host: `choose` picks the best common depth and cuts it to each row's bound. A row
-  drafts nothing if its nodes cost more time than its expected tokens save.
-- Rounds on the device: `choose_common` picks one shape for all rows with equal bounds (`batch_choice`).
+- From the host: `choose` picks the best common depth and cuts it to each row's bound. A row drafts nothing if
+  its nodes cost more time than its expected tokens save.
+- From a drafter on the device: `choose_common` picks one shape for all rows with equal bounds
+  (`batch_choice`). Each shape of a round is a draft piece of its own, so few shapes are best.
 
 Estimates become outdated, so the controller also explores:
 

@@ -24,7 +24,7 @@ from outrider.services.target.scheduling.sequence import Sequence, SequenceStatu
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
 SPARE_TOKENS = 64
-"""Number of spare slots that a lease of a batch on the device gets when it grows."""
+"""Number of tokens for which a lease gets spare pages when it grows."""
 PLENTY = 4
 """Spare pages are reserved only if the number of free pages is at least this multiple of the number of spare
 pages."""
@@ -79,7 +79,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Number of slots of the whole pool, and thus the length of the longest sequence that fits."""
+        """Number of KV slots of the whole pool, and thus the length of the longest sequence that fits."""
         return self.allocator.num_pages * self.page_size
 
     def has_work(self) -> bool:

@@ -5,12 +5,12 @@ The named lengths are always in this order, which `Sequence.check` asserts:
     tokens   |-- prompt --|-- emitted ------------- root |
     index    0            prompt_len        committed_len - 1
     K/V      |======== cached_len rows =====|            .            .
-    slots    |------------------------------|-- tree nodes of a round --|--- spare --|
+    KV slots |------------------------------|-- tree nodes of a round --|--- spare --|
              0                      cached_len         cached_len + N          reserved_len <= max_len
 
 - Pages belong to the sequence's lease from admission until the sequence finishes, fails, is cancelled or is
   retracted. Only `Scheduler` frees pages.
-- The contents of slots from `cached_len` on are meaningless between rounds.
+- The contents of KV slots from `cached_len` on are meaningless between rounds.
 - Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
   up to `committed_len`. There, the two stay equal until the first token has been read.
 """
@@ -45,7 +45,7 @@ class Sequence:
         tokens: All committed tokens, i.e. the prompt and the emitted tokens. ``len(tokens)`` is
             committed_len.
         cached_len: Number of tokens whose K/V (and feature row, if wanted) is in the pool.
-        max_len: Maximum number of slots that the sequence can need, at most the slots of the pool.
+        max_len: Maximum number of KV slots that the sequence can need, at most those of the pool.
         node_bound: Maximum number of tree nodes of one round, including the root. KV slots are reserved for
             these nodes.
         wants_drafts: Whether the drafter should follow the sequence when possible. If so, feature rows are
@@ -153,7 +153,7 @@ class Sequence:
 
     @property
     def reserved_len(self) -> int:
-        """Number of slots of the lease. Other threads may read this property for statistics."""
+        """Number of KV slots of the lease. Other threads may read this property for statistics."""
         lease = self.lease
         return 0 if lease is None else len(lease.pages) * self.page_size
 

@@ -96,7 +96,7 @@ def check_parity(runner: ModelRunner) -> Parity | None:
     for prompt in range(1, PROMPTS_OF_EXPERTS if limits.may_route else PROMPTS):
         if result.passed:
             break
-        _log.warning("parity check exceeds its bound", prompt=prompt, **_numbers(runner, result))
+        _log.warning("parity check exceeds its bound", prompts=prompt, **_numbers(runner, result))
         more, its_bound = _compare(runner, prompt, limits)
         better = more / its_bound < found / bound
         found, bound = torch.where(better, more, found), torch.where(better, its_bound, bound)
@@ -197,7 +197,7 @@ def _tree(runner: ModelRunner, prompt: int, tokens: Seq[int], decoy: int) -> Sta
 
 @contextmanager
 def _prefilled(runner: ModelRunner, prompt: int) -> Iterator[PageLease]:
-    """Lease pages with a prompt's K/V. The pages are zeroed afterwards, so that a later read is seen."""
+    """Lease pages with a prompt's K/V. Zero the pages afterwards, so that stale reads are seen."""
     sequence = trial_sequence(runner, prompt, _PROMPT_LEN)
     try:
         if FAILED_TOKEN in runner.prefill([PrefillChunk(sequence, 0, _PROMPT_LEN)]):
@@ -245,7 +245,7 @@ def _numbers(runner: ModelRunner, result: Parity) -> dict[str, object]:
     return {
         "error": f"{result.error:.2e}",
         "bound": f"{result.bound:.2e}",
-        "margin": f"{result.bound / result.error:.1f}x" if result.error > 0 else "no error",
+        "margin": f"{result.bound / result.error:.3g}x" if result.error > 0 else "no error",
         "at": _place(runner, result.stage),
         "type": result.limits.name,
     }

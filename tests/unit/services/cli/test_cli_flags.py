@@ -67,7 +67,7 @@ UP: Mapping[str, tuple[str, Any]] = {
     "overlap_schedule": ("off", "off"),
     "disable_overlap_schedule": ("", True),
     "max_packed_rows": ("512", 512),
-    "prefill_budget_ms": ("12.5", 12.5),
+    "prefill_budget_ms": ("7.5", 7.5),
     "tp_timeout_s": ("9.5", 9.5),
     "tp_all_reduce": ("group", "group"),
     "draft_rounds": ("host", "host"),
