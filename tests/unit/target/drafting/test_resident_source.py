@@ -337,11 +337,29 @@ def test_the_drafter_hears_of_every_token(decoder: Decoder, plain: list[list[int
     bench = Bench(decoder, plain)
     first, second, _ = bench.sequences
     bench.source.first_token(first, 9)
+    bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT)
     outcome = Outcome(1, [], [4])
     bench.source.committed(Entry(first, 1, CHAIN), [4, 5], outcome)
     bench.source.committed(Entry(second, 1, NO_DRAFT), [6], outcome)
+    bench.source.read(set())
     assert bench.drafter.heard == [(0, [9], False), (0, [4, 5], True), (1, [6], False)]
     assert bench.source.take_wait() is None
+
+
+def test_a_session_that_is_opened_again_has_no_rows_of_a_round_in_flight(
+    decoder: Decoder, plain: list[list[int]]
+) -> None:
+    bench = Bench(decoder, plain)
+    first = bench.sequences[0]
+    bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT)
+    first.epoch += 1
+    bench.source.ended(first)
+    bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT)
+    outcome = Outcome(1, [], [4])
+    for token in (4, 5):
+        bench.source.committed(Entry(first, 1, CHAIN), [token], outcome)
+        bench.source.read(set())
+    assert bench.drafter.heard == [(0, [4], False), (0, [5], True)]
 
 
 def test_a_draft_is_recorded_with_idle_rows(decoder: Decoder, plain: list[list[int]]) -> None:
