@@ -25,6 +25,7 @@ FALLBACK_REASONS = (
         if state is not DrafterState.ON and state is not DrafterState.NONE
     ),
     "bad_tree",
+    "budget",
     "empty_tree",
     "late",
     "misfit",

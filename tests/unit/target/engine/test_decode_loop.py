@@ -2,186 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
-from support.slot_sequences import seated_sequence
+from support.loop_world import LoopWorld, passes
 
-from outrider.services.target.drafting.draft_source import PreparedDrafts, ProposalWait
-from outrider.services.target.engine.advance import Advance, advance
-from outrider.services.target.engine.decode_loop import DecodeLoop
-from outrider.services.target.engine.prefill import PrefillPass
-from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
-from outrider.services.target.model.packed_batch import Entry
-from outrider.services.target.model.round_runner import FinishedRound, Marks, Round
-from outrider.services.target.policy.controller import ExecutedStep
-from outrider.services.target.scheduling.scheduler import PrefillChunk, StepPlan
-from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
-from outrider.shared.base.generation import RoundTrace
-from outrider.shared.kv.pool import KVPool
+from outrider.services.target.drafting.draft_source import ProposalWait
+from outrider.services.target.model.outcome import FAILED_TOKEN
+from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CHAIN = DraftShape(2, 1, 3)
 
 
-class World:
-    """A decode loop whose neighbours note their calls in one log.
-
-    Attributes:
-        log: The calls in order.
-        shapes: The shape of each session; `NO_DRAFT` by default.
-        emits: For each session, the tokens that its next rounds emit. By default, a round emits token 7.
-        waits: Whether rounds with drafts wait for the host.
-        may_run_ahead: Whether rounds that drafted may run ahead.
-        wait: The next result of `take_wait`.
-    """
-
-    def __init__(self, lookahead: int) -> None:
-        self.log: list[str] = []
-        self.shapes: dict[int, DraftShape] = {}
-        self.emits: dict[int, list[list[int]]] = {}
-        self.waits = False
-        self.may_run_ahead = True
-        self.wait: ProposalWait | None = None
-        self.fails: Exception | None = None
-        self.observed: list[ExecutedStep] = []
-        self.traces: list[RoundTrace] = []
-        self.pool = KVPool(256, 4, 1, 1, 2, torch.float32, "cpu")
-        self._launched = 0
-        self.table = SimpleNamespace(hold=lambda one: self.log.append(f"hold {one.session_id}"))
-        neighbours: Any = self
-        metrics: Any = SimpleNamespace(observe_round=lambda *given: self.log.append("metrics"))
-        prefill: Any = Prompts(self)
-        planner: Any = SimpleNamespace(
-            shapes=lambda decodes, planned: [self.shapes.get(one.session_id, NO_DRAFT) for one in decodes]
-        )
-        rounds: Any = SimpleNamespace(table=self.table, launch=self._launch, read=self._read)
-        self.loop = DecodeLoop(
-            rounds, prefill, planner, neighbours, neighbours, neighbours, neighbours, metrics, lookahead
-        )
-
-    def sequence(self, session_id: int, **options: Any) -> EngineSequence:
-        made = seated_sequence(self.pool, session_id, session_id, **options)
-        made.tokens.append(1)
-        return made
-
-    def step(self, *decodes: EngineSequence, prefills: Sequence[PrefillChunk] = ()) -> None:
-        self.loop.launch(StepPlan([], [], list(prefills), list(decodes)))
-        self.loop.finish()
-
-    # ---- round runner
-
-    def _launch(self, entries: Sequence[Entry], draft: Callable[[], None] | None) -> Round:
-        if self.fails is not None:
-            raise self.fails
-        self._launched += 1
-        self.log.append(f"launch {self._launched}")
-        nodes = torch.zeros((4, 8), dtype=torch.int32)
-        marks = Marks(0.0, 0.25, 1.0)
-        starts = [sum(entry.rows for entry in entries[:index]) for index in range(len(entries))]
-        return Round(self._launched, tuple(entries), starts, 0.0, torch.empty(0), nodes, marks)
-
-    def _read(self, launched: Round) -> FinishedRound:
-        self.log.append(f"read {launched.number}")
-        outcomes: list[Outcome | None] = []
-        for entry in launched.entries:
-            emitted = (self.emits.get(entry.sequence.session_id) or [[7]]).pop(0)
-            outcomes.append(Outcome(entry.rows, list(range(1, len(emitted))), emitted))
-        return FinishedRound(launched, outcomes, 1.5, 0.25, 0.75)
-
-    # ---- draft source
-
-    def planned(self, decodes: Sequence[EngineSequence]) -> list[DraftShape | None]:
-        return [None] * len(decodes)
-
-    def waits_for_host(self, entries: Sequence[Entry]) -> bool:
-        return self.waits and any(entry.shape.drafts for entry in entries)
-
-    def postponed(self, entries: Sequence[Entry]) -> None:
-        self.log.append("postponed")
-
-    def prepare(self, entries: Sequence[Entry]) -> PreparedDrafts:
-        ids = " ".join(str(entry.sequence.session_id) for entry in entries)
-        self.log.append(f"prepare {ids}")
-        return PreparedDrafts(entries, None, may_run_ahead=self.may_run_ahead)
-
-    def launched(self) -> None:
-        self.log.append("launched")
-
-    def carry(self) -> None:
-        self.log.append("carry")
-
-    def take_wait(self) -> ProposalWait | None:
-        return self.wait
-
-    def first_token(self, sequence: EngineSequence, token: int) -> None:
-        self.log.append(f"first {sequence.session_id}")
-
-    def committed(self, entry: Entry, kept: Sequence[int], outcome: Outcome) -> None:
-        self.log.append(f"committed {entry.sequence.session_id} {list(kept)}")
-
-    def read(self, ended: AbstractSet[int]) -> None:
-        self.log.append(f"drafts read {sorted(ended)}")
-
-    def abandon(self) -> None:
-        self.log.append("abandon")
-
-    # ---- committer
-
-    def accept(self, sequence: EngineSequence, emitted: Sequence[int]) -> Advance | None:
-        self.log.append(f"accept {sequence.session_id}")
-        if emitted[-1] == FAILED_TOKEN:
-            sequence.slot = -1
-            return None
-        return advance(sequence, list(emitted))
-
-    def emit(self, sequence: EngineSequence, step: Advance, trace: RoundTrace | None = None) -> None:
-        self.log.append(f"emit {sequence.session_id} {step.kept}")
-        if trace is not None:
-            self.traces.append(trace)
-
-    # ---- scheduler and controller
-
-    def reserve_ahead(self, sequence: EngineSequence, committed_upper: int) -> bool:
-        return True
-
-    def observe(self, step: ExecutedStep) -> None:
-        self.log.append("observe")
-        self.observed.append(step)
-
-
-class Prompts:
-    """Stands for the prefill."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def launch(self, chunks: Sequence[PrefillChunk]) -> PrefillPass:
-        self.world.log.append("prefill")
-        completed = [chunk.sequence for chunk in chunks if chunk.is_last]
-        for sequence in completed:
-            sequence.tokens_ahead = sequence.passes_ahead = 1
-        chosen: Any = None
-        return PrefillPass([(one, one.residence) for one in completed], chosen, 1, 1, 0.0)
-
-    def finish(self, launched: PrefillPass, previous_end: float) -> None:
-        self.world.log.append("prefilled")
-        for sequence, _residence in launched.completed:
-            sequence.tokens.append(1)
-            sequence.tokens_ahead -= 1
-            sequence.passes_ahead -= 1
-
-
-def passes(log: list[str]) -> list[str]:
-    return [line for line in log if line.split()[0] in ("launch", "read", "prefill", "prefilled")]
-
-
 def test_without_lookahead_each_round_is_read_before_the_next_is_launched() -> None:
-    world = World(0)
+    world = LoopWorld(0)
     sequence = world.sequence(1)
     for _ in range(2):
         world.step(sequence)
@@ -190,7 +23,7 @@ def test_without_lookahead_each_round_is_read_before_the_next_is_launched() -> N
 
 
 def test_with_lookahead_a_round_is_launched_before_the_last_is_read() -> None:
-    world = World(1)
+    world = LoopWorld(1)
     sequence = world.sequence(1)
     for _ in range(3):
         world.step(sequence)
@@ -200,7 +33,7 @@ def test_with_lookahead_a_round_is_launched_before_the_last_is_read() -> None:
 
 
 def test_when_nothing_is_launched_the_rounds_in_flight_are_read() -> None:
-    world = World(1)
+    world = LoopWorld(1)
     world.step(world.sequence(1))
     world.step()
     assert passes(world.log) == ["launch 1", "read 1"]
@@ -208,7 +41,7 @@ def test_when_nothing_is_launched_the_rounds_in_flight_are_read() -> None:
 
 
 def test_draining_reads_everything() -> None:
-    world = World(1)
+    world = LoopWorld(1)
     world.step(world.sequence(1))
     world.loop.drain()
     assert passes(world.log) == ["launch 1", "read 1"]
@@ -216,7 +49,7 @@ def test_draining_reads_everything() -> None:
 
 def test_effects_have_one_order() -> None:
     """All tokens are committed first, then the drafter may begin, and only then anything is delivered."""
-    world = World(0)
+    world = LoopWorld(0)
     rows = [world.sequence(index) for index in range(2)]
     world.shapes[0] = CHAIN
     world.emits[0] = [[8, 9]]
@@ -243,7 +76,7 @@ def test_effects_have_one_order() -> None:
 
 
 def test_a_sequence_that_ends_is_no_news_to_the_drafter() -> None:
-    world = World(0)
+    world = LoopWorld(0)
     ending, going_on = world.sequence(1, max_new_tokens=2), world.sequence(2)
     world.step(ending, going_on)
     assert [line for line in world.log if line.startswith(("committed", "drafts", "emit"))] == [
@@ -255,7 +88,7 @@ def test_a_sequence_that_ends_is_no_news_to_the_drafter() -> None:
 
 
 def test_lengths_advance_with_a_round() -> None:
-    world = World(1)
+    world = LoopWorld(1)
     sequence = world.sequence(1)
     sequence.feature_len = sequence.cached_len
     world.shapes[1] = CHAIN
@@ -272,7 +105,7 @@ def test_lengths_advance_with_a_round() -> None:
 
 @pytest.mark.parametrize("change", ["left", "came back"])
 def test_results_of_a_sequence_that_has_left_are_dropped(change: str) -> None:
-    world = World(1)
+    world = LoopWorld(1)
     gone, stays = world.sequence(1), world.sequence(2)
     world.step(gone, stays)
     gone.residence += change == "came back"
@@ -287,7 +120,7 @@ def test_results_of_a_sequence_that_has_left_are_dropped(change: str) -> None:
 
 
 def test_a_round_whose_sequences_have_all_left_teaches_nothing() -> None:
-    world = World(1)
+    world = LoopWorld(1)
     gone = world.sequence(1)
     world.step(gone)
     gone.slot = -1
@@ -298,7 +131,7 @@ def test_a_round_whose_sequences_have_all_left_teaches_nothing() -> None:
 
 
 def test_invalid_logits_fail_one_sequence() -> None:
-    world = World(0)
+    world = LoopWorld(0)
     bad, good = world.sequence(1), world.sequence(2)
     world.emits[1] = [[FAILED_TOKEN]]
     world.step(bad, good)
@@ -310,7 +143,7 @@ def test_invalid_logits_fail_one_sequence() -> None:
 
 
 def test_trees_from_the_host_wait_until_the_round_in_flight_is_read() -> None:
-    world = World(1)
+    world = LoopWorld(1)
     world.waits = True
     world.may_run_ahead = True
     sequence = world.sequence(1)
@@ -330,7 +163,7 @@ def test_trees_from_the_host_wait_until_the_round_in_flight_is_read() -> None:
 
 
 def test_a_sequence_joins_the_round_after_its_prompt() -> None:
-    world = World(1)
+    world = LoopWorld(1)
     old, new = world.sequence(1), world.sequence(2)
     del new.tokens[-1]
     world.step(old)
@@ -343,7 +176,7 @@ def test_a_sequence_joins_the_round_after_its_prompt() -> None:
 
 
 def test_a_sequence_whose_tree_waits_for_the_host_sits_out_the_round_after_its_prompt() -> None:
-    world = World(0)
+    world = LoopWorld(0)
     world.waits = True
     world.shapes = {1: CHAIN, 2: CHAIN}
     old, new = world.sequence(1), world.sequence(2)
@@ -356,7 +189,7 @@ def test_a_sequence_whose_tree_waits_for_the_host_sits_out_the_round_after_its_p
 
 @pytest.mark.parametrize(("max_new_tokens", "paused"), [(1, False), (20, True)])
 def test_a_sequence_that_cannot_go_on_does_not_join(max_new_tokens: int, paused: bool) -> None:
-    world = World(1)
+    world = LoopWorld(1)
     new = world.sequence(2, max_new_tokens=max_new_tokens)
     del new.tokens[-1]
     new.paused_at = 1.0 if paused else None
@@ -365,7 +198,7 @@ def test_a_sequence_that_cannot_go_on_does_not_join(max_new_tokens: int, paused:
 
 
 def test_a_sequence_without_a_free_page_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(1)
+    world = LoopWorld(1)
     new = world.sequence(2)
     del new.tokens[-1]
     monkeypatch.setattr(world, "reserve_ahead", lambda sequence, upper: False)
@@ -374,7 +207,7 @@ def test_a_sequence_without_a_free_page_does_not_join(monkeypatch: pytest.Monkey
 
 
 def test_a_launch_that_fails_is_told_to_the_drafter_and_the_rest_forgotten() -> None:
-    world = World(1)
+    world = LoopWorld(1)
     sequence = world.sequence(1)
     world.step(sequence)
     world.fails = RuntimeError("out of memory")
@@ -390,7 +223,7 @@ def test_a_launch_that_fails_is_told_to_the_drafter_and_the_rest_forgotten() -> 
 
 
 def test_rounds_without_the_host_are_learnt_as_a_whole() -> None:
-    world = World(0)
+    world = LoopWorld(0)
     world.shapes[1] = CHAIN
     world.emits[1] = [[8, 9]]
     world.step(world.sequence(1), world.sequence(2))
@@ -403,7 +236,7 @@ def test_rounds_without_the_host_are_learnt_as_a_whole() -> None:
 
 
 def test_a_measured_wait_is_learnt_apart() -> None:
-    world = World(0)
+    world = LoopWorld(0)
     world.shapes[1] = CHAIN
     world.wait = ProposalWait(0.5, 0.6, 4, 0.3)
     world.step(world.sequence(1))
@@ -413,7 +246,7 @@ def test_a_measured_wait_is_learnt_apart() -> None:
 
 @pytest.mark.parametrize(("wait", "draft_ms"), [(None, 250.0), (ProposalWait(0.5, 0.6, 2, 0.3), 300.0)])
 def test_a_trace_tells_times_and_tree(wait: ProposalWait | None, draft_ms: float) -> None:
-    world = World(0)
+    world = LoopWorld(0)
     world.shapes[1] = CHAIN
     world.emits[1] = [[8, 9]]
     world.wait = wait
