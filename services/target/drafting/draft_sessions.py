@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence
@@ -105,33 +103,17 @@ class DraftSessions:
             return "no_features"
         return ""
 
-    def send_prefill_features(self, chunk: PrefillChunk) -> torch.Tensor | None:
-        """Send the feature rows of a finished chunk.
+    def send_prefill_features(self, chunk: PrefillChunk) -> None:
+        """Send the feature rows of a finished chunk, except the last row of a prompt.
 
-        The last row of a prompt is not sent here, because the first commit carries this row.
-
-        Returns:
-            The row for the first commit, ``[1, feature_size]``. None if this chunk does not end the prompt or
-            has no feature rows.
+        The first commit carries that row.
         """
-        sequence = chunk.sequence
+        sequence, stop = chunk.sequence, chunk.stop - chunk.is_last
         if not sequence.drafted or sequence.feature_len != chunk.stop or not self._wants_features:
-            return None
-        rows = self._runner.read_features(sequence, chunk.start, chunk.stop)
-        if not chunk.is_last:
+            return
+        if stop > chunk.start:
+            rows = self._runner.read_features(sequence, chunk.start, stop)
             self._drafter.features(sequence.session_id, chunk.start, rows)
-            return None
-        if chunk.stop - chunk.start > 1:
-            self._drafter.features(sequence.session_id, chunk.start, rows[:-1])
-        return rows[-1:]
-
-    def commit(
-        self, sequence: Sequence, base_len: int, token_ids: list[int], features: torch.Tensor | None
-    ) -> Commit | None:
-        """Return the commit of a sequence that continues; None if the drafter does not follow it."""
-        if not sequence.drafted or (self._wants_features and features is None):
-            return None
-        return Commit(sequence.fence(), base_len, token_ids, features)
 
     def unfollow(self, sequence: Sequence) -> None:
         """Close the drafter's session of a sequence."""
@@ -140,9 +122,9 @@ class DraftSessions:
             self._drafter.close([sequence.session_id])
 
     def catch_up(self, sequence: Sequence, base_len: int) -> Commit | None:
-        """Return one commit of all tokens since `base_len`, after rounds that sent the drafter no commits.
+        """Return a commit of all tokens since `base_len`, with their stored feature rows.
 
-        The commit carries the stored feature rows. Return None if there is nothing to send.
+        Return None if there is nothing to send, or if the drafter does not follow the sequence.
         """
         if not sequence.drafted or sequence.committed_len == base_len:
             return None
