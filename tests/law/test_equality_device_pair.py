@@ -129,7 +129,9 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
             harness.submit(prompt, length, request_id=str(index), shape=shape)
         with mock.patch.object(drafter, "propose", wraps=drafter.propose) as proposed:
             harness.run()
-        assert bool(proposed.call_count) == (plan is None), "rounds on the device need no proposal of the host"
+        assert bool(proposed.call_count) == (plan is None), (
+            "rounds on the device need no proposal of the host"
+        )
         for index, prompt in enumerate(prompts):
             assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
         found = [harness.sink.finished[str(index)].speculation for index in range(len(prompts))]

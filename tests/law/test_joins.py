@@ -8,15 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import cycle, product
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from support.device_toys import AnswerDrafter
-from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+from support.joining_crowd import VOCAB, Crowd
+from support.target_harness import Harness, assert_same_tokens, load_toy, make_harness
 from support.toys import make_toy_target
 from support.traces import check_report, check_traces
 
@@ -28,78 +26,15 @@ from outrider.services.target.policy.controller import RowBound
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 torch.set_num_threads(1)
-VOCAB = 64
 AHEAD = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=5, max_nodes=21)
-SAMPLINGS = [
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0, seed=3),
-    SamplingParams(temperature=0.8, top_p=0.9, seed=4),
-]
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
-
-
-@cache
-def answer_of(decoder: Decoder, prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
-    """Return 60 tokens of plain decoding."""
-    return generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling)
-
-
-class Crowd:
-    """Requests with random prompts, and their plain-decoding answers."""
-
-    def __init__(self, decoder: Decoder, count: int, seed: int, shortest: int = 10) -> None:
-        rng = random.Random(seed)
-        self.decoder = decoder
-        self.prompts = [
-            [rng.randrange(VOCAB) for _ in range(rng.choice([2, 5, 17, 40]))] for _ in range(count)
-        ]
-        self.samplings = [rng.choice(SAMPLINGS) for _ in range(count)]
-        self.lengths = [rng.randrange(shortest, 60) for _ in range(count)]
-        self.answer()
-
-    def answer(self) -> None:
-        """Compute the answers of plain decoding, again after prompts, lengths or samplings have changed."""
-        self.plain = [
-            answer_of(self.decoder, tuple(prompt), sampling)[:length]
-            for prompt, length, sampling in zip(self.prompts, self.lengths, self.samplings, strict=True)
-        ]
-
-    def drafter(self, features: bool = False) -> AnswerDrafter:
-        size = 3 * self.decoder.config.hidden_size
-        spec = (
-            FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=size, fingerprint="raw") if features else None
-        )
-        return AnswerDrafter(
-            [prompt + answer for prompt, answer in zip(self.prompts, self.plain, strict=True)],
-            VOCAB,
-            0.7,
-            spec,
-        )
-
-    def submit(self, harness: Harness, index: int, **options: Any) -> int:
-        options = {"shape": (3, 2, 7), **options}
-        return harness.submit(
-            self.prompts[index],
-            self.lengths[index],
-            request_id=str(index),
-            sampling=self.samplings[index],
-            **options,
-        )
-
-    def check(self, harness: Harness) -> None:
-        assert not harness.sink.failed
-        for index, (prompt, plain, sampling) in enumerate(
-            zip(self.prompts, self.plain, self.samplings, strict=True)
-        ):
-            assert_same_tokens(self.decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)
 
 
 class Watched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
@@ -22,7 +23,8 @@ class DraftPlanner:
         controller: Chooses the shapes of rows in mode `auto`.
         metrics: Counts fallbacks.
         max_rows: Largest number of packed rows of a round.
-        on_device: True if rounds are drafted on the device, before the previous round has been read.
+        on_device: Returns True if rounds are drafted on the device, before the previous round has been
+            read.
     """
 
     def __init__(
@@ -32,7 +34,7 @@ class DraftPlanner:
         metrics: TargetMetrics,
         max_rows: int,
         *,
-        on_device: bool,
+        on_device: Callable[[], bool],
     ) -> None:
         self._sessions = sessions
         self._controller = controller
@@ -68,7 +70,7 @@ class DraftPlanner:
         if auto:
             other_nodes = sum(shape.max_nodes for shape in shapes) - len(auto)
             rows = [bound_of(decodes[index]) for index in auto]
-            choose = self._controller.choose_common if self._on_device else self._controller.choose
+            choose = self._controller.choose_common if self._on_device() else self._controller.choose
             chosen = choose(rows, len(decodes), other_nodes)
             for index, shape in zip(auto, chosen, strict=True):
                 shapes[index] = shape.bounded() if shape.drafts else NO_DRAFT

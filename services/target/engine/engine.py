@@ -315,17 +315,22 @@ class TargetEngine(Steppable):
         )
 
     def _make_source(self, plan: LoopPlan) -> DraftSource:
-        drafter = self._drafter
-        on_device = plan.drafts_on_device and isinstance(drafter, DeviceDrafter) and drafter.device_resident
+        drafter, ahead = self._drafter, plan.drafts_on_device
+        seats = ahead and isinstance(drafter, DeviceDrafter) and drafter.device_resident
+        exchanges = ahead and isinstance(drafter, ExchangeDrafter)
         self._planner = DraftPlanner(
-            self._sessions, self.controller, self.metrics, self._rounds.max_rows, on_device=on_device
+            self._sessions,
+            self.controller,
+            self.metrics,
+            self._rounds.max_rows,
+            on_device=lambda: seats or (exchanges and drafter.device_resident),
         )
-        if on_device and isinstance(drafter, DeviceDrafter):
+        if seats and isinstance(drafter, DeviceDrafter):
             return ResidentSource(drafter, self._runner, self._rounds, self._planner.fell_back)
         host = HostSource(
             drafter, self._sessions, self._planner, self._scheduler, self.controller, self._rounds
         )
-        if plan.drafts_on_device and isinstance(drafter, ExchangeDrafter):
+        if exchanges and isinstance(drafter, ExchangeDrafter):
             pool = self._runner.pool
             return ExchangeSource(drafter, host, self._rounds, pool, self.controller, plan.columns)
         return host

@@ -27,7 +27,7 @@ class LoopPlan:
     drafts_on_device: bool = False
     max_depth: int = 16
     columns: int = 6
-    max_nodes: int = 64
+    max_nodes: int = 128
     max_packed_rows: int = MAX_PACKED_ROWS
     prefill_budget_s: float = 0.02
     recorded_entries: int | None = None

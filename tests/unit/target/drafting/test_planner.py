@@ -33,7 +33,7 @@ class Room:
         )
         sessions: Any = SimpleNamespace(obstacle=lambda one: self.obstacles.get(one.session_id, ""))
         metrics: Any = SimpleNamespace(fell_back=self.counted.append)
-        self.planner = DraftPlanner(sessions, controller, metrics, max_rows, on_device=on_device)
+        self.planner = DraftPlanner(sessions, controller, metrics, max_rows, on_device=lambda: on_device)
 
     def _choose(self, kind: str, rows: list[RowBound], batch_size: int, nodes: int) -> list[DraftShape]:
         self.asked.append((kind, len(rows), batch_size, nodes))
