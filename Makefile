@@ -66,7 +66,7 @@ test-multi-gpu: $(DEV_STAMP)
 	$(PYTEST) -m multi_gpu tests/gpu
 
 bench: $(SERVE_STAMP)
-	$(BIN)/outrider bench
+	$(BIN)/outrider bench --force
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

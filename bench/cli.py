@@ -10,11 +10,13 @@ from typing import Annotated
 
 import typer
 
+from outrider.bench.load_commands import mixed, serve
 from outrider.bench.options import (
     AnswerTokens,
     Device,
     DraftDir,
     Dtype,
+    Force,
     NumPrompts,
     Output,
     Prompts,
@@ -25,9 +27,9 @@ from outrider.bench.options import (
     leave_on_terminate,
     numbers,
     placement,
+    result_file,
 )
-from outrider.services.stack.launch import free_port
-from outrider.services.stack.options import DEMO_TARGET, StackOptions, Transport
+from outrider.services.stack.options import DEMO_TARGET, Transport
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.polling import watch_sockets
 
@@ -53,10 +55,11 @@ def bench_default(
     device: Device = "auto",
     transport: StackTransport = Transport.AUTO,
     output: Output = None,
+    force: Force = False,
 ) -> None:
     """Measure this machine and this build. Without a command, run `speculation` with the flags below."""
     if context.invoked_subcommand is None:
-        _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output)
+        _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output, force)
 
 
 @bench.command()
@@ -69,9 +72,10 @@ def speculation(
     device: Device = "auto",
     transport: StackTransport = Transport.AUTO,
     output: Output = None,
+    force: Force = False,
 ) -> None:
     """Compare speculative with plain decoding, prompt by prompt, end to end at batch 1 (real acceptance)."""
-    _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output)
+    _speculation(prompts, num_prompts, tokens, target, draft, device, transport, output, force)
 
 
 def _speculation(
@@ -83,18 +87,25 @@ def _speculation(
     device: str,
     transport: Transport,
     output: Path | None,
+    force: bool,
 ) -> None:
     from outrider.bench.measure.speculation import BenchOptions, run_bench
+    from outrider.bench.report.machine import describe_machine
 
     leave_on_terminate()
+    folder = draft_folder(target, draft)
+    if folder is None:
+        raise ConfigurationError(
+            "Without a draft there is nothing to compare. Give --draft DIR.", field="--draft"
+        )
     options = BenchOptions(
         prompts,
         num_prompts,
         tokens,
         target or DEMO_TARGET,
-        draft_folder(target, draft),
+        folder,
         device,
-        output,
+        result_file(output, "speculation", "cuda" if describe_machine()["gpus"] else "cpu", force),
         transport,
     )
     raise typer.Exit(run_bench(options))
@@ -145,6 +156,7 @@ def latency(
         typer.Option("--set", help="NAME=VALUE for a setting of `outrider serve target`; repeatable."),
     ] = None,
     output: Output = None,
+    force: Force = False,
 ) -> None:
     """Time rounds and prefill of an in-process engine: random weights, synthetic acceptance, wall clock."""
     watch_sockets()
@@ -178,102 +190,18 @@ def latency(
         tp=tp,
         settings=parse_settings(set_ or []),
     )
+    # With --mps, CUDA must not be touched before the service runs. It needs a GPU in any case.
+    kind = "cuda" if mps else placement(device, "auto")[0].type
+    path = result_file(output, "latency", kind, force)
     raise typer.Exit(
         run_latency(
-            LatencyOptions(
-                engine, shapes, batches, prompt, new_tokens, repeats, prefills, profile, output, mps
-            )
+            LatencyOptions(engine, shapes, batches, prompt, new_tokens, repeats, prefills, profile, path, mps)
         )
     )
 
 
-@bench.command()
-def serve(
-    url: Annotated[
-        str | None, typer.Option(help="REST address of a running gateway.", show_default="a stack is started")
-    ] = None,
-    grpc_address: Annotated[
-        str | None, typer.Option("--grpc", help="gRPC address of a running gateway.", metavar="ADDRESS")
-    ] = None,
-    api: Annotated[str, typer.Option(help="Endpoint of the stack started here: rest or grpc.")] = "rest",
-    api_key: Annotated[str | None, typer.Option(help="API key to send, if the gateway requires one.")] = None,
-    request_rate: Annotated[float, typer.Option(help="Requests per second on average (Poisson).")] = 2.0,
-    duration: Annotated[float, typer.Option(help="Seconds during which requests arrive.")] = 30.0,
-    warm_up: Annotated[
-        float, typer.Option(min=0.0, help="Seconds of the same load beforehand, not counted.")
-    ] = 0.0,
-    prompts: Prompts = None,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Use random prompts with this many token ids.",
-            show_default="the prompts of --prompts",
-        ),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    speculation_mode: Annotated[str, typer.Option("--speculation", help="auto, on or off.")] = "auto",
-    first_token_limit: Annotated[
-        float | None,
-        typer.Option(
-            help="Goodput: longest time to the first token, in milliseconds.", show_default="no limit"
-        ),
-    ] = None,
-    per_token_limit: Annotated[
-        float | None,
-        typer.Option(
-            help="Goodput: longest time per token after the first, in milliseconds.", show_default="no limit"
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the arrival times.")] = 0,
-    target: TargetDir = None,
-    draft: DraftDir = None,
-    transport: StackTransport = Transport.AUTO,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    output: Output = None,
-) -> None:
-    """Measure client latency under an open-loop load: TTFT, ITL, e2e, goodput and accept length."""
-    from outrider.bench.load.open_loop import Load
-    from outrider.bench.load.serve import Api, ServeOptions, run_serve
-
-    leave_on_terminate()
-    if url is not None and grpc_address is not None:
-        raise ConfigurationError("--url and --grpc name two endpoints; give only one.", field="--url")
-    if not request_rate > 0 or not duration > 0:
-        raise ConfigurationError("--request-rate and --duration must be above 0.", field="--request-rate")
-    if speculation_mode not in ("auto", "on", "off"):
-        raise ConfigurationError(
-            f"--speculation {speculation_mode}: expected auto, on or off.", field="--speculation"
-        )
-    if api not in (kind.value for kind in Api):
-        raise ConfigurationError(f"--api {api}: expected rest or grpc.", field="--api")
-    options = ServeOptions(
-        stack=StackOptions(
-            target=target or DEMO_TARGET,
-            draft=draft_folder(target, draft),
-            device=device,
-            dtype=dtype,
-            port=free_port(),
-            transport=transport,
-        ),
-        url=url,
-        grpc=grpc_address,
-        api=Api(api),
-        api_key=api_key,
-        load=Load(request_rate, duration, seed),
-        warm_up_s=warm_up,
-        prompts=prompts,
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        speculation={"mode": speculation_mode},
-        first_token_limit_ms=first_token_limit,
-        per_token_limit_ms=per_token_limit,
-        output=output,
-    )
-    raise typer.Exit(run_serve(options))
+bench.command()(serve)
+bench.command()(mixed)
 
 
 @bench.command()
@@ -283,7 +211,8 @@ def kernels(
         str,
         typer.Option(
             help="Kinds of cases, as comma-separated patterns: linear (the library's products), product, "
-            "fp8, norm, layer, attention, cache, choose, draft, round, trade, invariant, forward, propose."
+            "fp8, norm, layer, attention, ragged, cache, choose, draft, round, trade, invariant, forward, "
+            "propose."
         ),
     ] = "*",
     tune: Annotated[
@@ -293,6 +222,7 @@ def kernels(
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Output = None,
+    force: Force = False,
 ) -> None:
     """Time each kernel and the target's whole pass against its floor. On a CPU, test the references."""
     from outrider.bench.kernels.case import KernelOptions
@@ -302,7 +232,8 @@ def kernels(
 
     configure_logging("bench", "warning")
     where, how = placement(device, dtype)
-    options = KernelOptions(named_shape(shape), where, how, only, output)
+    path = result_file(output, "tiles" if tune else "kernels", where.type, force)
+    options = KernelOptions(named_shape(shape), where, how, only, path)
     if tune:
         from outrider.bench.kernels.tune import run_tune
 
@@ -316,12 +247,14 @@ def roofline(
     dtype: Dtype = "auto",
     small: Annotated[bool, typer.Option("--small", help="Use small sizes, for tests.")] = False,
     output: Output = None,
+    force: Force = False,
 ) -> None:
     """Measure the machine's own ceilings: copies, reads, the matrix rate, launches and the bus."""
     from outrider.bench.measure.roofline import RooflineOptions, run_roofline
 
     where, how = placement(device, dtype)
-    raise typer.Exit(run_roofline(RooflineOptions(where, how, output, small)))
+    path = result_file(output, "roofline", where.type, force)
+    raise typer.Exit(run_roofline(RooflineOptions(where, how, path, small)))
 
 
 @bench.command()
@@ -342,6 +275,7 @@ def perplexity(
     device: Device = "auto",
     dtype: Dtype = "auto",
     output: Output = None,
+    force: Force = False,
 ) -> None:
     """Measure the quality cost of FP8: perplexity on a text, without and with the selected quantization."""
     from outrider.bench.measure.perplexity import PerplexityOptions, run_perplexity
@@ -356,8 +290,9 @@ def perplexity(
         if value not in allowed:
             raise ConfigurationError(f"{flag} {value}: expected {' or '.join(allowed)}.", field=flag)
     where, how = placement(device, dtype)
+    path = result_file(output, "perplexity", where.type, force)
     options = PerplexityOptions(
-        text, target or DEMO_TARGET, where, how, quantization, kv_cache_dtype, tokens, window, output
+        text, target or DEMO_TARGET, where, how, quantization, kv_cache_dtype, tokens, window, path
     )
     raise typer.Exit(run_perplexity(options))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,6 +59,7 @@ Output = Annotated[
         show_default="bench/results/<benchmark>-<device>.json",
     ),
 ]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the JSON file if it exists.")]
 Shape = Annotated[
     str,
     typer.Option(
@@ -109,6 +111,41 @@ def numbers(text: str, flag: str) -> list[int]:
     if not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigurationError(f"{flag} {text}: expected numbers above 0, separated by commas.", field=flag)
     return [int(part) for part in parts]
+
+
+def choice(value: str, allowed: Sequence[str], flag: str) -> str:
+    """Return the value of a flag that has a fixed set of values.
+
+    Raises:
+        ConfigurationError: The value is not in the set.
+    """
+    if value not in allowed:
+        *others, last = allowed
+        raise ConfigurationError(f"{flag} {value}: expected {', '.join(others)} or {last}.", field=flag)
+    return value
+
+
+def result_file(output: Path | None, name: str, device: str, force: bool) -> Path:
+    """Return the JSON file of a run, before anything is measured.
+
+    Args:
+        output: Value of `--output`: a .json file, a folder, or None for `bench/results`.
+        name: Name of the benchmark.
+        device: Such as ``cpu``, ``cuda:1`` or ``remote``, for the name of the file in a folder.
+        force: Value of `--force`.
+
+    Raises:
+        ConfigurationError: The file exists, and `force` is False.
+    """
+    from outrider.bench.report.record import result_path
+
+    path = result_path(output, name, device.split(":")[0])
+    if path.exists() and not force:
+        raise ConfigurationError(
+            f"{path} exists. Choose another file with --output, or pass --force to overwrite it.",
+            field="--output",
+        )
+    return path
 
 
 def draft_folder(target: Path | None, draft: str | None) -> Path | None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 
 import torch
 
 from outrider.bench.kernels.case import Case, KernelOptions, over, small_kernel
+from outrider.bench.kernels.choice_cases import choose_cases, mixed_cases
 from outrider.bench.kernels.inputs import (
     AttentionInputs,
     Sizes,
@@ -32,6 +33,8 @@ from outrider.bench.kernels.layer_cases import (
     norm_cases,
     product_cases,
 )
+from outrider.bench.kernels.packed_cases import packed_cases
+from outrider.bench.kernels.ragged_cases import ragged_cases
 from outrider.bench.kernels.round_cases import draft_cases, round_cases, trade_cases
 from outrider.bench.measure.clock import Work as Call
 from outrider.bench.measure.clock import measure
@@ -40,10 +43,8 @@ from outrider.bench.measure.roofline import Ceilings, measure_ceilings
 from outrider.bench.report.record import Result, Row, finish
 from outrider.bench.stacks.draft_stack import drafting_round
 from outrider.kernels.ahead import compile_ahead
-from outrider.kernels.filtered_choice import kept_tokens
 from outrider.kernels.kv_compact import kv_compact
 from outrider.kernels.kv_store import kv_store
-from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.tree_attention import tree_attention
 from outrider.kernels.verify import SamplingTensors, choose_tokens
 from outrider.shared.attn.base import AttentionBackend
@@ -208,52 +209,6 @@ def _cache(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     )
 
 
-def _choose(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    for rows in sizes.rows:
-        logits = sizes.random(rows, sizes.vocab)
-        nbytes = logits.nbytes
-        copies = copies_for(nbytes, options.small)
-        many = [logits.clone() for _ in range(copies)]
-        positions = torch.arange(rows, device=sizes.device)
-        for name, heat in (("greedy", 0.0), ("sampled", 1.0)):
-            how = sampling(sizes, rows, heat)
-            call = over(many, partial(_choose_by, how, positions))
-            yield Case(f"choose_tokens {name}, {rows} rows", call, Work(nbytes, 0.0), copies)
-        filtered = replace(
-            sampling(sizes, rows, 1.0),
-            top_k=torch.full((rows,), 50, dtype=torch.int32, device=sizes.device),
-            top_p=torch.full((rows,), 0.9, device=sizes.device),
-            any_filter=True,
-        )
-        yield Case(
-            f"kept_tokens, {rows} rows", over(many, partial(_keep_by, filtered)), Work(nbytes, 0.0), copies
-        )
-        yield Case(
-            f"choose_tokens filtered, {rows} rows",
-            over(many, partial(_choose_by, filtered, positions)),
-            Work(nbytes, 0.0),
-            copies,
-        )
-    positions = torch.arange(4, device=sizes.device)
-    seeds, choices = (
-        torch.arange(4, device=sizes.device),
-        torch.zeros(4, dtype=torch.int32, device=sizes.device),
-    )
-    yield Case(
-        "gumbel_noise, 4 rows",
-        lambda: gumbel_noise(seeds, positions, choices, sizes.vocab),
-        Work(4.0 * 4 * sizes.vocab, 0.0),
-    )
-
-
-def _keep_by(how: SamplingTensors, logits: torch.Tensor) -> object:
-    return kept_tokens(logits, how)
-
-
-def _choose_by(how: SamplingTensors, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    return choose_tokens(logits, how, positions)
-
-
 def _forward(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield the target's passes with logits and token choice, i.e. the GPU time of decoding or verifying.
 
@@ -321,10 +276,13 @@ KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
     "norm": norm_cases,
     "layer": layer_cases,
     "attention": _attention,
+    "ragged": ragged_cases,
     "cache": _cache,
-    "choose": _choose,
+    "choose": choose_cases,
+    "mixed": mixed_cases,
     "draft": draft_cases,
     "round": round_cases,
+    "packed": packed_cases,
     "trade": trade_cases,
     "fp8": fp8_cases,
     "invariant": invariant_cases,

@@ -22,7 +22,14 @@ from outrider.kernels.topk_expand import Beam, Candidates, expand_level, select_
 from outrider.kernels.tree_build import tree_build
 from outrider.kernels.tree_check import tree_check
 from outrider.kernels.verify import verify_tree
-from outrider.kernels.verify_round import RoundTensors, accept_round, begin_round, place_rows, post_round
+from outrider.kernels.verify_round import (
+    RoundTensors,
+    accept_round,
+    begin_round,
+    place_rows,
+    post_parts,
+    post_round,
+)
 
 PATIENCE = 1000
 """Maximum number of polls for a message. In these cases, the message has already arrived."""
@@ -138,6 +145,20 @@ def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         yield small_kernel(
             f"post_round, {case}",
             partial(post_round, packed, ring, torch.zeros(1, dtype=torch.int32, device=device)),
+        )
+        traced = (packed, tree.tokens, tree.parents)
+        yield small_kernel(
+            f"post_parts, {case}",
+            partial(
+                post_parts,
+                traced,
+                torch.zeros(
+                    (PLACES, sum(part.numel() for part in traced)),
+                    dtype=torch.int32,
+                    pin_memory=device.type == "cuda",
+                ),
+                torch.zeros(1, dtype=torch.int32, device=device),
+            ),
         )
         kept = min(columns, nodes)
         rows, plane = (

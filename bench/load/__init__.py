@@ -1,1 +1,1 @@
-"""`outrider bench serve`: an open-loop load on a running server, over REST or gRPC."""
+"""`outrider bench serve`: a load on a running server, over REST or gRPC."""

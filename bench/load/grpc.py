@@ -36,9 +36,10 @@ class GrpcLoad(LoadClient):
         self._model: str | None = None
 
     async def ask(self, request: LoadRequest, experience: Experience) -> None:
+        sampling: dict[str, Any] = {"seed": request.seed, **request.sampling}
         options = gateway_pb2.GenerationOptions(
             max_tokens=request.max_tokens,
-            sampling=common_pb2.SamplingOptions(temperature=request.temperature, seed=request.seed),
+            sampling=common_pb2.SamplingOptions(**sampling),
             speculation=_speculation(request.speculation),
             ignore_eos=True,
         )

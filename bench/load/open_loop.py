@@ -1,29 +1,37 @@
-"""An open-loop load: requests arrive by a Poisson process and do not wait for earlier answers.
+"""Two kinds of load, and the timeline of each request (TTFT, ITL, errors) with a summary of all timelines.
 
-The module also records the timeline of each request (TTFT, ITL, errors) and summarises all timelines.
+In an open-loop load, requests arrive by a Poisson process and do not wait for earlier answers. In a
+closed-loop load, a fixed number of clients each send their next request after the last answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from outrider.bench.measure.clock import percentile
 
 PERCENTILES = (50, 90, 99)
+PAUSE_AFTER_ERROR_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request: its prompt (a text, chat messages or token ids) and its options."""
+    """One request: its prompt (a text, chat messages or token ids) and its options.
+
+    Attributes:
+        sampling: `temperature` and, if the request has them, `top_k`, `top_p` and `min_p`.
+        speculation: The `speculation` object.
+    """
 
     prompt: str | Sequence[int] | Sequence[dict[str, str]]
     max_tokens: int
-    temperature: float
+    sampling: Mapping[str, float]
     seed: int
     speculation: dict[str, Any]
 
@@ -131,6 +139,39 @@ async def run_load(
         await asyncio.sleep(max(0.0, started + moment - time.perf_counter()))
         tasks.append(asyncio.create_task(one(index)))
     return list(await asyncio.gather(*tasks))
+
+
+async def run_clients(
+    client: LoadClient,
+    clients: int,
+    duration_s: float,
+    request: Callable[[int], LoadRequest],
+    on_answer: Callable[[int], None],
+) -> list[Experience]:
+    """Let a number of clients send requests one after the other, and return when each has its last answer.
+
+    Args:
+        client: Client that sends the requests.
+        clients: Number of requests that run at the same time.
+        duration_s: Seconds during which requests are sent. Each client sends at least one request.
+        request: Returns the request with a given index.
+        on_answer: Called after each answer with the number of requests answered so far.
+    """
+    ends = time.perf_counter() + duration_s
+    indices = itertools.count()
+    experiences: list[Experience] = []
+
+    async def one() -> None:
+        while True:
+            experiences.append(await ask(client, request(next(indices))))
+            on_answer(len(experiences))
+            if experiences[-1].error:
+                await asyncio.sleep(PAUSE_AFTER_ERROR_S)  # a broken server must not be flooded
+            if time.perf_counter() >= ends:
+                return
+
+    await asyncio.gather(*(one() for _ in range(clients)))
+    return experiences
 
 
 async def ask(client: LoadClient, request: LoadRequest) -> Experience:

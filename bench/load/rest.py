@@ -4,70 +4,116 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import httpx
 
 from outrider.bench.load.open_loop import Experience, LoadClient, LoadRequest
+from outrider.bench.load.server import Server, key_headers, refusal
 from outrider.shared.base.errors import UnavailableError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LENGTHS = "--prompt-tokens or --max-tokens"
+TIMEOUT_S = 600.0
+UNSENT: tuple[dict[str, Any], ...] = ({}, {"mode": "auto"})
+"""Speculation objects that mean the same as none. Other servers do not know the field."""
+
+
+class Route(Enum):
+    """Route for prompts that are text or messages. Token ids always go to `COMPLETIONS`."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
 
 
 class RestLoad(LoadClient):
     """Sends requests over REST.
 
     Args:
-        url: Address of the server.
-        model: Name of the model on the server.
+        server: The server and its model.
         api_key: API key to send, or None.
+        omitted: Fields to leave out of every request, for servers that refuse them.
     """
 
-    def __init__(self, url: str, model: str, api_key: str | None) -> None:
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    def __init__(self, server: Server, api_key: str | None, omitted: Sequence[str] = ()) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=600.0, limits=limits, trust_env=False
+            base_url=server.url,
+            headers=key_headers(api_key),
+            timeout=TIMEOUT_S,
+            limits=limits,
+            trust_env=False,
         )
-        self._model = model
+        self._model = server.model
+        self._omitted = omitted
 
     async def ask(self, request: LoadRequest, experience: Experience) -> None:
-        body: dict[str, Any] = {
-            "model": self._model,
-            "messages" if request.is_chat else "prompt": list(request.prompt)
-            if not isinstance(request.prompt, str)
-            else request.prompt,
-            "max_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "seed": request.seed,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if request.speculation:
-            body["speculation"] = request.speculation
+        """Stream the answer and fill `experience`.
+
+        Raises:
+            ConfigurationError: The server refuses the request. The message names the option to change.
+            UnavailableError: The server fails.
+        """
+        body = self._body(request)
         async with self._http.stream("POST", CHAT if request.is_chat else COMPLETIONS, json=body) as response:
             if response.status_code != httpx.codes.OK:
-                raise UnavailableError(
-                    f"{response.status_code}: {(await response.aread())[:200].decode(errors='replace')}"
-                )
+                text = (await response.aread()).decode(errors="replace")
+                raise refusal(response.status_code, text, body, LENGTHS, "--route")
             async for line in response.aiter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    _note(json.loads(line[len("data: ") :]), experience)
+                if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
+                    _note(json.loads(data), experience)
+        if experience.tokens and not experience.chunks:  # the only piece ended the stream
+            experience.chunks.append(time.perf_counter())
+        # Some servers report no usage. A piece then counts as a token.
+        experience.tokens = experience.tokens or len(experience.chunks)
 
     async def close(self) -> None:
         await self._http.aclose()
 
+    def _body(self, request: LoadRequest) -> dict[str, Any]:
+        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages" if request.is_chat else "prompt": prompt,
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
+            **request.sampling,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if request.speculation not in UNSENT:
+            body["speculation"] = request.speculation
+        return {name: value for name, value in body.items() if name not in self._omitted}
+
 
 def _note(event: dict[str, Any], experience: Experience) -> None:
-    if "error" in event:
-        raise UnavailableError(str(event["error"].get("message")))
+    """Record one event of the stream, which arrived now."""
+    if error := event.get("error"):
+        raise UnavailableError(str(error.get("message") if isinstance(error, dict) else error))
     if usage := event.get("usage"):
         experience.tokens = int(usage["completion_tokens"])
     for choice in event.get("choices") or ():
-        if choice.get("text") or (choice.get("delta") or {}).get("content"):
+        if _has_tokens(choice):
             experience.chunks.append(time.perf_counter())
     for holder in (event, *(event.get("choices") or ())):
         if speculation := holder.get("speculation"):
             experience.accept_length = float(speculation.get("accept_length") or experience.accept_length)
             experience.draft_tokens = int(speculation.get("draft_tokens") or experience.draft_tokens)
+
+
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    """Return whether a choice has a piece of the answer.
+
+    A token may have no text: its bytes are incomplete, it is a special token, or the server has no tokenizer.
+    A text completion then still sends an event, which is counted unless it only ends the stream. A chat's
+    events without content are openings, which are not counted.
+    """
+    if choice.get("text") or choice.get("token_ids"):
+        return True
+    if "delta" in choice:
+        delta = choice["delta"] or {}
+        return bool(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
+    return "text" in choice and choice.get("finish_reason") is None

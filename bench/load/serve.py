@@ -1,4 +1,7 @@
-"""`outrider bench serve`: measures client latency under an open-loop Poisson load, over REST or gRPC.
+"""`outrider bench serve`: measures client latency under a load, over REST or gRPC.
+
+The load is an open loop (Poisson arrivals) or a closed loop (a fixed number of clients). The server is any
+server with OpenAI's API, or Outrider's gRPC service.
 
 Before the load, the command sends a few requests one at a time. The figures of these lone requests are the
 floor of the figures under load.
@@ -11,7 +14,7 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
@@ -22,19 +25,22 @@ from rich.progress import Progress
 
 from outrider.bench.load.open_loop import (
     PERCENTILES,
+    Experience,
     Load,
     LoadClient,
     LoadRequest,
     LoadSummary,
     ask,
+    run_clients,
     run_load,
     summarise_load,
 )
-from outrider.bench.load.rest import RestLoad
+from outrider.bench.load.rest import UNSENT, RestLoad, Route
+from outrider.bench.load.samplings import Sampling
+from outrider.bench.load.server import Server, find_server
 from outrider.bench.measure.prompts import HELDOUT_PROMPTS, load_prompts
 from outrider.bench.report.record import Result, Row, finish
 from outrider.bench.report.surroundings import compiled_kernels
-from outrider.services.clients.rest import RestClient
 from outrider.services.stack.launch import running_stack
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
@@ -42,8 +48,11 @@ from outrider.shared.base.errors import ConfigurationError, UnavailableError
 ALONE = 5
 """Number of counted requests sent one at a time before the load. One uncounted request precedes them."""
 HELDOUT_COUNT = 40
-RANDOM_IDS = (10, 200)
-"""Range of the token ids in random prompts. Such low ids exist in every vocabulary."""
+FIRST_ID = 10
+"""Lowest token id of random prompts. Lower ids are often special tokens."""
+
+Requests = Callable[[int], LoadRequest]
+"""Returns the request with a given index. The same index always gives the same request."""
 
 
 class Api(Enum):
@@ -61,10 +70,15 @@ class ServeOptions:
         stack: The stack to start if no address is given.
         url, grpc: REST and gRPC address of a running gateway.
         api: Endpoint to use in a stack that this command starts.
-        load: Arrival process of the requests.
+        load: Arrival process of the requests. Its duration and seed also hold for a closed loop.
+        concurrency: Number of clients of a closed loop. None selects the open loop.
         warm_up_s: Seconds of load before anything is counted.
         prompts: File of prompts. None selects the embedded prompts.
-        prompt_tokens: Length of random prompts, which replace the prompts of the file. None disables them.
+        prompt_tokens: Lengths of random prompts, which replace the prompts of the file. Empty disables them.
+        vocab: Random prompts have token ids below this number.
+        max_tokens, samplings: Lengths of answers and samplings. Each request draws one of each.
+        route: Route for the prompts of a file.
+        omitted: Fields that REST requests leave out.
     """
 
     stack: StackOptions
@@ -73,11 +87,15 @@ class ServeOptions:
     api: Api
     api_key: str | None
     load: Load
+    concurrency: int | None
     warm_up_s: float
     prompts: Path | None
-    prompt_tokens: int | None
-    max_tokens: int
-    temperature: float
+    prompt_tokens: Sequence[int]
+    vocab: int
+    max_tokens: Sequence[int]
+    samplings: Sequence[Sampling]
+    route: Route
+    omitted: Sequence[str]
     speculation: dict[str, Any]
     first_token_limit_ms: float | None
     per_token_limit_ms: float | None
@@ -88,10 +106,11 @@ def run_serve(options: ServeOptions) -> int:
     """Run the load, print the table and save the result. Returns 1 if no request was answered, otherwise 0.
 
     Raises:
-        ConfigurationError: The stack cannot be started, or the prompts cannot be read.
+        ConfigurationError: The stack cannot be started, the prompts cannot be read, or the server refuses
+            the requests.
         UnavailableError: No server answers at the address.
     """
-    requests = _requests(options)
+    requests = load_requests(options)
     log: deque[str] = deque(maxlen=40)
     try:
         with ExitStack() as cleanup:
@@ -114,20 +133,25 @@ def run_serve(options: ServeOptions) -> int:
                     if options.api is Api.REST
                     else (None, f"127.0.0.1:{port + 1}")
                 )
-            summary, alone = asyncio.run(_measure(options, url, grpc, requests))
+            server = None if url is None else find_server(url, options.api_key)
+            _check_speculation(options, server)
+            summary, alone = asyncio.run(_measure(options, server, grpc, requests))
     except Exception:
         print(*log, sep="\n", file=sys.stderr)
         raise
     settings = {
         "device": options.stack.device if options.url is None and options.grpc is None else "remote",
         "api": "rest" if url else "grpc",
-        "request_rate": options.load.rate,
+        "server": None if server is None else server.as_json(),
+        "request_rate": options.load.rate if options.concurrency is None else None,
+        "concurrency": options.concurrency,
         "duration_s": options.load.duration_s,
         "warm_up_s": options.warm_up_s,
-        "max_tokens": options.max_tokens,
-        "prompt_tokens": options.prompt_tokens,
-        "temperature": options.temperature,
-        "speculation": options.speculation,
+        "max_tokens": list(options.max_tokens),
+        "prompt_tokens": list(options.prompt_tokens),
+        "samplings": [dict(sampling) for sampling in options.samplings],
+        "route": options.route.value,
+        "speculation": None if server is not None and not server.is_outrider else options.speculation,
         "first_token_limit_ms": options.first_token_limit_ms,
         "per_token_limit_ms": options.per_token_limit_ms,
         "acceptance": "real",
@@ -139,7 +163,8 @@ def run_serve(options: ServeOptions) -> int:
         "errors": summary.errors,
         "accept_length": round(summary.accept_length, 4),
     }
-    code = finish(Result("serve", settings, serve_rows(summary, alone, options.load), more), options.output)
+    rows = serve_rows(summary, alone, options.load, options.concurrency)
+    code = finish(Result("serve", settings, rows, more), options.output)
     print(
         f"{summary.requests} requests, {summary.failed} failed, accept length {summary.accept_length:.2f}",
         *summary.errors[:3],
@@ -148,9 +173,19 @@ def run_serve(options: ServeOptions) -> int:
     return code if summary.failed < summary.requests else 1
 
 
-def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row]:
-    """Return the figures. A time's floor is the time of lone requests; a rate's floor is the offered rate."""
-    offered = len(load.arrivals()) / load.duration_s  # the rate of these arrivals, not the nominal mean
+def serve_rows(
+    summary: LoadSummary, alone: LoadSummary, load: Load, concurrency: int | None = None
+) -> list[Row]:
+    """Return the figures.
+
+    The floor of a time is the time of lone requests. The floor of a rate is the rate offered by the open
+    loop, or the rate that the clients of the closed loop would reach if each had the server to itself.
+    """
+    if concurrency is None:
+        offered = len(load.arrivals()) / load.duration_s  # the rate of these arrivals, not the nominal mean
+        whence = "offered"
+    else:
+        offered, whence = concurrency * alone.request_rate, "clients × alone"
     rows = []
     for name, under_load, floor in (
         ("time to first token", summary.first_token, alone.first_token),
@@ -163,9 +198,9 @@ def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row
             for percent in PERCENTILES
         ]
     rows += [
-        Row("requests", summary.request_rate, "req/s", offered, "offered"),
-        Row("requests within the limits (goodput)", summary.good_rate, "req/s", offered, "offered"),
-        Row("tokens", summary.token_rate, "tok/s", offered * summary.tokens_per_request, "offered"),
+        Row("requests", summary.request_rate, "req/s", offered, whence),
+        Row("requests within the limits (goodput)", summary.good_rate, "req/s", offered, whence),
+        Row("tokens", summary.token_rate, "tok/s", offered * summary.tokens_per_request, whence),
         Row(
             "tokens a round with drafts (accept length)",
             summary.accept_length,
@@ -178,24 +213,25 @@ def serve_rows(summary: LoadSummary, alone: LoadSummary, load: Load) -> list[Row
 
 
 async def _measure(
-    options: ServeOptions, url: str | None, grpc: str | None, requests: Sequence[LoadRequest]
+    options: ServeOptions, server: Server | None, grpc: str | None, requests: Requests
 ) -> tuple[LoadSummary, LoadSummary]:
-    client = _client(options, url, grpc)
+    client = _client(options, server, grpc)
     try:
+        await _check_request(client, requests(0))
         if options.warm_up_s:
             before = Load(options.load.rate, options.warm_up_s, options.load.seed + 1)
-            await run_load(
-                client, before, lambda index: requests[index % len(requests)], lambda _answered: None
-            )
-        lone = [await ask(client, requests[index % len(requests)]) for index in range(ALONE + 1)][1:]
+            await _run(client, before, options.concurrency, requests, lambda _answered: None)
+        lone = [await ask(client, requests(1 + index)) for index in range(ALONE)]
         if all(experience.error for experience in lone):
             raise UnavailableError(f"The server answered no request: {lone[0].error}", field="url")
         with Progress(transient=True) as progress:
-            task = progress.add_task("answered", total=len(options.load.arrivals()))
-            loaded = await run_load(
+            total = len(options.load.arrivals()) if options.concurrency is None else None
+            task = progress.add_task("answered", total=total)
+            loaded = await _run(
                 client,
                 options.load,
-                lambda index: requests[(ALONE + 1 + index) % len(requests)],
+                options.concurrency,
+                lambda index: requests(ALONE + 1 + index),
                 lambda answered: progress.update(task, completed=answered),
             )
     finally:
@@ -204,34 +240,91 @@ async def _measure(
     return summarise_load(loaded, *limits, lasted_s=options.load.duration_s), summarise_load(lone, *limits)
 
 
-def _client(options: ServeOptions, url: str | None, grpc: str | None) -> LoadClient:
+async def _run(
+    client: LoadClient,
+    load: Load,
+    concurrency: int | None,
+    requests: Requests,
+    on_answer: Callable[[int], None],
+) -> list[Experience]:
+    if concurrency is None:
+        return await run_load(client, load, requests, on_answer)
+    return await run_clients(client, concurrency, load.duration_s, requests, on_answer)
+
+
+async def _check_request(client: LoadClient, request: LoadRequest) -> None:
+    """Send a request that is not counted.
+
+    Raises:
+        ConfigurationError: The server refuses it, so it would refuse all others.
+    """
+    try:
+        await client.ask(request, Experience(time.perf_counter()))
+    except ConfigurationError:
+        raise
+    except Exception:
+        return  # the requests that follow record such failures
+
+
+def _check_speculation(options: ServeOptions, server: Server | None) -> None:
+    """Refuse to send the speculation object to a server that would ignore it."""
+    sent = options.speculation not in UNSENT
+    if sent and server is not None and not server.is_outrider:
+        raise ConfigurationError(
+            f"--speculation {options.speculation['mode']}: the server at --url ({server.owner or 'unknown'}) "
+            "is not Outrider and has no such field. Leave the option out.",
+            field="--speculation",
+        )
+
+
+def _client(options: ServeOptions, server: Server | None, grpc: str | None) -> LoadClient:
     if grpc is not None:
         from outrider.bench.load.grpc import GrpcLoad
 
         return GrpcLoad(grpc, options.api_key)
-    if url is None:
+    if server is None:
         raise ConfigurationError("Give --url or --grpc, or neither to start a stack here.", field="--url")
-    with RestClient(url, options.api_key) as asked:
-        return RestLoad(url, asked.model, options.api_key)
+    return RestLoad(server, options.api_key, options.omitted)
 
 
-def _requests(options: ServeOptions) -> list[LoadRequest]:
-    """Return the requests to send in a cycle, each with a seed of its own."""
-    prompts: list[Any]
-    if options.prompt_tokens is not None:
-        draw = random.Random(options.load.seed)
-        prompts = [
-            [draw.randrange(*RANDOM_IDS) for _ in range(options.prompt_tokens)] for _ in range(HELDOUT_COUNT)
-        ]
-    else:
-        path = options.prompts or HELDOUT_PROMPTS
-        count = (
-            HELDOUT_COUNT
-            if options.prompts is None
-            else sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+def load_requests(options: ServeOptions) -> Requests:
+    """Return the requests of the load. They depend on the options only, so every server gets the same ones.
+
+    Random prompts are new for each request, so that no server finds them in a prefix cache. The prompts of a
+    file are sent in a cycle.
+
+    Raises:
+        ConfigurationError: The prompts cannot be read.
+    """
+    prompts = [] if options.prompt_tokens else _file_prompts(options)
+
+    def request(index: int) -> LoadRequest:
+        draw = random.Random(f"{options.load.seed} {index}")
+        prompt = (
+            prompts[index % len(prompts)]
+            if prompts
+            else [draw.randrange(FIRST_ID, options.vocab) for _ in range(draw.choice(options.prompt_tokens))]
         )
-        prompts = list(load_prompts(path, count))
-    return [
-        LoadRequest(prompt, options.max_tokens, options.temperature, seed, options.speculation)
-        for seed, prompt in enumerate(prompts)
-    ]
+        return LoadRequest(
+            prompt,
+            draw.choice(options.max_tokens),
+            draw.choice(options.samplings),
+            index,
+            options.speculation,
+        )
+
+    return request
+
+
+def _file_prompts(options: ServeOptions) -> list[Any]:
+    """Return the prompts of the file: messages, or the messages' text for the route of text completions."""
+    path = options.prompts or HELDOUT_PROMPTS
+    count = (
+        HELDOUT_COUNT
+        if options.prompts is None
+        else sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    )
+    found = load_prompts(path, count)
+    if options.route is Route.CHAT:
+        return list(found)
+    return ["\n\n".join(message["content"] for message in messages) for messages in found]

@@ -35,7 +35,6 @@ from outrider.bench.report.surroundings import recorded_environment
 from outrider.services.clients.rest import Reply, RestClient
 from outrider.services.stack.launch import free_port, running_stack
 from outrider.services.stack.options import StackOptions, Transport
-from outrider.shared.base.errors import ConfigurationError
 
 TEMPERATURES = (0.0, 1.0)
 SEED = 20_000
@@ -68,7 +67,7 @@ class BenchOptions:
     num_prompts: int
     tokens: int
     target: Path
-    draft: Path | None
+    draft: Path
     device: str
     output: Path | None
     transport: Transport = Transport.AUTO
@@ -102,12 +101,8 @@ def run_bench(options: BenchOptions) -> int:
     """Start the two servers, measure, print a table and write the JSON file. Returns the exit code.
 
     Raises:
-        ConfigurationError: There is no draft, or the prompts cannot be read.
+        ConfigurationError: The stack cannot be started, or the prompts cannot be read.
     """
-    if options.draft is None:
-        raise ConfigurationError(
-            "Without a draft there is nothing to compare. Give --draft DIR.", field="--draft"
-        )
     prompts = load_prompts(options.prompts or HELDOUT_PROMPTS, options.num_prompts)
     console = Console(highlight=False)
     log: deque[str] = deque(maxlen=40)
@@ -135,6 +130,7 @@ def run_bench(options: BenchOptions) -> int:
         "runs": [_as_json(run) for run in runs.values()],
     }
     path = result_path(options.output, "speculation", "cuda" if machine["gpus"] else "cpu")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _print_table(console, summary, options)
     for one in differences:

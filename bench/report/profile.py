@@ -12,7 +12,9 @@ GROUPS: Mapping[str, re.Pattern[str]] = {
     "matrix products (with fused norms, SwiGLU, RoPE and K/V store)": re.compile(
         r"_?(sum|stay)_rows$|_(dot|wide|gated)_tiles$|.*(gemm|nvjet|cutlass|splitk)", re.IGNORECASE
     ),
-    "attention, including the merge of its splits": re.compile(r"_(attention|gather|merge)$"),
+    "attention, including the merge of its splits": re.compile(
+        r"_(attention|gather|merge|plan_attention)$|merge(_rows)?$"
+    ),
     "tree growth: inputs, top-k, next beam, build": re.compile(
         r"_(input|expand_.*|level_.*|select|build|plan)$"
     ),

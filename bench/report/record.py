@@ -23,6 +23,7 @@ from outrider.bench.report.surroundings import recorded_environment
 RESULTS = Path("bench/results")
 WIDTH = 160
 """Columns of a table that is not printed to a terminal."""
+API_KEY, HIDDEN = "--api-key", "***"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +65,26 @@ class Row:
 def recorded_command() -> list[str]:
     """Return this process's command line, to be written to a result.
 
-    Absolute paths are reduced to their last part, because other machines have other folders.
+    Absolute paths are reduced to their last part, because other machines have other folders. The value of
+    `--api-key` is left out.
     """
-    return ["outrider", *(Path(part).name if part.startswith("/") else part for part in sys.argv[1:])]
+    given = sys.argv[1:]
+    command = ["outrider"]
+    for before, part in zip(["", *given], given, strict=False):
+        if before == API_KEY or part.startswith(f"{API_KEY}="):
+            part = HIDDEN if before == API_KEY else f"{API_KEY}={HIDDEN}"
+        command.append(Path(part).name if part.startswith("/") else part)
+    return command
 
 
 def result_path(output: Path | None, name: str, device: str) -> Path:
-    """Return the path of the file to write a result to, and create the file's folder.
+    """Return the path of the file to write a result to.
 
     If `output` ends in .json, that path is returned. Otherwise `output` is a folder, by default
     `bench/results`, and the file is named ``<name>-<device>.json``.
     """
     folder = output or RESULTS
-    path = folder if folder.suffix == ".json" else folder / f"{name}-{device}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    return folder if folder.suffix == ".json" else folder / f"{name}-{device}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,7 @@ class Result:
             "rows": [row.as_json() for row in self.rows],
             **self.more,
         }
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         return path
 

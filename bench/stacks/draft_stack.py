@@ -12,13 +12,13 @@ import torch
 
 from outrider.bench.stacks.random_head import memory_folder, write_random_head
 from outrider.bench.stacks.shapes import NamedShape
-from outrider.services.draft.inproc import InprocDrafter, drafter_beside
+from outrider.kernels.packed_round import GroupRows
+from outrider.services.draft.inproc import drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.base.errors import UnavailableError
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
+from outrider.shared.spec.drafter import SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
-from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 SPARE_TOKENS = 512
@@ -48,46 +48,36 @@ def drafting_round(
         }
         drafter = drafter_beside(decoder, DraftSettings.load(settings))
     try:
-        # 2. Open the sequences and commit their prompts.
-        state = RoundState.idle(
-            batch, tree.depth + 1, decoder.config.hidden_size, decoder.dtype, decoder.device
-        )
-        sessions = range(1, batch + 1)
-        rows = []
+        # 2. Open the sequences, and store their prompts in the draft's cache.
+        columns, device = tree.depth + 1, decoder.device
+        sessions = list(range(1, batch + 1))
         for session in sessions:
             tokens = [draw.randrange(decoder.config.vocab_size) for _ in range(context)]
-            features = torch.randn(context, decoder.config.hidden_size, device=decoder.device).to(
-                decoder.dtype
-            )
             fence = Fence(session, 1, context, extend_prefix_hash(FNV_OFFSET, tokens))
             drafter.open([SequenceOpen(fence, tokens, seed=session, temperature=0.0)])
-            drafter.features(session, 0, features[:-1])
-            rows.append(_commit(drafter, fence, tokens[-1], features[-1:], tree))
-        # This proposal stores the prompts in the draft's cache.
-        drafter.propose(ProposalRequest(0, rows, None))
-        for session, row in zip(sessions, rows, strict=True):
-            fresh = torch.randn(1, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
-            _commit(drafter, row.fence, session, fresh, tree)
-        # 3. Move the sequences into device-resident rounds.
-        state.committed_lens.fill_(context + 2)
-        rounds = drafter.enter(list(sessions), tree, state) if drafter.device_resident else None
-        if rounds is None or not rounds.reserve([context + 2] * batch):
+            drafter.features(session, 0, _features(decoder, context - 1))
+        if not drafter.device_resident:
             raise UnavailableError("The draft does not support device-resident rounds on this device.")
-        yield lambda: rounds.draft(state)
-        rounds.leave()
+        drafter.catch_up(sessions)
+        # 3. Seat the sequences. The last round has chosen one token for each of them.
+        seated = drafter.seat(sessions, [context + 1] * batch, tree.bounded(), batch, columns)
+        if seated.refused:
+            raise UnavailableError("The draft's cache is too small for these sequences.")
+        rows = GroupRows(
+            committed_lens=torch.full((batch,), context + 1, dtype=torch.int32, device=device),
+            counts=torch.ones(batch, dtype=torch.int32, device=device),
+            tokens=torch.ones((batch, columns), dtype=torch.int32, device=device),
+            features=_features(decoder, batch * columns).view(batch, columns, -1),
+            temperature=torch.zeros(batch, device=device),
+            seeds=torch.zeros(batch, dtype=torch.int64, device=device),
+            choices=torch.zeros(batch, dtype=torch.int32, device=device),
+        )
+        seated.load()
+        yield lambda: seated.draft(rows)
     finally:
         drafter.shutdown()
 
 
-def _commit(
-    drafter: InprocDrafter, before: Fence, token: int, features: torch.Tensor, tree: DraftShape
-) -> ProposalRow:
-    """Commit one more token to the drafter, and return the row that requests a tree after this token."""
-    fence = Fence(
-        before.session_id,
-        before.epoch,
-        before.committed_len + 1,
-        extend_prefix_hash(before.prefix_hash, [token]),
-    )
-    drafter.commit(Commits(0, [Commit(fence, before.committed_len, [token], features)]))
-    return ProposalRow(fence, token, tree, must_wait=True)
+def _features(decoder: Decoder, rows: int) -> torch.Tensor:
+    """Return random feature rows, ``[rows, hidden_size]`` in the decoder's dtype."""
+    return torch.randn(rows, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)

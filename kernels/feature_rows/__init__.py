@@ -12,7 +12,7 @@ from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.feature_rows import reference
 
-__all__ = ["place_rows"]
+__all__ = ["place_rows", "scatter_rows"]
 
 
 def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out: torch.Tensor) -> None:
@@ -56,3 +56,49 @@ def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out
         compiled.place_rows(rows, slots, plane, out)
     else:
         reference.place_rows(rows, slots, plane, out)
+
+
+def scatter_rows(
+    rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, places: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write feature rows to their slots of the plane and to their places of `out`, in place.
+
+    Args:
+        rows: ``[M, width]``, or partial sums ``[splits, M, width] fp32``, whose total is written. Contiguous.
+            Rows with slot -1 and place -1 are not read.
+        slots: ``[M] int64``. Rows with slot -1 are not written to the plane.
+        plane: ``[pages, page_size, width]``, contiguous.
+        places: ``[M] int64``, indices of rows of `out`. Rows with place -1 are not written to `out`.
+        out: ``[..., width]``, contiguous. It is used as ``[rows, width]``.
+
+    Raises:
+        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.feature_rows import scatter_rows
+        >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> plane, out = torch.zeros(1, 2, 2), torch.zeros(1, 2, 2)
+        >>> scatter_rows(rows, torch.tensor([-1, 0]), plane, torch.tensor([-1, 1]), out)
+        >>> plane
+        tensor([[[3., 4.],
+                 [0., 0.]]])
+        >>> out
+        tensor([[[0., 0.],
+                 [3., 4.]]])
+    """
+    count, width = rows.shape[-2:]
+    expect("rows", rows[0] if rows.dim() == 3 else rows, (count, width))
+    expect_contiguous("rows", rows)
+    expect("slots", slots, (count,), torch.int64)
+    expect("plane", plane, (None, None, width))
+    expect_contiguous("plane", plane)
+    expect("places", places, (count,), torch.int64)
+    expect("out", out, (*[None] * (out.dim() - 1), width))
+    expect_contiguous("out", out)
+    if use_triton(rows):
+        from outrider.kernels.feature_rows import triton as compiled
+
+        compiled.scatter_rows(rows, slots, plane, places, out)
+    else:
+        reference.scatter_rows(rows, slots, plane, places, out)

@@ -19,6 +19,7 @@ def kv_compact(
     cached_lens: torch.Tensor,
     path: torch.Tensor,
     num_accepted: torch.Tensor,
+    table_rows: torch.Tensor | None = None,
 ) -> None:
     """Move the row at token index ``cached_lens[b] + path[b, i]`` to ``cached_lens[b] + i``, in place.
 
@@ -28,12 +29,16 @@ def kv_compact(
     Args:
         planes: Contiguous tensors ``[pages, page_size, ...]`` of any dtype, such as K, V and feature planes.
             All planes have the same number of pages and the same page_size.
-        page_table: ``[bs, max_pages] int32``, the pages of each sequence in token order.
-        cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``.
+        page_table: ``[tables, max_pages] int32``, the pages of each sequence in token order. Without
+            `table_rows`, row b belongs to sequence b.
+        cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``. With
+            `table_rows`, further entries are ignored.
         path: ``[bs, N] int32`` as returned by `verify_tree`: node indices, root first, padded with -1. Rows
             may be strided. A sequence accepts fewer than N nodes.
         num_accepted: ``[bs] int32``, number of accepted drafts, the root excluded. -1 leaves the sequence
             unchanged.
+        table_rows: ``[bs] int32``, the row of `page_table` of each sequence, or None; -1 leaves the sequence
+            unchanged. Further entries are ignored.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
@@ -51,10 +56,17 @@ def kv_compact(
         >>> plane.flatten()
         tensor([10., 20., 22., 22.])
     """
-    bs = page_table.shape[0]
-    expect("page_table", page_table, (bs, None), torch.int32)
-    expect("cached_lens", cached_lens, (bs,), torch.int32)
+    bs = path.shape[0]
     expect("path", path, (bs, None), torch.int32)
+    if table_rows is None:
+        expect("page_table", page_table, (bs, None), torch.int32)
+        expect("cached_lens", cached_lens, (bs,), torch.int32)
+    else:
+        expect("page_table", page_table, (None, None), torch.int32)
+        for name, tensor in (("cached_lens", cached_lens), ("table_rows", table_rows)):
+            expect(name, tensor, (None,), torch.int32)
+            if tensor.shape[0] < bs:
+                raise ValueError(f"{name} has {tensor.shape[0]} entries, fewer than the {bs} rows of path")
     expect("num_accepted", num_accepted, (bs,), torch.int32)
     for i, plane in enumerate(planes):
         if plane.shape[:2] != planes[0].shape[:2]:
@@ -68,6 +80,6 @@ def kv_compact(
     if use_triton(planes[0]):
         from outrider.kernels.kv_compact import triton as compiled
 
-        compiled.kv_compact(planes, page_table, cached_lens, path, num_accepted)
+        compiled.kv_compact(planes, page_table, cached_lens, path, num_accepted, table_rows)
     else:
-        reference.kv_compact(planes, page_table, cached_lens, path, num_accepted)
+        reference.kv_compact(planes, page_table, cached_lens, path, num_accepted, table_rows)

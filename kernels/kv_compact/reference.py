@@ -15,8 +15,12 @@ def kv_compact(
     cached_lens: torch.Tensor,
     path: torch.Tensor,
     num_accepted: torch.Tensor,
+    table_rows: torch.Tensor | None,
 ) -> None:
-    page_size = planes[0].shape[1]
+    page_size, bs = planes[0].shape[1], path.shape[0]
+    if table_rows is not None:
+        num_accepted = torch.where(table_rows[:bs] >= 0, num_accepted, -1)
+        page_table = page_table[table_rows[:bs].long().clamp(min=0)]
     steps = torch.arange(path.shape[1], dtype=torch.int32, device=path.device)
     # [bs, N]; rows whose source is their destination are not moved.
     moves = (steps <= num_accepted[:, None]) & (path >= 0) & (path != steps)

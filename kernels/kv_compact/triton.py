@@ -22,8 +22,8 @@ _UNITS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 @triton.jit
 def _compact(
-    addresses, page_table, table_stride, cached_lens, path, path_stride, num_accepted, columns,
-    PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    addresses, page_table, table_stride, table_rows, cached_lens, path, path_stride, num_accepted, columns,
+    TABLE_ROWS: tl.constexpr, PAGE_SIZE: tl.constexpr, UNIT: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -31,6 +31,10 @@ def _compact(
     base = tl.load(addresses + 2 * plane).to(tl.pointer_type(UNIT))
     width = tl.load(addresses + 2 * plane + 1)
     accepted = tl.load(num_accepted + sequence)
+    table_row = sequence
+    if TABLE_ROWS:
+        table_row = tl.load(table_rows + sequence)
+        accepted = tl.where(table_row >= 0, accepted, -1)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     step = tl.arange(0, NODES)
     node = tl.load(path + sequence * path_stride + step, mask=(step <= accepted) & (step < columns), other=-1)
@@ -38,7 +42,7 @@ def _compact(
     if tl.max(moved.to(tl.int32), 0) > 0:
         cached = tl.load(cached_lens + sequence)
         source, target = cached + node, cached + step
-        table = page_table + sequence * table_stride
+        table = page_table + table_row.to(tl.int64) * table_stride
         source_page = tl.load(table + source // PAGE_SIZE, mask=moved, other=0).to(tl.int64)
         target_page = tl.load(table + target // PAGE_SIZE, mask=moved, other=0).to(tl.int64)
         source_slot = source_page * PAGE_SIZE + source % PAGE_SIZE
@@ -68,6 +72,7 @@ def kv_compact(
     cached_lens: torch.Tensor,
     path: torch.Tensor,
     num_accepted: torch.Tensor,
+    table_rows: torch.Tensor | None,
 ) -> None:
     pages, page_size = planes[0].shape[:2]
     sizes = tuple(
@@ -88,13 +93,14 @@ def kv_compact(
     nodes = _launch.next_power_of_2(columns)
     block = max(16, 2048 // nodes)
     grid = (
-        page_table.shape[0],
+        path.shape[0],
         len(sizes),
         _launch.ceil_div(max(row_bytes for _, row_bytes in sizes) // unit, block),
     )
     with _launch.on_device_of(path):
         _compact[grid](
-            _addresses(sizes, unit, path.device), page_table.contiguous(), page_table.shape[1], cached_lens.contiguous(), path,
-            path.stride(0), num_accepted.contiguous(), columns, PAGE_SIZE=page_size, UNIT=_UNITS[unit], NODES=nodes, BLOCK=block,
+            _addresses(sizes, unit, path.device), page_table.contiguous(), page_table.shape[1],
+            num_accepted if table_rows is None else table_rows.contiguous(), cached_lens.contiguous(), path, path.stride(0),
+            num_accepted.contiguous(), columns, TABLE_ROWS=table_rows is not None, PAGE_SIZE=page_size, UNIT=_UNITS[unit], NODES=nodes, BLOCK=block,
             **_launch.dependent(path),
         )  # fmt: skip

@@ -26,7 +26,7 @@ class RowPaths:
     ``prefix + columns[row, j - prefix]``.
 
     Attributes:
-        sequences: ``[rows] int32``, sequence of each row: an index into the page table.
+        sequences: ``[rows] int32``, row of the page table that belongs to each row's sequence.
         prefix_lens: ``[rows] int32``, number of history tokens before the row's tree nodes. For causal rows,
             this is the full length.
         lengths: ``[rows] int32``, number of tokens that each row sees, its own token included.
@@ -45,6 +45,7 @@ def row_paths(
     query_start: torch.Tensor,
     ancestors: torch.Tensor | None,
     rows: int,
+    table_rows: torch.Tensor | None = None,
 ) -> RowPaths:
     """Find the history of each row of a step, without any work on the host.
 
@@ -53,7 +54,9 @@ def row_paths(
         kv_lens: ``[bs] int32``, numbers of cached tokens, as in `tree_attention`.
         query_start: ``[bs + 1] int32``, first row of each sequence, as in `tree_attention`.
         ancestors: ``[rows, words] int32`` masks, or None for causal rows.
-        rows: Number of rows of the step.
+        rows: Number of rows of the step. Rows past the last sequence's have no history.
+        table_rows: ``[bs] int32``, row of the page table that belongs to each sequence, or -1 for an idle
+            sequence, whose rows have no history. None means that sequence b uses row b.
 
     Returns:
         The location of each row's history.
@@ -77,11 +80,17 @@ def row_paths(
     sequence = torch.searchsorted(query_start[1:].contiguous(), row, right=True).clamp(
         max=query_start.shape[0] - 2
     )
-    ends = kv_lens[sequence]
+    ends = torch.where(row < query_start[-1], kv_lens[sequence], 0)
+    owners = sequence.to(torch.int32)
+    if table_rows is not None:
+        owners = table_rows[sequence]
+        ends = torch.where(owners < 0, 0, ends)
+        owners = owners.clamp(min=0)
     if ancestors is None:
-        lengths = (ends - query_start[sequence + 1] + row + 1).clamp(min=0).to(torch.int32)
+        lengths = torch.where(ends > 0, ends - query_start[sequence + 1] + row + 1, 0)
+        lengths = lengths.clamp(min=0).to(torch.int32)
         return RowPaths(
-            sequence.to(torch.int32),
+            owners,
             lengths,
             lengths,
             torch.zeros((rows, 1), dtype=torch.int32, device=row.device),
@@ -95,7 +104,7 @@ def row_paths(
     # The k-th node of a path is the first column up to which k + 1 bits are set.
     wanted = (column + 1).expand(rows, -1).contiguous()
     columns = torch.searchsorted(counts, wanted).to(torch.int32)
-    return RowPaths(sequence.to(torch.int32), prefix, prefix + counts[:, -1], columns)
+    return RowPaths(owners, prefix, prefix + counts[:, -1], columns)
 
 
 def path_attention(

@@ -12,7 +12,7 @@ from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect
 from outrider.kernels.synthetic_acceptance import reference
 
-__all__ = ["NOISE_CHOICE", "synthetic_acceptance"]
+__all__ = ["NOISE_CHOICE", "packed_acceptance", "synthetic_acceptance"]
 
 NOISE_CHOICE = reference.NOISE_CHOICE
 
@@ -98,3 +98,78 @@ def synthetic_acceptance(
 
         return compiled.synthetic_acceptance(*arguments)
     return reference.synthetic_acceptance(*arguments)
+
+
+def packed_acceptance(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+    starts: torch.Tensor,
+    num_nodes: torch.Tensor,
+    chosen: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    thresholds: torch.Tensor,
+    vocab_size: int,
+) -> torch.Tensor:
+    """Return what `synthetic_acceptance` returns, for trees in packed rows (see `packed_round`).
+
+    Args:
+        tokens, parents, depths: ``[M] int32``. Node n of tree e is row ``starts[e] + n``.
+        ancestors: ``[M, words] int32``, ancestor masks over the nodes of the row's tree.
+        starts: ``[E + 1] int32``, ascending. Tree e owns the rows ``[starts[e], starts[e + 1])``.
+        num_nodes: ``[E] int32``. Rows past a tree's nodes, and past all trees, keep their chosen token.
+        chosen: ``[M] int64``; not changed.
+        positions: ``[M] int64``, index of the token after each row. Only those of roots are read.
+        seeds: ``[M] int64``. Only those of roots are read.
+        thresholds, vocab_size: As in `synthetic_acceptance`.
+
+    Returns:
+        ``[M] int64``.
+
+    Raises:
+        ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
+
+    Example:
+        The tree of `synthetic_acceptance` lies behind a single root. The last row is padding.
+
+        >>> import torch
+        >>> from outrider.kernels.synthetic_acceptance import packed_acceptance
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> tokens, parents, depths = ints(4, 5, 6, 7, 0), ints(-1, -1, 0, 1, 0), ints(0, 0, 1, 2, 0)
+        >>> ancestors, starts, num_nodes = ints([1], [1], [3], [7], [0]), ints(0, 1, 4), ints(1, 3)
+        >>> chosen, ones = torch.tensor([89, 90, 91, 92, 93]), torch.ones(5, dtype=torch.int64)
+        >>> always = torch.full((2,), torch.inf)
+        >>> packed_acceptance(
+        ...     tokens, parents, depths, ancestors, starts, num_nodes, chosen, ones, ones, always, 100
+        ... ).tolist()
+        [89, 6, 7, 92, 93]
+    """
+    rows, trees = tokens.shape[0], num_nodes.shape[0]
+    for name, tensor in (("tokens", tokens), ("parents", parents), ("depths", depths)):
+        expect(name, tensor, (rows,), torch.int32)
+    expect("ancestors", ancestors, (rows, None), torch.int32)
+    expect("starts", starts, (trees + 1,), torch.int32)
+    expect("num_nodes", num_nodes, (trees,), torch.int32)
+    for name, tensor in (("chosen", chosen), ("positions", positions), ("seeds", seeds)):
+        expect(name, tensor, (rows,), torch.int64)
+    expect("thresholds", thresholds, (None,), torch.float32)
+    arguments = (
+        tokens,
+        parents,
+        depths,
+        ancestors,
+        starts,
+        num_nodes,
+        chosen,
+        positions,
+        seeds,
+        thresholds,
+        vocab_size,
+    )
+    if use_triton(tokens):
+        from outrider.kernels.synthetic_acceptance import triton as compiled
+
+        return compiled.packed_acceptance(*arguments)
+    return reference.packed_acceptance(*arguments)

@@ -42,3 +42,35 @@ def synthetic_acceptance(
             bonus = (bonus + 1) % vocab_size
         out[row, end] = bonus
     return out
+
+
+def packed_acceptance(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    ancestors: torch.Tensor,
+    starts: torch.Tensor,
+    num_nodes: torch.Tensor,
+    chosen: torch.Tensor,
+    positions: torch.Tensor,
+    seeds: torch.Tensor,
+    thresholds: torch.Tensor,
+    vocab_size: int,
+) -> torch.Tensor:
+    out = chosen.clone()
+    for tree, (start, count) in enumerate(zip(starts.tolist(), num_nodes.tolist(), strict=False)):
+        if count > 1:
+            here, root = slice(start, start + count), slice(start, start + 1)
+            out[here] = synthetic_acceptance(
+                tokens[None, here],
+                parents[None, here],
+                depths[None, here],
+                num_nodes[tree : tree + 1],
+                ancestors[None, here],
+                chosen[None, here],
+                positions[root],
+                seeds[root],
+                thresholds,
+                vocab_size,
+            )[0]
+    return out

@@ -11,8 +11,9 @@ from outrider.kernels._dispatch import use_triton
 from outrider.kernels._fp8 import FP8
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.tree_attention import reference
+from outrider.kernels.tree_attention.work import WorkList, plan_attention
 
-__all__ = ["tree_attention"]
+__all__ = ["WorkList", "plan_attention", "tree_attention"]
 
 
 def tree_attention(
@@ -32,6 +33,8 @@ def tree_attention(
     row_positions: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    table_rows: torch.Tensor | None = None,
+    work: WorkList | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from packed query rows to the K/V of their own sequence, accumulating in fp32.
@@ -43,15 +46,19 @@ def tree_attention(
     Without `ancestors`, rows are causal: row i of the q_len rows of sequence b sees token indices
     ``<= kv_lens[b] - q_len + i``, and `prefix_lens` is not read.
 
-    A row that sees nothing yields zeros.
+    A row that sees nothing yields zeros. Rows of an idle sequence see nothing.
+
+    Without `work`, the grid is sized for sequences of `max_query_len` rows and `max_kv_len` tokens. With
+    `work`, each sequence costs what its own rows and tokens cost.
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension.
         k_plane: ``[pages, page_size, kv_heads, dim]``, contiguous, in q's dtype or in e4m3, which is widened
             as it is read. heads is a multiple of kv_heads.
         v_plane: Like `k_plane`.
-        page_table: ``[bs, max_pages] int32``, pages of each sequence in token order. At least
-            ``ceil(kv_len / page_size)`` pages of each sequence are valid.
+        page_table: ``[table rows, max_pages] int32``, pages of each sequence in token order. At least
+            ``ceil(kv_len / page_size)`` pages of each sequence are valid. It has bs rows if there are no
+            `table_rows`.
         prefix_lens: ``[bs] int32``, number of tokens before each sequence's columns.
         kv_lens: ``[bs] int32``, number of cached tokens, including those of this step.
         query_start: ``[bs + 1] int32``; the rows of sequence b are ``query_start[b]:query_start[b + 1]``.
@@ -69,6 +76,9 @@ def tree_attention(
             no sinks.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are
             not capped.
+        table_rows: ``[bs] int32``, row of `page_table` that belongs to each sequence, or -1 for an idle
+            sequence. None means that sequence b uses row b.
+        work: Result of `plan_attention` for the same lengths, rows, `table_rows`, heads and types, or None.
         out: ``[rows, heads, dim]``, contiguous, in q's dtype; allocated if None. Rows that belong to no
             sequence are not written.
 
@@ -97,14 +107,14 @@ def tree_attention(
         tensor([1., 2., 4.])
     """
     rows, heads, dim = q.shape
-    bs = page_table.shape[0]
+    bs = kv_lens.shape[0]
     expect("k_plane", k_plane, (None, None, None, dim), None if k_plane.dtype is FP8 else q.dtype)
     expect("v_plane", v_plane, tuple(k_plane.shape), k_plane.dtype)
     if heads % k_plane.shape[2]:
         raise ValueError(
             f"q has {heads} heads, which is not a multiple of the {k_plane.shape[2]} heads of k_plane"
         )
-    expect("page_table", page_table, (bs, None), torch.int32)
+    expect("page_table", page_table, (bs if table_rows is None else None, None), torch.int32)
     expect("prefix_lens", prefix_lens, (bs,), torch.int32)
     expect("kv_lens", kv_lens, (bs,), torch.int32)
     expect("query_start", query_start, (bs + 1,), torch.int32)
@@ -112,6 +122,10 @@ def tree_attention(
         expect("ancestors", ancestors, (rows, None), torch.int32)
     if sinks is not None:
         expect("sinks", sinks, (heads,), torch.float32)
+    if table_rows is not None:
+        expect("table_rows", table_rows, (bs,), torch.int32)
+    if work is not None:
+        _expect_same(work, rows, heads, k_plane.shape[2])
     expect_contiguous("k_plane", k_plane)
     expect_contiguous("v_plane", v_plane)
     if out is None:
@@ -126,7 +140,17 @@ def tree_attention(
         version = compiled.tree_attention
     version(
         q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks,
-        out,
+        table_rows, work, out,
         scale=scale, max_query_len=max_query_len, max_kv_len=max_kv_len, window=window, softcap=softcap,
     )  # fmt: skip
     return out
+
+
+def _expect_same(work: WorkList, rows: int, heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless the list was made for these rows and heads."""
+    planned = work.sizes.rows, work.sizes.group * work.sizes.kv_heads, work.sizes.kv_heads
+    if planned != (rows, heads, kv_heads):
+        raise ValueError(
+            f"work was planned for (rows, heads, kv_heads) {planned}, not {(rows, heads, kv_heads)}; "
+            "call plan_attention for this step"
+        )

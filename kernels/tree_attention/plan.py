@@ -8,7 +8,8 @@ from enum import Enum
 from outrider.kernels._launch import ceil_div, next_power_of_2
 from outrider.kernels.stream import FEW_ROWS
 
-_FEW, _MANY = 16, 64  # pairs of a program
+FEW_PAIRS, MANY_PAIRS = 16, 64
+"""Numbers of pairs per program: for batches with few pairs per sequence, and for all others."""
 _NARROW, _WIDE = 64, 256  # widths of a head, padded
 _MOST_SPLITS, _MOST_GATHERED = 32, 8
 SHARED_BYTES = 213 << 10
@@ -74,12 +75,17 @@ def choose_blocks(
         roomy: True if a program may use `SHARED_BYTES` of shared memory and the planes have the queries'
             dtype.
     """
-    # Heads as wide as a latent, and 4-byte elements, leave little room in shared memory and registers.
-    large = block_d > _WIDE or itemsize > 2
-    few = pairs <= _FEW
-    block_pairs = _FEW if few or block_d > _WIDE else min(_MANY, next_power_of_2(pairs)) if large else _MANY
+    large = _is_large(block_d, itemsize)
+    few = pairs <= FEW_PAIRS
+    block_pairs = (
+        FEW_PAIRS
+        if few or block_d > _WIDE
+        else min(MANY_PAIRS, next_power_of_2(pairs))
+        if large
+        else MANY_PAIRS
+    )
     programs = max(1, ceil_div(pairs, block_pairs) * kv_heads * bs)
-    if large or block_d < _NARROW:
+    if not is_measured(block_d, itemsize):
         return _modest(bs, rows, programs, block_pairs, block_d, itemsize, max_kv_len, processors)
     steps = ceil_div(max_kv_len, 64)
     most = min(_MOST_SPLITS, steps)
@@ -89,13 +95,13 @@ def choose_blocks(
     if not few:  # one program per block if the blocks fill half the device, as merging many rows is expensive
         room = processors // programs
         splits = min(
-            most, max(8, steps // 4), 2 * processors // programs if pairs > _MANY and room > 1 else room
+            most, max(8, steps // 4), 2 * processors // programs if pairs > MANY_PAIRS and room > 1 else room
         )
         if splits <= 1:
-            if alone and pairs <= _MANY // 2:
-                return Blocks(_MANY // 2, 128, 1, 8, 3, _release(bs, rows, 1), transposed=True)
+            if alone and pairs <= MANY_PAIRS // 2:
+                return Blocks(MANY_PAIRS // 2, 128, 1, 8, 3, _release(bs, rows, 1), transposed=True)
             return Blocks(block_pairs, 64, 1, 4, 3 if deep else 2, _release(bs, rows, 1))
-        stages = (3 if pairs > _MANY else 4) if deep else 3
+        stages = (3 if pairs > MANY_PAIRS else 4) if deep else 3
         return Blocks(block_pairs, 32, _power_of_2(splits), 4, stages, _release(bs, rows, splits))
     if bs == 1:
         splits = min(_power_of_2(4 * processors // programs), next_power_of_2(most))
@@ -123,6 +129,16 @@ def choose_blocks(
     )
 
 
+def is_measured(block_d: int, itemsize: int) -> bool:
+    """Return whether the sizes for heads of this padded width and elements of this size were measured."""
+    return block_d >= _NARROW and not _is_large(block_d, itemsize)
+
+
+def _is_large(block_d: int, itemsize: int) -> bool:
+    """Return whether there is little room in shared memory and registers: wide latents, 4-byte elements."""
+    return block_d > _WIDE or itemsize > 2
+
+
 def _modest(
     bs: int,
     rows: int,
@@ -137,9 +153,9 @@ def _modest(
 
     Pipelines are short. With many pairs, each share has at least two steps.
     """
-    wide, few = block_d > _WIDE, block_pairs == _FEW
+    wide, few = block_d > _WIDE, block_pairs == FEW_PAIRS
     tokens = 16 if wide else 32 if itemsize > 2 else 64
-    shares = ceil_div(max_kv_len, tokens * (2 if block_pairs == _MANY else 1))
+    shares = ceil_div(max_kv_len, tokens * (2 if block_pairs == MANY_PAIRS else 1))
     splits = next_power_of_2(min((4 if few else 2) * processors // programs, shares, _MOST_SPLITS))
     return Blocks(block_pairs, tokens, splits, 8 if wide else 4, 1 if wide else 2, _release(bs, rows, splits))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.tree_attention.work.types import WorkList
+
 
 def tree_attention(
     q: torch.Tensor,
@@ -16,6 +18,8 @@ def tree_attention(
     ancestors: torch.Tensor | None,
     row_positions: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    table_rows: torch.Tensor | None,
+    work: WorkList | None,
     out: torch.Tensor,
     *,
     scale: float,
@@ -26,17 +30,21 @@ def tree_attention(
 ) -> None:
     """Compute `outrider.kernels.tree_attention.tree_attention` into `out`, one sequence at a time.
 
-    Scores and sums are in fp32.
+    Scores and sums are in fp32. The work list is not needed: this version reads all lengths.
     """
     page_size, kv_heads, dim = k_plane.shape[1:]
     group = q.shape[1] // kv_heads
     starts = query_start.tolist()
+    owners = list(range(len(starts) - 1)) if table_rows is None else table_rows.tolist()
     for b, (prefix_len, kv_len) in enumerate(zip(prefix_lens.tolist(), kv_lens.tolist(), strict=True)):
         rows = slice(starts[b], starts[b + 1])
         q_len = starts[b + 1] - starts[b]
-        if q_len == 0:
+        if q_len <= 0:
             continue
-        pages = page_table[b, : -(-kv_len // page_size)].long()
+        if kv_len <= 0 or owners[b] < 0:
+            out[rows] = 0.0
+            continue
+        pages = page_table[owners[b], : -(-kv_len // page_size)].long()
         k = k_plane[pages].flatten(0, 1)[:kv_len].float().permute(1, 2, 0)  # [kv_heads, dim, kv]
         v = v_plane[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1)  # [kv_heads, kv, dim]
         # [q_len, kv]: position of each token as the row sees it.

@@ -7,12 +7,12 @@ If a batch has too few blocks to fill the GPU, the token indices are split over 
 stores those three values. If the splits are few, the program that ends last merges them. If they are many, a
 second launch does. Splits are always merged in order. The number of splits depends on host integers only.
 
+With a work list (WORK), a program takes its block of pairs and its token indices from an item of the list.
+
 WIDEN is set under Triton's interpreter, whose dot interprets the bits of a bf16 as an integer.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
@@ -21,28 +21,58 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.tree_attention.fold.triton import count_bits, first_column_of, fold, within
-from outrider.kernels.tree_attention.plan import SHARED_BYTES, choose_blocks
+from outrider.kernels.tree_attention.limits import has_room, processors
+from outrider.kernels.tree_attention.merge.triton import (
+    gather,
+    gather_some,
+    is_last,
+    merge,
+    merge_rows,
+    store_split,
+)
+from outrider.kernels.tree_attention.plan import choose_blocks
+from outrider.kernels.tree_attention.work.types import ITEM, MOST_SPLITS, ROW, WorkList
 
 _LOG2E = 1.4426950408889634
 
 
 @triton.jit
 def _attention(
-    q, k_plane, v_plane, page_table, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out, partial, stats, arrivals,
-    q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
+    q, k_plane, v_plane, page_table, table_rows, items, prefix_lens, kv_lens, query_start, ancestors, row_positions, sinks, out,
+    partial, stats, arrivals, q_row, q_head, out_row, table_stride, words, window, scale, softcap, rows, splits,
     WIDEN: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, TREE: tl.constexpr,
-    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, PDL: tl.constexpr, RELEASE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+    WINDOW: tl.constexpr, POSITIONS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr, WORK: tl.constexpr, ITEM: tl.constexpr,
+    MAPPED: tl.constexpr, SPLIT: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, PDL: tl.constexpr,
+    RELEASE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     kv_head, sequence, split = tl.program_id(1), tl.program_id(2) // splits, tl.program_id(2) % splits
     # 1. Find the range of token indices that this program's pairs see. Lengths, pages and masks are older
     # than the previous kernel, so they are read before waiting for its end.
-    start = tl.load(query_start + sequence)
-    q_len = tl.load(query_start + sequence + 1) - start
-    kv_len = tl.load(kv_lens + sequence)
-    table = page_table + sequence.to(tl.int64) * table_stride
-    first_pair = tl.program_id(0) * BLOCK_M
+    if WORK:
+        item = items + tl.program_id(2) * ITEM
+        start = tl.load(item)
+        q_len = tl.load(item + 1)
+        kv_len = tl.load(item + 2)
+        known_prefix = tl.load(item + 3)
+        table_row = tl.load(item + 4)
+        first_pair = tl.load(item + 5)
+        first_token = tl.load(item + 6)
+        stop_token = tl.load(item + 7)
+        split = tl.load(item + 8)
+        parts = tl.load(item + 9)
+        first_partial = tl.load(item + 10)
+        counter = arrivals + tl.load(item + 11) * KV_HEADS + kv_head
+    else:
+        first_pair = tl.program_id(0) * BLOCK_M
+        start = tl.load(query_start + sequence)
+        q_len = tl.load(query_start + sequence + 1) - start
+        kv_len = tl.load(kv_lens + sequence)
+        table_row = sequence
+        if MAPPED:
+            table_row = tl.load(table_rows + sequence)
+            kv_len = tl.where(table_row < 0, 0, kv_len)
+        counter = arrivals + ((sequence * KV_HEADS + kv_head) * tl.num_programs(0) + tl.program_id(0))
+    table = page_table + table_row.to(tl.int64) * table_stride
     pair = first_pair + tl.arange(0, BLOCK_M)
     local = pair // GROUP
     real = local < q_len
@@ -52,7 +82,7 @@ def _attention(
     prefix_len = kv_len
     begin = 0
     if TREE:
-        prefix_len = tl.minimum(tl.load(prefix_lens + sequence), kv_len)
+        prefix_len = known_prefix if WORK else tl.minimum(tl.load(prefix_lens + sequence), kv_len)
         shared_end, end = prefix_len, kv_len
         if WINDOW:
             if POSITIONS:
@@ -72,7 +102,10 @@ def _attention(
         )
         if WINDOW:
             begin = tl.minimum(tl.maximum(first - window + 1, 0), shared_end)
-    if SPLIT:  # cut the visible range into shares of whole steps
+    if WORK:
+        begin, end = tl.maximum(begin, first_token), tl.minimum(end, stop_token)
+        shared_end = tl.minimum(tl.maximum(shared_end, begin), end)
+    elif SPLIT:  # cut the visible range into shares of whole steps
         share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
         begin += split * share
         end = tl.minimum(begin + share, end)
@@ -90,8 +123,8 @@ def _attention(
         d = tl.arange(0, BLOCK_D)
         element = real[:, None] & (d < DIM)[None, :]
         if TRANSPOSED:
-            place = row[None, :] * q_row + head[None, :] * q_head + d[:, None]
-            query = tl.load(q + place, mask=real[None, :] & (d < DIM)[:, None], other=0.0)
+            element_of_q = row[None, :] * q_row + head[None, :] * q_head + d[:, None]
+            query = tl.load(q + element_of_q, mask=real[None, :] & (d < DIM)[:, None], other=0.0)
         else:
             query = tl.load(
                 q + row[:, None] * q_row + head[:, None] * q_head + d[None, :], mask=element, other=0.0
@@ -107,26 +140,47 @@ def _attention(
             acc = acc.T
         if PDL:
             gdc_launch_dependents()
-        # 3. With splits: store this split's results; the last program merges them.
+        # 3. With splits: store this split's results; the last program merges them, in the order of the splits.
         last = split >= 0
-        if SPLIT:
+        if WORK:
+            if parts > 1:
+                # Partial results lie by split, then by row of the sequence.
+                place = (first_partial + local).to(tl.int64) * (KV_HEADS * GROUP) + head
+                stride = q_len.to(tl.int64) * (KV_HEADS * GROUP)
+                store_split(partial, stats, split * stride + place, top, total, acc, real, d, element, DIM)
+                last = split < 0
+                if GATHER > 0:
+                    last = is_last(counter, parts)
+                    if last:
+                        tl.store(counter, 0)  # ready for the next launch
+                        top, total, acc = gather_some(
+                            partial,
+                            stats,
+                            place,
+                            stride,
+                            parts,
+                            real,
+                            d,
+                            element,
+                            DIM,
+                            GATHER,
+                            BLOCK_M,
+                            BLOCK_D,
+                        )
+        elif SPLIT:
             place = row * (KV_HEADS * GROUP) + head
             # `rows` may be specialised to the constant 1, which has no tensor type.
             stride = tl.cast(0 * split + rows, tl.int64) * (KV_HEADS * GROUP)
-            tl.store(partial + (split * stride + place)[:, None] * DIM + d[None, :], acc, mask=element)
-            tl.store(stats + 2 * (split * stride + place), top, mask=real)
-            tl.store(stats + 2 * (split * stride + place) + 1, total, mask=real)
-            if GATHER > 0:  # the program that ends last merges all splits, in their order
-                tl.debug_barrier()  # all threads must have stored before one of them signals it
-                counter = arrivals + ((sequence * KV_HEADS + kv_head) * tl.num_programs(0) + tl.program_id(0))
-                last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1
+            store_split(partial, stats, split * stride + place, top, total, acc, real, d, element, DIM)
+            if GATHER > 0:
+                last = is_last(counter, splits)
                 if last:
                     tl.store(counter, 0)  # ready for the next launch
-                    top, total, acc = _gather(
+                    top, total, acc = gather(
                         partial, stats, place, stride, real, d, element, DIM, GATHER, BLOCK_M, BLOCK_D
                     )
-        # 4. Divide by the sum of the weights and store. Without GATHER, `_merge` does this for splits.
-        if last and (GATHER > 0 or not SPLIT):
+        # 4. Divide by the sum of the weights and store. Without GATHER, the second launch does this for splits.
+        if last and (WORK or GATHER > 0 or not SPLIT):
             if SINKS:
                 total += tl.exp2(
                     tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top)
@@ -137,84 +191,6 @@ def _attention(
                 result.to(out.dtype.element_ty),
                 mask=element,
             )
-
-
-@triton.jit
-def _gather(
-    partial,
-    stats,
-    place,
-    stride,
-    real,
-    d,
-    element,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Return maximum, sum and weighted sum over all splits."""
-    top = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    for nth in tl.static_range(SPLITS):
-        own = tl.load(
-            stats + 2 * (nth * stride + place), mask=real, other=-float("inf"), cache_modifier=".cg"
-        )
-        top = tl.maximum(top, own)
-    base = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for nth in tl.static_range(SPLITS):
-        at = nth * stride + place
-        own = tl.load(stats + 2 * at, mask=real, other=-float("inf"), cache_modifier=".cg")
-        part = tl.load(stats + 2 * at + 1, mask=real, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(own - base)
-        total += part * weight
-        part = tl.load(
-            partial + at[:, None] * DIM + d[None, :], mask=element, other=0.0, cache_modifier=".cg"
-        )
-        acc += part * weight[:, None]
-    return top, total, acc
-
-
-@triton.jit
-def _merge(
-    query_start, partial, stats, sinks, out, rows, splits, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
-    PDL: tl.constexpr, RELEASE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    local, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(query_start + sequence)
-    q_len = tl.load(query_start + sequence + 1) - start
-    if PDL and RELEASE == 2:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
-    if PDL and RELEASE == 1:
-        gdc_launch_dependents()
-    if local < q_len:
-        split, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-        place = (split.to(tl.int64) * rows + start + local) * HEADS + head
-        real = split < splits
-        # Issue all three loads before using any: one memory latency instead of three.
-        tops = tl.load(stats + 2 * place, mask=real, other=-float("inf"))
-        totals = tl.load(stats + 2 * place + 1, mask=real, other=0.0)
-        parts = tl.load(
-            partial + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0
-        )
-        top = tl.max(tops, 0)
-        weights = tl.exp2(tops - tl.where(top == -float("inf"), 0.0, top))
-        total = tl.sum(weights * totals, 0)
-        if SINKS:
-            total += tl.exp2(
-                tl.load(sinks + head) * 1.4426950408889634 - tl.where(top == -float("inf"), 0.0, top)
-            )
-        result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-        if PDL:
-            gdc_launch_dependents()
-        tl.store(
-            out + ((start + local).to(tl.int64) * HEADS + head) * DIM + d,
-            result.to(out.dtype.element_ty),
-            mask=d < DIM,
-        )
 
 
 _COUNTERS: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -242,25 +218,6 @@ def _counters(k_plane: torch.Tensor) -> torch.Tensor:
     return _COUNTERS[key]
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device.
-
-    Under Triton's interpreter, the number is small, so that the tests cover both split and unsplit batches.
-    """
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
-@functools.cache
-def _has_room(device: torch.device) -> bool:
-    """Return whether a program may use `SHARED_BYTES` of shared memory."""
-    if device.type != "cuda":
-        return True
-    # Read the attribute by name, because neither torch's type stubs nor ROCm have it.
-    most = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return int(most) >= SHARED_BYTES
-
-
 def tree_attention(
     q: torch.Tensor,
     k_plane: torch.Tensor,
@@ -272,6 +229,8 @@ def tree_attention(
     ancestors: torch.Tensor | None,
     row_positions: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    table_rows: torch.Tensor | None,
+    work: WorkList | None,
     out: torch.Tensor,
     *,
     scale: float,
@@ -281,7 +240,7 @@ def tree_attention(
     softcap: float,
 ) -> None:
     """Compute `outrider.kernels.tree_attention.tree_attention` into `out`."""
-    bs = page_table.shape[0]
+    bs, rows = kv_lens.shape[0], q.shape[0]
     page_size, kv_heads, dim = k_plane.shape[1:]
     heads = q.shape[1]
     group = heads // kv_heads
@@ -292,40 +251,56 @@ def tree_attention(
     tree = ancestors is not None
     masks = ancestors.contiguous() if ancestors is not None else query_start
     block_d = max(16, _launch.next_power_of_2(dim))
-    roomy = k_plane.dtype == q.dtype and _has_room(q.device)
-    blocks = choose_blocks(
-        bs, q.shape[0], pairs, kv_heads, block_d, q.element_size(), max_kv_len, _processors(q.device), roomy
-    )
-    splits = blocks.splits
-    rows = q.shape[0]
     starts = query_start.contiguous()
+    partial = stats = arrivals = out
+    if work is not None:
+        blocks, splits = work.sizes.blocks, 1
+        grid = (1, kv_heads, work.sizes.items)
+        gathered, stored = MOST_SPLITS if work.sizes.gathers else 0, work.sizes.partial_rows
+        arrivals = work.arrivals
+    else:
+        roomy = k_plane.dtype == q.dtype and has_room(q.device)
+        blocks = choose_blocks(
+            bs, rows, pairs, kv_heads, block_d, q.element_size(), max_kv_len, processors(q.device), roomy
+        )
+        splits = blocks.splits
+        grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
+        gathers = blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS
+        gathered, stored = splits if gathers and _can_count(k_plane) else 0, splits * rows
+        if gathered:
+            arrivals = _counters(k_plane)
+    if work is not None or splits > 1:
+        partial = _launch.empty((stored, heads, dim), torch.float32, q.device)
+        stats = _launch.empty((stored, heads, 2), torch.float32, q.device)
     logits = starts if sinks is None else sinks.contiguous()
     late = {"RELEASE": blocks.release.value, **_launch.dependent(q)}
-    grid = (_launch.ceil_div(pairs, blocks.pairs), kv_heads, bs * splits)
-    # The transposed form pays off only if K and V need no widening in registers.
-    transposed = blocks.transposed and k_plane.dtype == q.dtype
-    partial = stats = arrivals = out
-    gathers = (
-        blocks.gathers and splits > 1 and grid[0] * kv_heads * bs <= _MOST_COUNTERS and _can_count(k_plane)
-    )
-    if splits > 1:
-        partial = _launch.empty((splits, rows, heads, dim), torch.float32, q.device)
-        stats = _launch.empty((splits, rows, heads, 2), torch.float32, q.device)
-    if gathers:
-        arrivals = _counters(k_plane)
+    merged = {
+        "HEADS": heads,
+        "DIM": dim,
+        "SINKS": sinks is not None,
+        "BLOCK_D": block_d,
+        "num_warps": 1,
+        **late,
+    }
     with _launch.on_device_of(q):
         _attention[grid](
-            q, k_plane, v_plane, page_table.contiguous(), prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
+            q, k_plane, v_plane, page_table.contiguous(), starts if table_rows is None else table_rows.contiguous(),
+            starts if work is None else work.items, prefix_lens.contiguous(), kv_lens.contiguous(), starts, masks,
             row_positions.contiguous() if row_positions is not None else starts, logits, out, partial, stats, arrivals,
             q.stride(0), q.stride(1), heads * dim, page_table.shape[1], masks.shape[1] if tree else 0, window,
-            scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows, splits,
+            scale / softcap if softcap > 0 else scale * _LOG2E, softcap * _LOG2E, rows if work is None else 0, splits,
             WIDEN=not isinstance(_attention, triton.JITFunction), GROUP=group, KV_HEADS=kv_heads, DIM=dim, PAGE_SIZE=page_size, TREE=tree,
             WINDOW=window > 0, POSITIONS=row_positions is not None, SINKS=sinks is not None, SOFTCAP=softcap > 0,
-            SPLIT=splits > 1, GATHER=splits if gathers else 0, TRANSPOSED=transposed, BLOCK_M=blocks.pairs, BLOCK_N=blocks.tokens,
+            WORK=work is not None, ITEM=ITEM, MAPPED=table_rows is not None, SPLIT=splits > 1, GATHER=gathered,
+            # The transposed form pays off only if K and V need no widening in registers.
+            TRANSPOSED=blocks.transposed and k_plane.dtype == q.dtype, BLOCK_M=blocks.pairs, BLOCK_N=blocks.tokens,
             BLOCK_D=block_d, num_warps=blocks.warps, num_stages=blocks.stages, **late,
         )  # fmt: skip
-        if splits > 1 and not gathers:
-            _merge[(max_query_len, heads, bs)](
-                starts, partial, stats, logits, out, rows, splits, HEADS=heads, DIM=dim, SINKS=sinks is not None,
-                BLOCK_S=_launch.next_power_of_2(splits), BLOCK_D=block_d, num_warps=1, **late,
+        if work is not None and not gathered:
+            merge_rows[(rows, heads)](
+                work.merges, partial, stats, logits, out, ROW=ROW, FEW=MOST_SPLITS // 4, BLOCK_S=MOST_SPLITS, **merged
+            )  # fmt: skip
+        elif splits > 1 and not gathered:
+            merge[(max_query_len, heads, bs)](
+                starts, partial, stats, logits, out, rows, splits, BLOCK_S=_launch.next_power_of_2(splits), **merged
             )  # fmt: skip

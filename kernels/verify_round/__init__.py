@@ -6,20 +6,24 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.verify_round import reference
-from outrider.kernels.verify_round.types import AcceptedRound, PlacedRows, RoundTensors
+from outrider.kernels.verify_round.types import MOST_PARTS, AcceptedRound, PlacedRows, RoundTensors
 
 __all__ = [
+    "MOST_PARTS",
     "AcceptedRound",
     "PlacedRows",
     "RoundTensors",
     "accept_round",
     "begin_round",
     "place_rows",
+    "post_parts",
     "post_round",
 ]
 
@@ -214,6 +218,48 @@ def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> 
         compiled.post_round(packed, ring, turn)
         return
     reference.post_round(packed, ring, turn)
+
+
+def post_parts(parts: Sequence[torch.Tensor], ring: torch.Tensor, turn: torch.Tensor) -> None:
+    """Write tensors one behind the other to the next entry of a ring, like `post_round`, in one launch.
+
+    Args:
+        parts: One to `MOST_PARTS` int32 tensors, contiguous, of any shape. View fp32 tensors as int32.
+        ring: ``[K, C] int32``, contiguous; in pinned host memory if the parts are on a GPU. C is at least the
+            number of all parts' elements. Further columns are not changed.
+        turn: ``[1] int32`` on the device of the parts: the entry to write. The op advances `turn` by one,
+            modulo K.
+
+    Raises:
+        ValueError: The number of parts is wrong, they do not fit into C columns, or a tensor's dtype or
+            layout is wrong.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.verify_round import post_parts
+        >>> ring, turn = torch.zeros(2, 4, dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+        >>> packed, score = torch.tensor([[4, 5]], dtype=torch.int32), torch.tensor([0.5])
+        >>> post_parts([packed, score.view(torch.int32)], ring, turn)
+        >>> ring[1, :2].tolist(), ring[1, 2:3].view(torch.float32).tolist(), turn.tolist()
+        ([4, 5], [0.5], [0])
+    """
+    if not 1 <= len(parts) <= MOST_PARTS:
+        raise ValueError(f"parts has {len(parts)} tensors, expected 1 to {MOST_PARTS}")
+    for index, part in enumerate(parts):
+        expect(f"parts[{index}]", part, tuple(part.shape), torch.int32)
+        expect_contiguous(f"parts[{index}]", part)
+    expect("ring", ring, (None, None), torch.int32)
+    expect("turn", turn, (1,), torch.int32)
+    expect_contiguous("ring", ring)
+    words = sum(part.numel() for part in parts)
+    if words > ring.shape[1]:
+        raise ValueError(f"parts has {words} elements, but an entry of ring has {ring.shape[1]}")
+    if use_triton(turn):
+        from outrider.kernels.verify_round import triton as compiled
+
+        compiled.post_parts(parts, ring, turn)
+        return
+    reference.post_parts(parts, ring, turn)
 
 
 def _expect_state(state: RoundTensors) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import pad
 
@@ -93,4 +95,10 @@ def _fit(tensor: torch.Tensor, columns: int) -> torch.Tensor:
 def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
     place = int(turn)
     ring[place] = packed
+    turn.fill_((place + 1) % ring.shape[0])
+
+
+def post_parts(parts: Sequence[torch.Tensor], ring: torch.Tensor, turn: torch.Tensor) -> None:
+    place, words = int(turn), torch.cat([part.flatten() for part in parts])
+    ring[place, : words.shape[0]] = words
     turn.fill_((place + 1) % ring.shape[0])

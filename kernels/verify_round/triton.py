@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 from outrider.kernels.verify.triton import walk_tree
-from outrider.kernels.verify_round.types import AcceptedRound, PlacedRows, RoundTensors
+from outrider.kernels.verify_round.types import MOST_PARTS, AcceptedRound, PlacedRows, RoundTensors
 
 
 @triton.jit
@@ -194,4 +196,40 @@ def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> 
     with _launch.on_device_of(packed):
         _post[(1,)](
             packed, ring, turn, packed.numel(), PLACES=ring.shape[0], BLOCK=1024, num_warps=4, **_launch.dependent(packed)
+        )  # fmt: skip
+
+
+@triton.jit
+def _copy_words(source, target, size, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    for start in range(0, size, BLOCK):
+        inside = start + at < size
+        tl.store(target + start + at, tl.load(source + start + at, mask=inside, other=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["size_0", "size_1", "size_2", "size_3", "size"])
+def _post_parts(
+    part_0, part_1, part_2, part_3, ring, turn, size_0, size_1, size_2, size_3, size,
+    PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+    now = tl.load(turn)
+    place = ring + now.to(tl.int64) * size
+    _copy_words(part_0, place, size_0, BLOCK)
+    _copy_words(part_1, place + size_0, size_1, BLOCK)
+    _copy_words(part_2, place + size_0 + size_1, size_2, BLOCK)
+    _copy_words(part_3, place + size_0 + size_1 + size_2, size_3, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+    tl.store(turn, (now + 1) % PLACES)
+
+
+def post_parts(parts: Sequence[torch.Tensor], ring: torch.Tensor, turn: torch.Tensor) -> None:
+    """Compute `outrider.kernels.verify_round.post_parts` with a single program, like `post_round`."""
+    sources = [*parts, *[turn] * (MOST_PARTS - len(parts))]
+    sizes = [part.numel() for part in parts] + [0] * (MOST_PARTS - len(parts))
+    with _launch.on_device_of(turn):
+        _post_parts[(1,)](
+            *sources, ring, turn, *sizes, ring.shape[1], PLACES=ring.shape[0], BLOCK=1024, num_warps=4, **_launch.dependent(turn)
         )  # fmt: skip

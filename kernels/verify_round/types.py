@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+MOST_PARTS = 4
+"""Largest number of tensors that one `post_parts` posts."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoundTensors:

@@ -65,6 +65,12 @@ TARGET_FLAGS: Mapping[str, TargetFlag] = {
         "auto",
     ),
     "disable_overlap_schedule": TargetFlag(bool, "Same as --overlap-schedule off."),
+    "max_packed_rows": TargetFlag(
+        int, "Maximum nodes of all trees in a round; further trees wait for their turn.", default="2048"
+    ),
+    "prefill_budget_ms": TargetFlag(
+        float, "Time for prompts between two rounds while other requests decode.", default="20.0"
+    ),
     "tp_timeout_s": TargetFlag(
         float, "With --tp: exit if a GPU does not join a step within this many seconds.", default="120.0"
     ),

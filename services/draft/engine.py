@@ -4,8 +4,9 @@ The engine combines the session table with one drafting strategy. It is synchron
 is driven by the draft service's loop or by the in-process drafter. The engine also evicts idle sessions when
 KV memory is short, and drops requests whose deadline has passed.
 
-`enter` starts rounds that stay on the device. Drafting and verification then alternate on the GPU and
-exchange their results there. The hosts learn these results one round late (see `shared.spec.resident`).
+For a target in the same process, `seat` prepares the sessions that draft in the next round. Drafting and
+verification then alternate on the GPU, and each leaves its results there for the other. The host learns the
+results one round late (see `growth.slot_rounds`).
 
     messages       → sessions   Stale messages are dropped by their fences; contradictions cause a resync.
     ready sessions → extend     Feed the target's features of committed tokens, never drafted features.
@@ -21,15 +22,14 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.growth.device_rounds import SessionRounds
 from outrider.services.draft.growth.draft_graph import pending_rows
+from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Session, Verdict
 from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
 from outrider.services.draft.strategies.base import DraftStrategy
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import Fence
-from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 OUT_OF_PAGES_RETRY_MS = 1000
@@ -92,6 +92,7 @@ class DraftEngine:
         self.metrics = metrics
         self.sessions = SessionTable(limits, strategy.release)
         self._clock = clock
+        self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
 
     def open(self, peer: PeerId, opening: SequenceOpen) -> Answer:
         """Start following a sequence, or restart it at a higher epoch.
@@ -250,41 +251,41 @@ class DraftEngine:
         kept = [session for session in behind if self.strategy.reserve(session)]
         self._extend(kept, {id(session): 1 for session in kept})
 
-    def enter(
-        self, peer: PeerId, session_ids: Sequence[int], shape: DraftShape, state: RoundState
-    ) -> SessionRounds | None:
-        """Start rounds that stay on the device; see `DeviceDrafter.enter`.
+    def lacking(self, peer: PeerId, session_id: int) -> range | None:
+        """Return the positions of the feature rows that a session needs; see `DeviceDrafter.lacking`."""
+        session, rounds = self.sessions.get(peer, session_id), self._slot_rounds
+        return None if session is None or rounds is None else rounds.lacking(session)
 
-        If more rows are waiting than one round can add, this method adds the excess rows before the rounds
-        start.
-
-        Returns:
-            The rounds; None if these sessions cannot enter now.
-        """
-        rounds = self.strategy.rounds
+    def catch_up(self, peer: PeerId, session_ids: Sequence[int]) -> None:
+        """Extend sessions by all rows received so far. Sessions without memory are skipped."""
         found = [self.sessions.get(peer, session_id) for session_id in session_ids]
-        sessions = [
-            session
-            for session in found
-            if session is not None and self.sessions.complete(session) and session.extendable_rows > 0
-        ]
-        if (
-            rounds is None
-            or not shape.drafts
-            or not self.sessions.allows(shape)
-            or len(sessions) < len(found)
-        ):
-            return None
-        memory = rounds.memory
+        behind = [session for session in found if session is not None and session.extendable_rows > 0]
+        self._extend([session for session in behind if self.strategy.reserve(session)])
+
+    def seat(
+        self,
+        peer: PeerId,
+        session_ids: Sequence[int],
+        committed_upper: Sequence[int],
+        shape: DraftShape,
+        batch_size: int,
+        columns: int,
+    ) -> SessionGroup:
+        """Prepare sessions for one round on the device; see `DeviceDrafter.seat`."""
+        rounds = self._slot_rounds
+        assert rounds is not None, "the strategy cannot draft on the device"
+        sessions = [self.sessions.get(peer, session_id) for session_id in session_ids]
         for session in sessions:
-            needed = memory.tokens_needed(session.committed_len, shape.bounded())
-            if memory.tables.width_for(needed) is None or not self.strategy.reserve(session):
-                return None
-            if session.lease is None or not memory.reserve(session.lease, needed):
-                return None
-        most = min(pending_rows(shape), state.columns)
-        self._extend(sessions, {id(session): most for session in sessions})
-        return SessionRounds.enter(memory, sessions, shape, state, self._clock)
+            # A session whose rows are all in its slot, e.g. after a prompt of one token, has no lease yet.
+            if session is not None and session.lease is None:
+                self.strategy.reserve(session)
+        return rounds.seat(sessions, committed_upper, shape, batch_size, columns)
+
+    def committed(self, peer: PeerId, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
+        """Receive the tokens of a pass on the device; see `DeviceDrafter.committed`."""
+        session, rounds = self.sessions.get(peer, session_id), self._slot_rounds
+        if session is not None and rounds is not None:
+            rounds.committed(session, tokens, drafted=drafted)
 
     def _warm(self) -> tuple[Refusal, ...]:
         kept, refusals = self._reserve(self.sessions.extendable())

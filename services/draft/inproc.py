@@ -13,7 +13,6 @@ import torch
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine, ProposedTrees
-from outrider.services.draft.growth.device_rounds import SessionRounds
 from outrider.services.draft.sessions.session import WARMING, Answer, Ask, PeerId, Reason, Verdict
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.target_info import TargetInfo
@@ -22,10 +21,10 @@ from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused.trial import BUDGET_S
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.drafter import (
     Commit,
     Commits,
-    Drafter,
     DrafterState,
     EagerDrafter,
     FeatureSpec,
@@ -33,7 +32,6 @@ from outrider.shared.spec.drafter import (
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.resident import DeviceDrafter, ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import root_trees, scatter_trees
 
@@ -67,7 +65,7 @@ def drafter_beside(
     return InprocDrafter(engine, spec, decoder.device)
 
 
-class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
+class InprocDrafter(EagerDrafter, DeviceDrafter):
     """A `Drafter` that uses a `DraftEngine` in the same process. Only the target's engine thread may call it.
 
     Args:
@@ -137,17 +135,27 @@ class InprocDrafter(Drafter, EagerDrafter, DeviceDrafter):
         except Exception:
             self._fail(session_ids)
 
-    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
+    def lacking(self, session_id: int) -> range | None:
+        return self._engine.lacking(HOST_PEER, session_id)
+
+    def catch_up(self, session_ids: Sequence[int]) -> None:
         try:
-            return self._engine.enter(HOST_PEER, session_ids, shape, state)
+            self._engine.catch_up(HOST_PEER, session_ids)
         except Exception:
             self._fail(session_ids)
-            return None
 
-    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
-        rounds = self._engine.strategy.rounds
-        assert rounds is not None, "rounds_for_capture needs a drafter that is device resident"
-        return SessionRounds(rounds.memory, (), shape, state, time.monotonic)
+    def seat(
+        self,
+        session_ids: Sequence[int],
+        committed_upper: Sequence[int],
+        shape: DraftShape,
+        batch_size: int,
+        columns: int,
+    ) -> SeatedGroup:
+        return self._engine.seat(HOST_PEER, session_ids, committed_upper, shape, batch_size, columns)
+
+    def committed(self, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
+        self._engine.committed(HOST_PEER, session_id, tokens, drafted=drafted)
 
     def wants_reopen(self) -> Sequence[int]:
         lost = sorted(self._lost)

@@ -237,15 +237,12 @@ class Target:
             attention,
             synthetic=stand_in.synthetic if stand_in is not None else None,
             graphs=GraphCache(device, graph_plan.graphs, graph_observer(decoder)),
-            buckets=graph_plan.buckets,
-            max_depth=settings.max_steps,
             prefill_sizes=graph_plan.prefills,
         )
         self._graphs = runner.graphs
         self.engine = _make_engine(settings, runner, self.drafter, graph_plan)
         with watched(decoder):
-            # Random weights produce near-ties between logits, which would fail the parity check.
-            self._warm_up(settings, runner, graph_plan, parity=stand_in is None)
+            self._warm_up(settings, runner, graph_plan)
         # 4. Start the engine's thread.
         self._thread = EngineThread(
             watched_engine(self.engine, decoder), on_start=lambda: _use_device(device)
@@ -276,16 +273,13 @@ class Target:
         self._ranks = start_group(settings, on_rank_lost, progress)
         return self._ranks.decoder
 
-    def _warm_up(
-        self, settings: TargetSettings, runner: ModelRunner, plan: GraphPlan, *, parity: bool
-    ) -> None:
+    def _warm_up(self, settings: TargetSettings, runner: ModelRunner, plan: GraphPlan) -> None:
         """Compile kernels, run the parity check, wait for the draft and record CUDA graphs."""
         graphs, to_console = runner.graphs, not settings.log_json
         compile_kernels(self.engine, graphs, plan, prompt_rehearsals(runner), to_console=to_console)
         if self._stopped():
             return
-        if parity:
-            check_parity(runner, self.engine.controller)
+        check_parity(runner)
         # The graphs capture the draft's features, so the draft must be known before they are recorded.
         if graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:
             self._waited_s = await_draft(self.drafter, settings.draft_wait_s, self._is_hopeless)
@@ -369,7 +363,7 @@ def _make_engine(
         config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids)
     )
     return TargetEngine(
-        runner, Scheduler(pool.allocator, settings.page_size, most), drafter, limits, overlap=plan.overlap
+        runner, Scheduler(pool.allocator, settings.page_size, most), drafter, limits, plan=plan.loop
     )
 
 

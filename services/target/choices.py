@@ -14,9 +14,9 @@ class Device(Enum):
 
 
 class OverlapSchedule(Enum):
-    """Whether rounds stay on the device. There, a round starts before the previous round's result is read.
+    """Whether the host launches a round before it has read the previous one, and drafts on the device.
 
-    AUTO keeps rounds on the device if the model runs on a GPU.
+    AUTO does so if the model runs on a GPU.
     """
 
     AUTO = "auto"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from outrider.services.target.policy.controller import ExecutedStep
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
-from outrider.services.target.step_times import StepTimes
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
 from outrider.shared.spec.drafter import DrafterState
 
@@ -26,6 +25,7 @@ FALLBACK_REASONS = (
         if state is not DrafterState.ON and state is not DrafterState.NONE
     ),
     "bad_tree",
+    "budget",
     "empty_tree",
     "late",
     "misfit",
@@ -83,17 +83,17 @@ class TargetMetrics:
         )
         self._rpc_s = histogram(
             "draft_rpc_seconds",
-            "Time from requesting a step's proposal to receiving it, including work done meanwhile.",
+            "Time from requesting a round's trees to receiving them, including work done meanwhile.",
             STEP_BUCKETS_S,
         )
         self._draft_s = histogram(
-            "draft_seconds", "Time that a step waited for its proposal.", STEP_BUCKETS_S
+            "draft_seconds", "Time of drafting a round, or of the wait for its trees.", STEP_BUCKETS_S
         )
         self._verify_s = histogram(
-            "verify_seconds", "Time of a step's verify pass, with sampling and compaction.", STEP_BUCKETS_S
+            "verify_seconds", "Time of a round's verify pass, with sampling and compaction.", STEP_BUCKETS_S
         )
         self._round_s = histogram(
-            "device_round_seconds", "Time of a round on the device, with drafting.", STEP_BUCKETS_S
+            "device_round_seconds", "Time of a round whose trees are not from the host.", STEP_BUCKETS_S
         )
         self._speedup = gauge(
             "estimated_speedup", "Tokens per second of drafting steps, relative to plain steps."
@@ -133,19 +133,22 @@ class TargetMetrics:
         """Count a round that requested draft nodes and got none."""
         self._fallbacks.labels(reason).inc()
 
-    def observe_round(self, step: ExecutedStep, times: StepTimes) -> None:
-        """Record a decode step."""
-        self._verify_s.observe(times.verify_s)
-        if step.wait_s is None:
-            return
-        self._draft_s.observe(step.wait_s)
-        self._rpc_s.observe(times.proposed - times.announced)
-        self._count_drafts(step)
+    def observe_round(self, step: ExecutedStep, draft_s: float, answer_s: float | None) -> None:
+        """Record a round.
 
-    def observe_device_round(self, step: ExecutedStep) -> None:
-        """Record a round on the device, where drafting and verifying cannot be timed separately."""
-        self._round_s.observe(step.round_s or 0.0)
-        if step.wait_s is not None:
+        Args:
+            step: The round.
+            draft_s: Seconds of drafting on the device.
+            answer_s: Seconds from a request for trees through the host until the trees had arrived; None if
+                trees were not requested through the host.
+        """
+        self._verify_s.observe(step.verify_s)
+        if step.round_s is not None:
+            self._round_s.observe(step.round_s)
+        if answer_s is not None:
+            self._rpc_s.observe(answer_s)
+        if step.depth:
+            self._draft_s.observe(step.wait_s or draft_s)
             self._count_drafts(step)
 
     def _count_drafts(self, step: ExecutedStep) -> None:

@@ -137,6 +137,12 @@ class TargetSettings(ServiceSettings):
         description="Launch each round before the last one is read: auto (on a GPU), on or off.",
     )
     disable_overlap_schedule: bool = Field(False, description="Same as --overlap-schedule off.")
+    max_packed_rows: int = Field(
+        2048, ge=1, description="Maximum nodes of all trees of a round; trees beyond it wait for their turn."
+    )
+    prefill_budget_ms: float = Field(
+        20.0, gt=0, description="Time that prompts may take between two rounds while others decode."
+    )
     prefill_chunk: int | None = Field(
         None, ge=1, description="Maximum prompt tokens per step; by default 8192 on a GPU and 512 on a CPU."
     )

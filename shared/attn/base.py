@@ -32,14 +32,21 @@ class AttentionBatch:
     no reference to them.
 
     Attributes:
-        page_table: ``[bs, max_pages] int32``.
+        page_table: ``[bs, max_pages] int32``. With `table_rows`, it may have any number of rows.
         prefix_lens: ``[bs] int32``.
         kv_lens: ``[bs] int32``. Largest number of tokens that a row sees, including this step's rows.
         query_start: ``[bs + 1] int32``. Rows of sequence b are ``[query_start[b], query_start[b + 1])``.
         ancestors: ``[rows, words] int32`` bit masks, or None for causal rows.
         slots: ``[rows] int64``. The slot of each row's K/V, or -1 to store nothing.
-        max_query_len: Largest number of rows of a sequence. It is a host number, so reading it never waits.
+        max_query_len: Upper bound of the number of rows of a sequence. It is a host number, so reading it
+            never waits.
         max_kv_len: An upper bound of kv_lens, as a host number.
+        table_rows: ``[bs] int32``. The row of `page_table` that belongs to each sequence, or -1 for an idle
+            sequence. None means that sequence b uses row b.
+        ragged: True if sequences differ and only the device knows how. Attention then plans its work on the
+            device, and its grid depends on the number of rows and on `max_query_len`, but not on
+            `max_kv_len`. A sequence may have no rows. An idle sequence has the table row -1 or no tokens, and
+            its rows are padding, whose results are zeros.
     """
 
     page_table: torch.Tensor
@@ -50,6 +57,8 @@ class AttentionBatch:
     slots: torch.Tensor
     max_query_len: int
     max_kv_len: int
+    table_rows: torch.Tensor | None = None
+    ragged: bool = False
 
 
 class AttentionBackend(Protocol):
@@ -155,6 +164,13 @@ def build_batch(
         max_query_len=max(counts, default=0),
         max_kv_len=max(kv_lens, default=0),
     )
+
+
+def host_table_rows(batch: AttentionBatch) -> list[int]:
+    """Return the row of the page table of each sequence, or -1 for an idle one. May wait for the device."""
+    if batch.table_rows is None:
+        return list(range(batch.kv_lens.shape[0]))
+    return batch.table_rows.tolist()
 
 
 def pack_rows(padded: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -28,7 +28,12 @@ class DeterministicAttention:
         self._batch = batch
         self._slots = batch.slots
         self._paths = row_paths(
-            batch.prefix_lens, batch.kv_lens, batch.query_start, batch.ancestors, batch.slots.shape[0]
+            batch.prefix_lens,
+            batch.kv_lens,
+            batch.query_start,
+            batch.ancestors,
+            batch.slots.shape[0],
+            batch.table_rows,
         )
 
     def select(self, row: int) -> OneRow:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from outrider.kernels.kv_store import kv_store
-from outrider.shared.attn.base import AttentionBatch, visible_columns
+from outrider.shared.attn.base import AttentionBatch, host_table_rows, visible_columns
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import KVPool
 
@@ -38,7 +38,8 @@ class _Layout:
         pages: ``[pages in use] int32``.
         last_page_lens: ``[sequences] int32``, number of tokens in each last page.
         mask: ``[sum of rows * tokens] bool``, by sequence and then by row. None for causal rows.
-        rows: Number of rows that belong to a sequence. Later rows are padding.
+        rows: Number of rows of the layout's sequences.
+        places: ``[rows] int64``, the rows' places in the step. None if they are the first rows.
     """
 
     query_start: torch.Tensor
@@ -47,6 +48,7 @@ class _Layout:
     last_page_lens: torch.Tensor
     mask: torch.Tensor | None
     rows: int
+    places: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +127,15 @@ class FlashInferAttention:
         variant = _Variant(
             q.shape[1], pool.kv_heads, pool.head_dim, q.dtype, k_plane.dtype, scale, window, softcap
         )
-        wrapper = self._plan_variant(variant, self._layout, pool.page_size)
-        out: torch.Tensor = wrapper.run(q[: self._layout.rows].contiguous(), (k_plane, v_plane))
-        padding = q.shape[0] - self._layout.rows
+        layout = self._layout
+        if layout.rows == 0:
+            return q.new_zeros(q.shape[0], q.shape[1] * q.shape[2])
+        wrapper = self._plan_variant(variant, layout, pool.page_size)
+        queries = q[: layout.rows] if layout.places is None else q[layout.places]
+        out: torch.Tensor = wrapper.run(queries.contiguous(), (k_plane, v_plane))
+        if layout.places is not None:
+            return out.new_zeros(q.shape[0], out[0].numel()).index_copy_(0, layout.places, out.flatten(1))
+        padding = q.shape[0] - layout.rows
         return torch.nn.functional.pad(out.flatten(1), (0, 0, 0, padding)) if padding else out.flatten(1)
 
     def _plan_variant(self, variant: _Variant, layout: _Layout, page_size: int) -> Any:
@@ -177,23 +185,25 @@ class FlashInferAttention:
 def step_layout(batch: AttentionBatch, page_size: int) -> _Layout:
     """Return the layout of a step. Waits for the device.
 
-    Sequences without rows are left out, because FlashInfer cannot represent them.
+    Sequences without rows and idle ones are left out, because FlashInfer cannot represent them.
     """
     starts, prefix_lens, kv_lens = (
         batch.query_start.tolist(),
         batch.prefix_lens.tolist(),
         batch.kv_lens.tolist(),
     )
-    query_start, page_start, last, pages, masks = [0], [0], [], [], []
+    query_start, page_start, last, pages, masks, places = [0], [0], [], [], [], list[int]()
+    owners = host_table_rows(batch)
     for b, (prefix_len, kv_len) in enumerate(zip(prefix_lens, kv_lens, strict=True)):
         count = starts[b + 1] - starts[b]
-        if count == 0:
+        if count == 0 or kv_len <= 0 or owners[b] < 0:
             continue
+        places += range(starts[b], starts[b + 1])
         used = -(-kv_len // page_size)
         query_start.append(query_start[-1] + count)
         page_start.append(page_start[-1] + used)
         last.append(kv_len - (used - 1) * page_size)
-        pages.append(batch.page_table[b, :used])
+        pages.append(batch.page_table[owners[b], :used])
         if batch.ancestors is not None:
             masks.append(_tree_mask(batch.ancestors[starts[b] : starts[b + 1]], prefix_len, kv_len))
     device = batch.page_table.device
@@ -204,6 +214,7 @@ def step_layout(batch: AttentionBatch, page_size: int) -> _Layout:
         last_page_lens=torch.tensor(last, dtype=torch.int32).to(device),
         mask=torch.cat(masks) if masks else None,
         rows=query_start[-1],
+        places=None if places == list(range(len(places))) else torch.tensor(places).to(device),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.shared.attn.base import AttentionBatch, visible_columns
+from outrider.shared.attn.base import AttentionBatch, host_table_rows, visible_columns
 from outrider.shared.kv.pool import KVPool
 
 
@@ -21,7 +21,8 @@ class _Sequence:
 
     Attributes:
         rows: The sequence's rows of the batch.
-        prefix_len, kv_len: Number of tokens that every row sees, and largest number that a row may see.
+        prefix_len, kv_len: Number of tokens that every row sees, and largest number that a row may see. The
+            rows of a sequence with kv_len 0 yield zeros.
         views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, if the sequence's pages are
             consecutive. Otherwise empty.
         pages: ``[pages in use] int64``. Needed to gather K and V if the pages are not consecutive.
@@ -97,6 +98,9 @@ class TorchAttention:
         queries = q.transpose(0, 1).unsqueeze(0)  # [1, heads, rows, head_dim]
         outs = []
         for sequence in plan.sequences:
+            if sequence.kv_len == 0:
+                outs.append(q.new_zeros(sequence.rows.stop - sequence.rows.start, q.shape[1] * q.shape[2]))
+                continue
             part = queries if len(plan.sequences) == 1 else queries[:, :, sequence.rows]
             first, mask = 0, sequence.mask
             if 0 < window < sequence.kv_len:
@@ -223,15 +227,21 @@ def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan
         batch.kv_lens.tolist(),
     )
     sequences = []
+    owners = host_table_rows(batch)
     for b, (prefix_len, kv_len) in enumerate(zip(prefix_lens, kv_lens, strict=True)):
         rows = slice(starts[b], starts[b + 1])
         if rows.start == rows.stop:
             continue
-        pages = batch.page_table[b, : pool.pages_for(kv_len)]
+        if kv_len <= 0 or owners[b] < 0:
+            sequences.append(_idle(rows, batch.page_table))
+            continue
+        pages = batch.page_table[owners[b], : pool.pages_for(kv_len)]
         first = _first_if_consecutive(pages.tolist())
         views = _views(pool, first * pool.page_size, kv_len) if first is not None else ()
         mask = _mask(batch, rows, prefix_len, kv_len, dtype)
         sequences.append(_Sequence(rows, prefix_len, kv_len, views, pages.to(torch.int64), mask))
+    if starts[-1] < batch.slots.shape[0]:  # rows that belong to no sequence
+        sequences.append(_idle(slice(starts[-1], batch.slots.shape[0]), batch.page_table))
     slots = batch.slots
     host_slots = slots.tolist()
     first = _first_if_consecutive(host_slots)
@@ -241,6 +251,11 @@ def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan
         slots = slots[stored_rows]
     stores = _views(pool, first, len(host_slots)) if first is not None else ()
     return _Plan(tuple(sequences), stores, slots, stored_rows)
+
+
+def _idle(rows: slice, page_table: torch.Tensor) -> _Sequence:
+    """Return a sequence without tokens."""
+    return _Sequence(rows, 0, 0, (), page_table.new_empty(0, dtype=torch.int64), None)
 
 
 def _views(pool: KVPool, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from outrider.kernels.kv_store import kv_store
-from outrider.kernels.tree_attention import tree_attention
+from outrider.kernels.tree_attention import WorkList, plan_attention, tree_attention
 from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """What a work list depends on beside the batch. Layers with equal values share a list."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: torch.dtype
+    plane_dtype: torch.dtype
 
 
 class KernelAttention(StoredAttention):
@@ -16,6 +29,7 @@ class KernelAttention(StoredAttention):
 
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
+        self._works: dict[_Heads, WorkList] = {}
 
     @property
     def batch(self) -> AttentionBatch | None:
@@ -23,8 +37,12 @@ class KernelAttention(StoredAttention):
         return self._batch
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Keep the batch. The kernels read its tensors."""
+        """Keep the batch. The kernels read its tensors.
+
+        The first layer plans the work of a ragged batch, when the number of heads is known.
+        """
         self._batch = batch
+        self._works = {}
 
     def run(
         self,
@@ -60,9 +78,10 @@ class KernelAttention(StoredAttention):
     ) -> torch.Tensor:
         """Attend over K/V that is already in the pool."""
         batch = self._planned
+        planes = _planes(pool, layer)
         out = tree_attention(
             q,
-            *_planes(pool, layer),
+            *planes,
             batch.page_table,
             batch.prefix_lens,
             batch.kv_lens,
@@ -74,8 +93,30 @@ class KernelAttention(StoredAttention):
             window=window,
             sinks=sinks,
             softcap=softcap,
+            table_rows=batch.table_rows,
+            work=self._work(batch, q, planes[0]) if batch.ragged else None,
         )
         return out.flatten(1)
+
+    def _work(self, batch: AttentionBatch, q: torch.Tensor, plane: torch.Tensor) -> WorkList:
+        """Return the work list of the planned step for layers with these heads. Windows do not shorten it."""
+        rows, count, dim = q.shape
+        heads = _Heads(count, plane.shape[2], dim, q.dtype, plane.dtype)
+        if heads not in self._works:
+            self._works[heads] = plan_attention(
+                batch.kv_lens,
+                batch.query_start,
+                batch.prefix_lens,
+                batch.table_rows,
+                rows=rows,
+                max_query_len=batch.max_query_len,
+                heads=heads.heads,
+                kv_heads=heads.kv_heads,
+                dim=dim,
+                dtype=heads.dtype,
+                plane_dtype=heads.plane_dtype,
+            )
+        return self._works[heads]
 
     @property
     def _planned(self) -> AttentionBatch:

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import torch
 
-from outrider.kernels.feature_rows import place_rows
+from outrider.kernels.feature_rows import place_rows, scatter_rows
 from outrider.kernels.kv_compact import kv_compact
 from outrider.kernels.kv_store import kv_store
 from outrider.shared.base.errors import ConfigurationError
@@ -145,12 +145,14 @@ class KVPool:
         cached_lens: torch.Tensor,
         path: torch.Tensor,
         num_accepted: torch.Tensor,
+        table_rows: torch.Tensor | None = None,
     ) -> None:
         """Move the accepted nodes' K and V to the committed slots of every layer (see `kv_compact`).
 
         Feature rows are not moved.
         """
-        kv_compact([*self.k_planes, *self.v_planes], page_table, cached_lens, path, num_accepted)
+        planes = [*self.k_planes, *self.v_planes]
+        kv_compact(planes, page_table, cached_lens, path, num_accepted, table_rows)
 
     def scrub(self, pages: torch.Tensor) -> None:
         """Zero ``pages [n] int64`` in every plane, so that their next owner cannot read a leftover NaN."""
@@ -239,6 +241,24 @@ class KVPool:
         """Write feature rows like `store_some_features`, and also to ``out [bs, n, feature_size]``."""
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         place_rows(rows, slots, self.features, out)
+
+    def scatter_features(
+        self, rows: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Write feature rows like `store_some_features`, and also to rows of `out` (see `scatter_rows`).
+
+        Args:
+            rows: ``[n, feature_size]``, or partial sums ``[splits, n, feature_size] fp32``.
+            slots, places: ``[n] int64``, slots of the feature plane and indices of rows of `out`, or -1.
+            out: ``[..., feature_size]``, contiguous.
+        """
+        assert self.features is not None, "the pool has no feature plane; call resize_features first"
+        scatter_rows(rows, slots, self.features, places, out)
+
+    def feature_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return copies of the feature rows at slots ``[n] int64``: ``[n, feature_size]``."""
+        assert self.features is not None, "the pool has no feature plane; call resize_features first"
+        return self.features.view(-1, self.feature_size).index_select(0, slots)
 
     def read_features(self, lease: PageLease, start: int, stop: int) -> torch.Tensor:
         """Return a copy of the feature rows of token indices ``[start, stop)`` of one lease.

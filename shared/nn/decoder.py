@@ -133,6 +133,11 @@ class Decoder:
         self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
 
     @property
+    def rounded(self) -> bool:
+        """True if products are computed with FP8 weights, as `--quantization fp8` requires."""
+        return self._head.rounded
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the embedding, output head, FP8 copy of the head and all projections, without norms."""
         layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)

@@ -27,10 +27,12 @@ class Forward:
     """Take part in a forward pass. The step's inputs follow as one broadcast (see `packing`).
 
     Attributes:
-        rows, bs, max_pages: Number of token rows, and the page table's shape.
+        rows, bs, max_pages: Number of token rows and of sequences, and width of the page table.
         mask_words: Words per ancestor mask. 0 stands for causal rows.
         wide_tokens, wide_positions: 1 if the tensor is int64, 0 if it is int32.
         max_query_len, max_kv_len: The attributes of `AttentionBatch`.
+        tables: Rows of the page table if the batch has `table_rows`, which then follow too. 0 if it has none.
+        ragged: 1 if the batch is ragged.
     """
 
     rows: int
@@ -41,6 +43,8 @@ class Forward:
     wide_positions: int
     max_query_len: int
     max_kv_len: int
+    tables: int = 0
+    ragged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +67,16 @@ class Compact:
 
     Attributes:
         bs, width: Shape of the tensor of paths.
-        max_pages: Width of the page table. The page table and the cached lengths then follow too. 0 means
-            that the ranks use the page table and the cached lengths of the last forward pass.
+        tables, max_pages: Shape of the page table. The page table and the cached lengths then follow too.
+            0 means that the ranks use the page table and the cached lengths of the last forward pass.
+        has_table_rows: 1 if the row of the page table of each sequence follows, 0 if sequence b has row b.
     """
 
     bs: int
     width: int
+    tables: int
     max_pages: int
+    has_table_rows: int
 
 
 @dataclass(frozen=True, slots=True)

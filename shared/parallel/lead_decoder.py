@@ -121,14 +121,20 @@ class LeadDecoder(ShardedDecoder):
         cached_lens: torch.Tensor,
         path: torch.Tensor,
         num_accepted: torch.Tensor,
+        table_rows: torch.Tensor | None = None,
     ) -> None:
         """Make the other ranks move the accepted rows in their pools (see `KVPool.compact`)."""
         batch = None if self._last is None else self._last[1]
         known = batch is not None and page_table is batch.page_table and cached_lens is batch.prefix_lens
-        more = [] if known else [page_table, cached_lens]
         bs, width = path.shape
-        with self._lead.together(Compact(bs, width, 0 if known else page_table.shape[1])):
-            self.collectives.broadcast(pack([path, num_accepted, *more]))
+        parts = [path, num_accepted]
+        if table_rows is not None:
+            parts.append(table_rows[:bs])
+        if not known:
+            parts += [page_table, cached_lens[:bs]]
+        tables, max_pages = (0, 0) if known else page_table.shape
+        with self._lead.together(Compact(bs, width, tables, max_pages, int(table_rows is not None))):
+            self.collectives.broadcast(pack(parts))
 
     def spread_scrub(self, pages: torch.Tensor) -> None:
         """Make the other ranks zero pages.
@@ -191,10 +197,11 @@ class SpreadPool(KVPool):
         cached_lens: torch.Tensor,
         path: torch.Tensor,
         num_accepted: torch.Tensor,
+        table_rows: torch.Tensor | None = None,
     ) -> None:
         """Move the accepted rows on all ranks."""
-        self._decoder.spread_compact(page_table, cached_lens, path, num_accepted)
-        super().compact(page_table, cached_lens, path, num_accepted)
+        self._decoder.spread_compact(page_table, cached_lens, path, num_accepted, table_rows)
+        super().compact(page_table, cached_lens, path, num_accepted, table_rows)
 
     def scrub(self, pages: torch.Tensor) -> None:
         """Zero the pages on all ranks."""

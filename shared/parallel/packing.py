@@ -29,24 +29,26 @@ class StepInputs:
     def command(self) -> Forward:
         """Return the command that announces the buffer and describes its layout."""
         batch = self.batch
-        bs, max_pages = batch.page_table.shape
+        tables, max_pages = batch.page_table.shape
         return Forward(
             rows=self.tokens.shape[0],
-            bs=bs,
+            bs=batch.kv_lens.shape[0],
             max_pages=max_pages,
             mask_words=0 if batch.ancestors is None else batch.ancestors.shape[1],
             wide_tokens=int(self.tokens.dtype is torch.int64),
             wide_positions=int(self.positions.dtype is torch.int64),
             max_query_len=batch.max_query_len,
             max_kv_len=batch.max_kv_len,
+            tables=0 if batch.table_rows is None else tables,
+            ragged=int(batch.ragged),
         )
 
     def pack(self) -> torch.Tensor:
         """Return the inputs as one int32 vector. This takes a single copy on the device."""
         batch = self.batch
         lengths = [batch.page_table, batch.prefix_lens, batch.kv_lens, batch.query_start]
-        masks = [] if batch.ancestors is None else [batch.ancestors]
-        return pack(_wide_first([batch.slots, self.tokens, self.positions]) + lengths + masks)
+        more = [tensor for tensor in (batch.ancestors, batch.table_rows) if tensor is not None]
+        return pack(_wide_first([batch.slots, self.tokens, self.positions]) + lengths + more)
 
     @classmethod
     def unpack(cls, buffer: torch.Tensor, command: Forward) -> StepInputs:
@@ -65,6 +67,8 @@ class StepInputs:
                 slots=named["slots"],
                 max_query_len=command.max_query_len,
                 max_kv_len=command.max_kv_len,
+                table_rows=named.get("table_rows"),
+                ragged=bool(command.ragged),
             ),
         )
 
@@ -107,7 +111,11 @@ def _order(command: Forward) -> list[str]:
         "kv_lens",
         "query_start",
     ]
-    return [*names, "ancestors"] if command.mask_words else names
+    if command.mask_words:
+        names.append("ancestors")
+    if command.tables:
+        names.append("table_rows")
+    return names
 
 
 def _layout(command: Forward) -> list[Part]:
@@ -117,10 +125,11 @@ def _layout(command: Forward) -> list[Part]:
         "slots": ((rows,), int64),
         "tokens": ((rows,), int64 if command.wide_tokens else int32),
         "positions": ((rows,), int64 if command.wide_positions else int32),
-        "page_table": ((bs, command.max_pages), int32),
+        "page_table": ((command.tables or bs, command.max_pages), int32),
         "prefix_lens": ((bs,), int32),
         "kv_lens": ((bs,), int32),
         "query_start": ((bs + 1,), int32),
         "ancestors": ((rows, command.mask_words), int32),
+        "table_rows": ((bs,), int32),
     }
     return [parts[name] for name in _order(command)]

@@ -153,18 +153,19 @@ class Worker:
     def _compact(self, command: Compact) -> None:
         bs = command.bs
         layout: list[Part] = [((bs, command.width), torch.int32), ((bs,), torch.int32)]
+        if command.has_table_rows:
+            layout.append(((bs,), torch.int32))
         if command.max_pages:
-            layout += [((bs, command.max_pages), torch.int32), ((bs,), torch.int32)]
-        parts = unpack(
-            self._received(torch.empty(words_of(layout), dtype=torch.int32, device=self._decoder.device)),
-            layout,
-        )
+            layout += [((command.tables, command.max_pages), torch.int32), ((bs,), torch.int32)]
+        buffer = torch.empty(words_of(layout), dtype=torch.int32, device=self._decoder.device)
+        path, num_accepted, *parts = unpack(self._received(buffer), layout)
+        table_rows = parts.pop(0) if command.has_table_rows else None
         if command.max_pages:
-            page_table, cached_lens = parts[2], parts[3]
+            page_table, cached_lens = parts
         else:
             assert self._step is not None
             page_table, cached_lens = self._step.batch.page_table, self._step.batch.prefix_lens
-        self._require_pool().compact(page_table, cached_lens, parts[0], parts[1])
+        self._require_pool().compact(page_table, cached_lens, path, num_accepted, table_rows)
 
     def _received(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill a tensor with rank 0's next broadcast and return it."""

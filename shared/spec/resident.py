@@ -1,16 +1,18 @@
-"""Interface between an engine and a drafter that keep their rounds on the device.
+"""Interface between a target and a draft in different processes whose rounds stay on both devices.
 
-In the steady state, no part of a round passes through the host. The engine enqueues round n + 1 (the draft's
-extend and tree growth, the verify pass, the walk) before it has read round n back. The result of one round is
-the input of the next: a `RoundState`, whose tensors never move, so that CUDA graphs may refer to them. The
-host reads the result of every round one round late.
+In the steady state, no part of a round passes through the hosts. The target enqueues round n + 1 (sending the
+state, receiving the trees, the verify pass) before it has read round n back. The result of one round is the
+input of the next: a `RoundState`, whose tensors never move, so that CUDA graphs may refer to them. The host
+reads the result of every round one round late.
+
+A drafter in the target's process has another interface (`shared.spec.device_drafter`).
 
 Terms: the root of a tree is the last committed token of its sequence, and committed_len counts the committed
 tokens, the root included. A feature row is the target's hidden state at one position, in the form that the
 drafter uses (`shared.spec.drafter.FeatureSpec`).
 
-A batch has fixed rows and a fixed tree shape from `DeviceDrafter.enter` to `ResidentBatch.leave`. Every round
-of the batch runs these steps in order:
+A batch has fixed rows and a fixed tree shape from `ExchangeDrafter.enter` to `ResidentBatch.leave`. Every
+round of the batch runs these steps in order:
 
 1. `reserve`, on the host.
 2. `draft`, enqueued or replayed as part of a graph.
@@ -37,6 +39,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from outrider.shared.spec.drafter import Drafter
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 HEADER_BYTES = 256
@@ -328,8 +331,8 @@ class ExchangedBatch(ResidentBatch, Protocol):
 
 
 @runtime_checkable
-class DeviceDrafter(Protocol):
-    """Starts rounds on the device. A `Drafter` offers this interface while its `device_resident` is True.
+class ExchangeDrafter(Drafter, Protocol):
+    """A drafter in another process that exchanges rounds with this device while `device_resident` is True.
 
     Engine thread only.
     """

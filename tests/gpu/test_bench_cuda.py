@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from guards import Guards
-from synthetic_cases import check_synthetic_acceptance
+from synthetic_cases import check_packed_acceptance, check_synthetic_acceptance
 from typer.testing import CliRunner
 
 from outrider.services.cli.commands import app
@@ -27,6 +27,7 @@ def run(output: Path, *arguments: str) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(("bs", "columns"), [(1, 1), (4, 6), (64, 33), (5, 128)])
 def test_synthetic_acceptance_equals_the_reference(bs: int, columns: int) -> None:
     check_synthetic_acceptance("cuda", bs, columns, Guards())
+    check_packed_acceptance("cuda", bs, columns, Guards())
 
 
 def test_the_ceilings_are_those_of_a_gpu(tmp_path: Path) -> None:

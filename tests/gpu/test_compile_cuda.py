@@ -11,11 +11,10 @@ from support import generic_models
 from support.target_harness import FakeDrafter, assert_same_tokens, generate_plain, make_harness, oracle_plan
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.numerics import prepare_decoder
 from outrider.shared.base.generation import SpeculationMode
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.open import load_decoder
 
@@ -48,9 +47,7 @@ def test_text_is_that_of_uncompiled_modules(tmp_path: Path, case: str) -> None:
         decoder = prepare_decoder(settings, load_decoder(path, "cuda", torch.float32))
     cache = GraphCache(decoder.device)
     drafter = FakeDrafter(oracle_plan([PROMPT + plain], generic_models.VOCAB, 0.7))
-    harness = make_harness(
-        decoder, drafter, graphs=cache, buckets=Buckets.make(4, 16), overlap=OverlapPlan((1, 2, 4), 6)
-    )
+    harness = make_harness(decoder, drafter, graphs=cache, plan=LoopPlan(lookahead=1))
     harness.submit(PROMPT, COUNT, request_id="on", shape=(4, 3, 10))
     harness.submit(PROMPT, COUNT, request_id="off", mode=SpeculationMode.OFF)
     harness.run()

@@ -19,9 +19,8 @@ from support.target_harness import FakeDrafter, oracle_plan, random_plan
 from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder
@@ -148,15 +147,18 @@ def _check_no_bit_changes(decoder: Decoder, sampling: SamplingParams | None) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_graphs_and_rounds_on_the_device_choose_the_same_tokens(target_dir: Path, dtype: torch.dtype) -> None:
+def test_graphs_and_rounds_ahead_of_the_host_choose_the_same_tokens(
+    target_dir: Path, dtype: torch.dtype
+) -> None:
     decoder = load(target_dir, "cuda", dtype)
     tokens, _ = plain(decoder, NEW_TOKENS)
-    graphs, buckets, overlap = GraphCache(decoder.device), Buckets.make(4, 16), OverlapPlan((1, 2, 4), 6)
-    harness = harness_of(decoder, NoDrafter(decoder.device), graphs=graphs, buckets=buckets, overlap=overlap)
+    graphs, plan = GraphCache(decoder.device), LoopPlan(lookahead=1)
+    harness = harness_of(decoder, NoDrafter(decoder.device), graphs=graphs, plan=plan)
     for name in ("a", "b", "c"):
         harness.submit(PROMPT, NEW_TOKENS, request_id=name, mode=SpeculationMode.OFF)
     harness.run()
     assert [harness.sink.tokens[name] for name in ("a", "b", "c")] == [tokens] * 3
+    assert graphs.keys
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from filter_cases import check_choices, check_kept_tokens
+from filter_cases import check_choices, check_kept_tokens, check_mixed_choices
 from guards import Guards
 
 pytestmark = pytest.mark.gpu
@@ -18,3 +18,9 @@ def test_what_is_kept_is_what_the_law_keeps(kind: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tokens_are_chosen_as_from_what_sorting_keeps(dtype: torch.dtype) -> None:
     check_choices(32_000, 512, dtype, "cuda", Guards(67))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_with_and_without_filters_share_a_batch(dtype: torch.dtype) -> None:
+    for rows in (3, 64, 1100):
+        check_mixed_choices(rows, 9000, dtype, "cuda", Guards(64))

@@ -36,6 +36,7 @@ def test_kv_store(dtype: torch.dtype, rows: int, kv_heads: int, dim: int, page_s
 def test_kv_compact(page_size: int, bs: int, columns: int) -> None:
     wide = [(torch.bfloat16, 1024)] * 6 + [(torch.bfloat16, 4096)]
     check_kv_compact("cuda", bs, columns, page_size, wide, Guards(64))
+    check_kv_compact("cuda", bs, columns, page_size, wide, Guards(64), with_table_rows=True)
     check_kv_compact("cuda", bs, columns, page_size, [(torch.float32, 6), (torch.bfloat16, 5)], Guards(67))
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from feature_cases import check_feature_rows
+from feature_cases import check_feature_rows, check_scatter_rows
 from guards import Guards
-from round_cases import check_accept_round, check_begin_round, check_place_rows, check_post_round
+from round_cases import (
+    check_accept_round,
+    check_begin_round,
+    check_place_rows,
+    check_post_parts,
+    check_post_round,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -40,3 +46,15 @@ def test_post_round(bs: int, columns: int) -> None:
 @pytest.mark.parametrize(("bs", "count", "width"), [(1, 6, 4096), (3, 1, 37), (2, 9, 256)])
 def test_feature_rows(dtype: torch.dtype, splits: int, bs: int, count: int, width: int) -> None:
     check_feature_rows("cuda", dtype, bs, count, width, splits, Guards())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", [0, 2])
+@pytest.mark.parametrize(("count", "width"), [(1, 4096), (7, 37), (19, 4096)])
+def test_scatter_rows(dtype: torch.dtype, splits: int, count: int, width: int) -> None:
+    check_scatter_rows("cuda", dtype, count, width, splits, Guards())
+
+
+@pytest.mark.parametrize("sizes", [[4], [16, 1, 1], [14 * 16, 300, 0, 2500]])
+def test_post_parts(sizes: list[int]) -> None:
+    check_post_parts("cuda", sizes, Guards())

@@ -18,9 +18,8 @@ from support.target_harness import Harness, generate_plain, make_harness
 
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.generation import SpeculationMode
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
@@ -38,20 +37,18 @@ def eager(decoder: Decoder, drafter: Drafter) -> Harness:
 
 
 def recorded(decoder: Decoder, drafter: Drafter) -> Harness:
-    return make_harness(
-        decoder, drafter, max_running=COUNT, graphs=GraphCache(decoder.device), buckets=Buckets.make(16, 64)
-    )
+    return make_harness(decoder, drafter, max_running=COUNT, graphs=GraphCache(decoder.device))
 
 
-def overlapped(decoder: Decoder, drafter: Drafter) -> Harness:
-    plan = OverlapPlan((1, 2, 4, 8, 16), 6)
-    return make_harness(decoder, drafter, max_running=COUNT, graphs=GraphCache(decoder.device), overlap=plan)
+def ahead(decoder: Decoder, drafter: Drafter) -> Harness:
+    plan = LoopPlan(lookahead=1, drafts_on_device=True)
+    return make_harness(decoder, drafter, max_running=COUNT, graphs=GraphCache(decoder.device), plan=plan)
 
 
 WAYS: dict[str, Callable[[Decoder, Drafter], Harness]] = {
     "eager": eager,
     "graphs": recorded,
-    "graphs, overlap": overlapped,
+    "graphs, ahead": ahead,
 }
 
 

@@ -49,7 +49,14 @@ def check_kv_store(
 
 
 def check_kv_compact(
-    device: str, bs: int, columns: int, page_size: int, widths: list[tuple[torch.dtype, int]], guards: Guards
+    device: str,
+    bs: int,
+    columns: int,
+    page_size: int,
+    widths: list[tuple[torch.dtype, int]],
+    guards: Guards,
+    *,
+    with_table_rows: bool = False,
 ) -> None:
     generator = torch.Generator().manual_seed(bs * 100 + columns)
 
@@ -75,6 +82,15 @@ def check_kv_compact(
         values = torch.randint(-99, 99, (pages, page_size, width), generator=generator)
         planes.append(values.to(device, dtype))
     arguments = [tensor.to(device) for tensor in (table, cached, path, accepted)]
+    if with_table_rows:
+        # The sequences' rows lie in any order among other rows; there are more entries than sequences.
+        order = torch.randperm(bs + 2, generator=generator)
+        tables = torch.zeros(bs + 2, max_pages, dtype=torch.int32).index_copy_(0, order[:bs], table)
+        table_rows = order.to(torch.int32)
+        if bs > 1:
+            table_rows[1], accepted[1] = -1, -1  # stays unchanged; its `num_accepted` argument says otherwise
+        rest = [torch.cat((cached, cached[:1].expand(2))), path, arguments[3].cpu().clone(), table_rows]
+        arguments = [tensor.to(device) for tensor in (tables, *rest)]
     expected = [plane.clone() for plane in planes]
     with reference_version():
         kv_compact(expected, *arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from guards import Guards, reference_version, triton_version
 
@@ -114,3 +116,22 @@ def check_choices(vocab: int, draws: int, dtype: torch.dtype, device: str, guard
             actual = choose_tokens(logits, sampling, positions)
         assert actual.tolist() == expected.tolist(), (top_k, top_p, min_p)
         assert len(set(expected.tolist())) > 1 or top_k == 1
+
+
+def check_mixed_choices(rows: int, vocab: int, dtype: torch.dtype, device: str, guards: Guards) -> None:
+    """Check that greedy, unfiltered and filtered rows in any order choose as they do alone."""
+    logits, sampling = logits_of("ties", rows, vocab, dtype, device), filters_of(rows, device, 0.8)
+    logits[rows // 3] = torch.nan
+    generator = torch.Generator().manual_seed(rows)
+    heat = torch.tensor([0.0, 0.7, 1.3])[torch.randint(0, 3, (rows,), generator=generator)]
+    sampling = replace(sampling, temperature=heat.to(device))
+    neutral = (torch.rand(rows, generator=generator) < 0.5).to(device)
+    for column, value in ((sampling.top_k, 0), (sampling.top_p, 1.0), (sampling.min_p, 0.0)):
+        column[neutral] = value
+    positions = torch.arange(rows, device=device) * 3
+    with reference_version():
+        expected = choose_tokens(logits, sampling, positions)
+    with triton_version(guards):
+        actual = choose_tokens(guards.put(logits, "logits"), sampling, positions)
+    assert actual.tolist() == expected.tolist()
+    assert int(expected[rows // 3]) == -1

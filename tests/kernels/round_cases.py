@@ -16,6 +16,7 @@ from outrider.kernels.verify_round import (
     accept_round,
     begin_round,
     place_rows,
+    post_parts,
     post_round,
 )
 
@@ -190,3 +191,26 @@ def check_post_round(device: str, bs: int, columns: int, guards: Guards) -> None
         assert int(turn) == 2
         assert [int(place[0, 0]) for place in ring] == [3000, 4000, 2000]
         assert all(torch.equal(place, rounds[number]) for place, number in zip(ring, (3, 4, 2), strict=True))
+
+
+def check_post_parts(device: str, sizes: list[int], guards: Guards) -> None:
+    """Check that the parts lie one behind the other in each place of the ring, and nothing else changes."""
+    total, spare = sum(sizes), 3
+    rounds = [torch.arange(total, dtype=torch.int32) + 10_000 * number for number in range(1, 6)]
+    for version in (reference_version, lambda: triton_version(guards)):
+        ring = guards.empty((3, total + spare), torch.int32, torch.device("cpu"))
+        if device == "cuda":
+            if version is reference_version:
+                continue  # only a kernel can write to pinned memory from a GPU
+            ring = torch.zeros((3, total + spare), dtype=torch.int32, pin_memory=True)
+        ring.fill_(-7)
+        turn = guards.put(torch.zeros(1, dtype=torch.int32, device=device))
+        with version():
+            for words in rounds:
+                post_parts([guards.put(part) for part in words.to(device).split(sizes)], ring, turn)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert int(turn) == 2
+        for place, number in zip(ring, (3, 4, 2), strict=True):
+            assert torch.equal(place[:total], rounds[number])
+            assert place[total:].tolist() == [-7] * spare

@@ -8,7 +8,7 @@ import random
 import torch
 from guards import Guards, reference_version, triton_version
 
-from outrider.kernels.synthetic_acceptance import synthetic_acceptance
+from outrider.kernels.synthetic_acceptance import packed_acceptance, synthetic_acceptance
 from outrider.kernels.verify import verify_tree
 
 VOCAB = 97
@@ -75,3 +75,48 @@ def check_synthetic_acceptance(device: str, bs: int, columns: int, guards: Guard
         deepest = int(trees[2][row, : int(trees[3][row])].max())
         assert min(1, deepest) <= int(walked.num_accepted[row]) <= min(3, deepest)
         assert 0 <= int(walked.emitted[row, int(walked.num_accepted[row])]) < VOCAB
+
+
+def check_packed_acceptance(device: str, bs: int, columns: int, guards: Guards) -> None:
+    """Check that packed trees get the tokens that `synthetic_acceptance` chooses for the padded trees."""
+    rng = random.Random(bs * 1000 + columns)
+    trees = random_trees(bs, columns, rng)
+    counts = trees[3].tolist()
+    generator = torch.Generator().manual_seed(columns)
+    chosen = torch.randint(0, VOCAB, (bs, columns), generator=generator)
+    for row in range(bs):
+        for node in range(1, counts[row]):
+            chosen[row, trees[1][row, node]] = trees[0][row, node]
+    positions = torch.randint(5, 99, (bs, columns), generator=generator)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (bs, columns), generator=generator)
+    thresholds = torch.tensor([math.inf, -math.log(-math.log(0.5)), -math.log(-math.log(0.25)), -math.inf])
+    roots = (positions[:, 0].contiguous(), seeds[:, 0].contiguous())
+    with reference_version():
+        padded = synthetic_acceptance(*trees, chosen, *roots, thresholds, VOCAB)
+    # Each entry has up to two rows more than nodes; a last entry has no rows. Three rows are padding.
+    widths = [count + rng.choice([0, 0, 2]) for count in counts] + [0]
+    starts = torch.tensor([sum(widths[:entry]) for entry in range(bs + 2)], dtype=torch.int32)
+    rows = int(starts[-1]) + 3
+    source = torch.full((rows,), -1)
+    for row, count in enumerate(counts):
+        source[int(starts[row]) : int(starts[row]) + count] = row * columns + torch.arange(count)
+
+    def packed(field: torch.Tensor) -> torch.Tensor:
+        """Return a field of the trees in packed rows, with noise in rows that belong to no node."""
+        flat = field.flatten(0, 1)
+        noise = torch.randint(0, VOCAB, (rows, *flat.shape[1:]), generator=generator).to(field.dtype)
+        noise[source >= 0] = flat[source[source >= 0]]
+        return noise
+
+    nodes = torch.cat((trees[3], torch.ones(1, dtype=torch.int32)))
+    fields = (*(packed(trees[index]) for index in (0, 1, 2, 4)), starts, nodes)
+    arguments = (*fields, packed(chosen), packed(positions), packed(seeds), thresholds)
+    expected = arguments[6].clone()
+    expected[source >= 0] = padded.flatten()[source[source >= 0]]
+    with reference_version():
+        assert torch.equal(packed_acceptance(*arguments, VOCAB), expected)
+    guarded = [guards.put(tensor.to(device)) for tensor in arguments]
+    with triton_version(guards):
+        planted = packed_acceptance(*guarded, VOCAB)  # type: ignore[call-arg]
+    assert torch.equal(planted.cpu(), expected)
+    assert columns < 6 or not torch.equal(expected, arguments[6]), "some trees must be cut"

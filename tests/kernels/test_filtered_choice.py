@@ -2,10 +2,17 @@
 
 import pytest
 import torch
-from filter_cases import check_choices, check_kept_tokens, check_reference
-from guards import Guards
+from filter_cases import (
+    check_choices,
+    check_kept_tokens,
+    check_mixed_choices,
+    check_reference,
+    filters_of,
+    logits_of,
+)
+from guards import Guards, triton_version
 
-from outrider.kernels.filtered_choice.triton import best_kept as right
+from outrider.kernels.filtered_choice import triton as search
 from outrider.kernels.verify import triton as compiled
 
 
@@ -38,8 +45,30 @@ def test_tokens_are_chosen_as_from_what_sorting_keeps(dtype: torch.dtype) -> Non
     check_choices(70, 8, dtype, "cpu", Guards())
 
 
+@pytest.mark.parametrize("programs", [3, 1024])
+def test_rows_with_and_without_filters_share_a_batch(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_PROGRAMS", programs)
+    monkeypatch.setattr(search, "_LISTED", 8)
+    check_mixed_choices(29, 5000, torch.bfloat16, "cpu", Guards())
+    check_mixed_choices(29, 60, torch.float32, "cpu", Guards())
+
+
+def test_only_rows_with_a_filter_are_searched() -> None:
+    logits, sampling = logits_of("flat", 20, 5000, torch.bfloat16, "cpu"), filters_of(20, "cpu")
+    sampling.temperature[::2] = 0.0
+    on = (sampling.temperature > 0) & (
+        ((sampling.top_k > 0) & (sampling.top_k < 5000)) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    )
+    rows = on.nonzero().flatten().tolist()
+    assert 0 < len(rows) < 10
+    with triton_version(Guards()):  # New buffers contain NaN.
+        found = search._find(logits, sampling)
+    assert found.listed[: len(rows) + 1].tolist() == [len(rows), *rows]
+    assert found.best.isfinite().all(1).nonzero().flatten().tolist() == rows
+
+
 def test_a_search_that_does_not_choose_what_sorting_does_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = (torch.device("cpu"), torch.float32, 60)
+    kind, right = (torch.device("cpu"), torch.float32, 60), search.best_kept
     assert compiled._agrees(*kind)
     monkeypatch.setattr(
         compiled, "best_kept", lambda logits, sampling, positions: right(logits.flip(1), sampling, positions)

@@ -4,8 +4,17 @@ The Triton version also stays in its buffers.
 """
 
 import pytest
+import torch
 from guards import Guards
-from round_cases import check_accept_round, check_begin_round, check_place_rows, check_post_round
+from round_cases import (
+    check_accept_round,
+    check_begin_round,
+    check_place_rows,
+    check_post_parts,
+    check_post_round,
+)
+
+from outrider.kernels.verify_round import post_parts
 
 
 @pytest.mark.parametrize(("bs", "columns"), [(1, 1), (3, 6), (9, 17)])
@@ -31,3 +40,18 @@ def test_accept_round(bs: int, nodes: int, columns: int, page_size: int, with_st
 @pytest.mark.parametrize(("bs", "columns"), [(1, 4), (16, 14), (64, 18)])
 def test_post_round(bs: int, columns: int) -> None:
     check_post_round("cpu", bs, columns, Guards())
+
+
+@pytest.mark.parametrize("sizes", [[4], [16, 1, 1], [14 * 16, 300, 0, 2500]])
+def test_post_parts(sizes: list[int]) -> None:
+    check_post_parts("cpu", sizes, Guards())
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    words, turn = torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="parts has 6 elements, but an entry of ring has 5"):
+        post_parts([words, words], torch.zeros(2, 5, dtype=torch.int32), turn)
+    with pytest.raises(ValueError, match="parts has 5 tensors, expected 1 to 4"):
+        post_parts([words] * 5, torch.zeros(2, 50, dtype=torch.int32), turn)
+    with pytest.raises(ValueError, match=r"parts\[0\] has dtype"):
+        post_parts([words.float()], torch.zeros(2, 5, dtype=torch.int32), turn)

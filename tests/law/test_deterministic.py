@@ -20,19 +20,20 @@ from support.toys import make_toy_target
 
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import BatchInvariant, deterministic
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.drafter import FeatureSpec
 
+torch.set_num_threads(1)
 VOCAB = 61  # an odd size, because vector units round differently at the ends of rows
 NEW_TOKENS = 24
 DTYPES = [torch.float32, torch.bfloat16]
+AHEAD = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=5, max_nodes=21)
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +113,13 @@ def test_sampling_chooses_the_same_tokens(target_dir: Path, sampling: SamplingPa
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
-def test_padded_batches_and_rounds_on_the_device_change_no_bit(target_dir: Path, graphs: bool) -> None:
-    """Padding rows and columns of a bucket are computed together with the real ones."""
+def test_padded_rounds_and_rounds_ahead_of_the_host_change_no_bit(target_dir: Path, graphs: bool) -> None:
+    """Padding rows are computed together with the three real ones."""
     decoder = load(target_dir, DEVICE, torch.float32)
     tokens, logits = plain(decoder, NEW_TOKENS)
-    for overlap in (None, OverlapPlan((1, 2, 4), 6)):
+    for plan in (None, AHEAD):
         cache = GraphCache(DEVICE, graphs)
-        harness = harness_of(decoder, NoDrafter(), buckets=Buckets.make(4, 16), overlap=overlap, graphs=cache)
+        harness = harness_of(decoder, NoDrafter(), plan=plan, graphs=cache)
         for name in ("a", "b", "c"):
             harness.submit(PROMPT, NEW_TOKENS, request_id=name, mode=SpeculationMode.OFF)
         if graphs:
@@ -142,15 +143,43 @@ def test_drafted_rounds_on_the_device_choose_the_same_tokens(
     for sampling in (None, SamplingParams(temperature=1.0, seed=3)):
         tokens, _ = plain(decoder, NEW_TOKENS, sampling)
         drafter = AnswerDrafter([PROMPT + tokens], VOCAB, 0.7, checked=not graphs)
-        harness = harness_of(
-            decoder, drafter, overlap=OverlapPlan((1, 2, 4), 6), graphs=GraphCache(DEVICE, graphs)
-        )
+        harness = harness_of(decoder, drafter, plan=AHEAD, graphs=GraphCache(DEVICE, graphs))
         for name in ("a", "b", "c"):
             harness.submit(PROMPT, NEW_TOKENS, request_id=name, shape=shape, sampling=sampling)
         harness.run()
         assert [harness.sink.tokens[name] for name in ("a", "b", "c")] == [tokens] * 3
-        assert drafter.reservations > 0
+        assert drafter.seats > 0
         assert harness.engine.stats().speculation.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [2, 64])
+def test_a_mixed_round_changes_no_bit(target_dir: Path, dtype: torch.dtype, chunk: int) -> None:
+    """Chains, trees, plain rows and prompts in chunks are computed together, and join at different times."""
+    decoder = load(target_dir, DEVICE, dtype)
+    samplings = [None, SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=5)]
+    runs = [plain(decoder, NEW_TOKENS, sampling) for sampling in samplings]
+    drafter = AnswerDrafter([PROMPT + tokens for tokens, _ in runs[:1]], VOCAB, 0.7)
+    harness = harness_of(decoder, drafter, plan=AHEAD, prefill_chunk=chunk, page_size=3)
+    shapes = [(5, 1, 6), (5, 4, 21), None, (3, 2, 7)]
+    with recorded(decoder) as rows:
+        for number, shape in enumerate(shapes * 2):
+            harness.submit(
+                PROMPT,
+                NEW_TOKENS,
+                request_id=str(number),
+                shape=shape,
+                mode=SpeculationMode.ON if shape else SpeculationMode.OFF,
+                sampling=samplings[number % 2],
+                trace=number == 3,
+            )
+            for _ in range(2):
+                harness.step()
+        harness.run()
+    for number in range(2 * len(shapes)):
+        assert harness.sink.tokens[str(number)] == runs[number % 2][0]
+    for _, logits in runs:
+        assert_bits(logits, rows)
 
 
 FAMILIES = ["mistral-narrow", "qwen3-bias", "qwen3-moe", "gpt-oss-narrow", "deepseek-v3"]

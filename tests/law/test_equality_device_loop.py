@@ -1,4 +1,4 @@
-"""Device-resident rounds emit the same tokens as rounds through the host: plain, chain and tree.
+"""Rounds that run ahead of the host emit the same tokens as plain decoding: plain, chain and tree.
 
 The batches change during the rounds: requests join, end, are cancelled, or are retracted.
 """
@@ -15,12 +15,12 @@ from support.compute_device import DEVICE, GRAPHS
 from support.device_toys import AnswerDrafter
 from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
 from support.toys import make_toy_target
+from support.traces import check_report, check_traces
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.errors import ErrorCode
 from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import Drafter, FeatureSpec
@@ -36,7 +36,13 @@ SAMPLINGS = [
     SamplingParams(temperature=1.3, top_p=0.8, min_p=0.05, seed=5, choice_index=2),
 ]
 PROMPT = [5, 9, 2, 33, 7]
-OVERLAP = OverlapPlan(batch_sizes=(1, 2, 4), columns=6)
+AHEAD = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=5, max_nodes=21)
+PLANS = [
+    LoopPlan(lookahead=lookahead, drafts_on_device=on_device, max_depth=5, max_nodes=21)
+    for on_device in (False, True)
+    for lookahead in (0, 1)
+]
+"""Drafts through the host and on the device, and reading each round before the next or one round late."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,7 @@ def features_of(decoder: Decoder) -> FeatureSpec:
 
 
 def looped(decoder: Decoder, drafter: Drafter, graphs: bool = False, **options: object) -> Harness:
-    return make_harness(decoder, drafter, overlap=OVERLAP, graphs=GraphCache(DEVICE, graphs), **options)  # type: ignore[arg-type]
+    return make_harness(decoder, drafter, plan=AHEAD, graphs=GraphCache(DEVICE, graphs), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
@@ -82,24 +88,27 @@ def test_drafted_alone(
     harness.run()
     assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["a"], sampling)
     stats = harness.engine.stats().speculation
-    assert drafter.reservations >= stats.rounds > 0, "every round must stay on the device"
+    assert drafter.seats >= stats.draft_rounds == stats.rounds > 0, "every round must draft on the device"
+    assert drafter.nodes_proposed == 0, "no tree may come through the host"
     assert stats.accepted_tokens > 0
     assert sum((k + 1) * count for k, count in enumerate(stats.histogram)) == 60 - 1 + stats.tokens_cut
 
 
-def test_the_report_is_that_of_the_hosts_way(decoder: Decoder) -> None:
+def test_the_report_is_that_of_drafts_through_the_host(decoder: Decoder) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 80)
     reports = []
-    for overlap in (None, OVERLAP):
+    for plan in PLANS:
         drafter = AnswerDrafter([PROMPT + plain], VOCAB)
-        harness = make_harness(decoder, drafter, overlap=overlap)
+        harness = make_harness(decoder, drafter, plan=plan)
         harness.submit(PROMPT, 80, request_id="a", shape=(5, 4, 21))
         harness.run()
-        assert (drafter.reservations > 0) == (overlap is not None)
+        assert (drafter.seats > 0) == plan.drafts_on_device
         reports.append(harness.sink.finished["a"].speculation)
         assert reports[-1].accepted_tokens > 0
-        assert harness.engine.stats().rounds == reports[-1].rounds
-    assert reports[0] == replace(reports[1], speedup_estimate=reports[0].speedup_estimate)
+        # The last round on the device starts before the host has read that the sequence has ended.
+        assert 0 <= harness.engine.stats().rounds - reports[-1].rounds <= plan.lookahead
+    for report in reports[1:]:
+        assert reports[0] == replace(report, speedup_estimate=reports[0].speedup_estimate)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -183,7 +192,7 @@ def test_batches_that_change(decoder: Decoder, seed: int, captures: bool, graphs
         else:
             assert_same_tokens(decoder, prompt, plain[index], found, samplings[index])
         assert finished.completion_tokens == len(found)
-    assert drafter.reservations > 0
+    assert drafter.seats > 0
     assert not drafter.sequences, "every sequence must be closed on the draft"
 
 
@@ -200,7 +209,7 @@ def test_retraction(decoder: Decoder) -> None:
         harness.submit(prompt, 60, request_id=str(index), sampling=sampling, shape=(3, 2, 7))
     harness.run()
     assert harness.scheduler.num_retractions > 0, "the pool must be too small for this test"
-    assert drafter.reservations > 0
+    assert drafter.seats > 0
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)], sampling)
 
@@ -257,15 +266,25 @@ def test_a_deadline_ends_one_request_only(decoder: Decoder) -> None:
     assert harness.sink.tokens["b"] == plain
 
 
-def test_no_room_on_the_draft_goes_the_hosts_way(decoder: Decoder) -> None:
+@pytest.mark.parametrize("every", range(1, 8))
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_row_that_the_drafter_has_no_room_for_verifies_its_root_alone(
+    decoder: Decoder, every: int, captures: bool
+) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
-    for at in range(1, 8):
-        drafter = AnswerDrafter([PROMPT + plain], VOCAB, 0.5)
-        drafter.fail_reserve_at = at
-        harness = looped(decoder, drafter)
-        harness.submit(PROMPT, 60, request_id="a", shape=(3, 2, 7))
-        harness.run()
-        assert harness.sink.tokens["a"] == plain
+    drafter = AnswerDrafter([PROMPT + plain], VOCAB, 0.5, features_of(decoder) if captures else None)
+    drafter.refuse_every = every
+    harness = looped(decoder, drafter)
+    for name in ("a", "b"):
+        harness.submit(PROMPT, 60, request_id=name, shape=(3, 2, 7))
+    harness.run()
+    for name in ("a", "b"):
+        assert harness.sink.tokens[name] == plain
+    stats = harness.engine.stats().speculation
+    assert set(stats.fallbacks) == {"kv_full"}
+    assert stats.rounds - stats.draft_rounds <= stats.fallbacks["kv_full"]
+    assert (stats.draft_rounds > 0) == (every > 1)
+    assert drafter.catch_ups >= stats.fallbacks["kv_full"], "a refused session must be caught up"
 
 
 def test_a_sequence_that_is_not_a_number_fails_alone(
@@ -295,12 +314,12 @@ def test_a_sequence_that_is_not_a_number_fails_alone(
     assert all(not plane.isnan().any() for plane in harness.runner.pool.planes())
 
 
-def test_feature_rows_are_those_of_the_hosts_way(decoder: Decoder) -> None:
+def test_feature_rows_are_those_of_drafts_through_the_host(decoder: Decoder) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 50)
     kept: list[torch.Tensor] = []
-    for overlap in (None, OVERLAP):
+    for plan in PLANS:
         drafter = AnswerDrafter([PROMPT + plain], VOCAB, 0.6, features_of(decoder))
-        harness = make_harness(decoder, drafter, overlap=overlap)
+        harness = make_harness(decoder, drafter, plan=plan)
         harness.submit(PROMPT, 50, request_id="a", shape=(5, 4, 21))
         rows: list[torch.Tensor] = []
         while harness.engine.has_work():
@@ -308,29 +327,43 @@ def test_feature_rows_are_those_of_the_hosts_way(decoder: Decoder) -> None:
             rows = next((list(found) for found in drafter.rows.values()), rows)
         assert harness.sink.tokens["a"] == plain
         kept.append(torch.stack(rows[:40]))
-    assert torch.allclose(kept[0], kept[1], rtol=1e-3, atol=1e-4)
+    for rows_of_plan in kept[1:]:
+        assert torch.allclose(kept[0], rows_of_plan, rtol=1e-3, atol=1e-4)
 
 
-def test_the_plain_loop_tells_the_drafter_what_was_decoded(decoder: Decoder) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("captures", [False, True])
+def test_the_drafter_learns_what_rounds_without_drafts_have_chosen(
+    decoder: Decoder, plan: LoopPlan, captures: bool
+) -> None:
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 90)
-    drafter = AnswerDrafter([PROMPT + plain], VOCAB, 0.9, features_of(decoder))
-    harness = looped(decoder, drafter)
+    drafter = AnswerDrafter([PROMPT + plain], VOCAB, 0.9, features_of(decoder) if captures else None)
+    harness = make_harness(decoder, drafter, plan=plan)
     harness.submit(PROMPT, 90, request_id="a", mode=SpeculationMode.AUTO, shape=(5, 1, 6))
     harness.run()
     assert harness.sink.tokens["a"] == plain
-    assert drafter.reservations > 0, "the controller must have tried drafts"
+    report = harness.sink.finished["a"].speculation
+    assert report.draft_tokens > 0, "the controller must have tried drafts"
+    assert report.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_padded_batches_of_the_hosts_way(decoder: Decoder, shape: tuple[int, int, int]) -> None:
+def test_traces_explain_every_token(decoder: Decoder, shape: tuple[int, int, int], plan: LoopPlan) -> None:
     prompts = [PROMPT, [1, 2, 3], [60] * 30]
     plain = [generate_plain(decoder, NoDrafter(), prompt, 40) for prompt in prompts]
     answers = [prompt + answer for prompt, answer in zip(prompts, plain, strict=True)]
     drafter = AnswerDrafter(answers, VOCAB, 0.7, features_of(decoder))
-    harness = make_harness(decoder, drafter, buckets=Buckets.make(4, 32))
+    harness = make_harness(decoder, drafter, plan=plan)
     for index, prompt in enumerate(prompts):
-        harness.submit(prompt, 40, request_id=str(index), shape=shape, trace=True)
+        harness.submit(prompt, 40, request_id=str(index), shape=shape, trace=index != 1)
     harness.run()
-    for index in range(len(prompts)):
+    for index, prompt in enumerate(prompts):
         assert harness.sink.tokens[str(index)] == plain[index]
         assert harness.sink.finished[str(index)].speculation.accepted_tokens > 0
+        if index == 1:
+            assert not harness.sink.rounds[str(index)]
+        else:
+            rounds = harness.sink.rounds[str(index)]
+            assert check_traces(rounds, [*prompt, *plain[index]], len(prompt)) == 1
+            check_report(harness.sink.finished[str(index)], rounds)

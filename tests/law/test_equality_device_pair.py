@@ -22,15 +22,14 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)
-OVERLAP = OverlapPlan((1, 2, 4), 6)
+AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,8 @@ def test_rounds_on_the_device_are_those_of_the_hosts_way(
     prompt = [1, 2, 3, 4]
     plain = generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling)
     rounds = []
-    for overlap in (None, OVERLAP):
-        harness = make_harness(decoder, drafter, overlap=overlap, graphs=GraphCache(DEVICE, graphs))
+    for plan in (None, AHEAD):
+        harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
         harness.submit(prompt, 60, request_id="a", sampling=sampling, shape=shape)
         harness.run()
         assert_same_tokens(decoder, prompt, plain, harness.sink.tokens["a"], sampling)
@@ -124,14 +123,14 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
     reports = []
-    for overlap in (None, OVERLAP):
-        harness = make_harness(decoder, drafter, overlap=overlap, graphs=GraphCache(DEVICE, graphs))
+    for plan in (None, AHEAD):
+        harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             harness.submit(prompt, length, request_id=str(index), shape=shape)
-        with mock.patch.object(drafter, "enter", wraps=drafter.enter) as entered:
+        with mock.patch.object(drafter, "propose", wraps=drafter.propose) as proposed:
             harness.run()
-        assert entered.call_count == (0 if overlap is None else 1), (
-            "the sequences enter together and continue in ever smaller batches"
+        assert bool(proposed.call_count) == (plan is None), (
+            "rounds on the device need no proposal of the host"
         )
         for index, prompt in enumerate(prompts):
             assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
@@ -141,9 +140,9 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
 
 
 @pytest.mark.parametrize("chunk", [512, 7])
-@pytest.mark.parametrize("overlap", [None, OVERLAP])
+@pytest.mark.parametrize("plan", [None, AHEAD])
 def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
-    decoder: Decoder, drafter: InprocDrafter, chunk: int, overlap: OverlapPlan | None
+    decoder: Decoder, drafter: InprocDrafter, chunk: int, plan: LoopPlan | None
 ) -> None:
     prompts = [[7, 3, 5, 1] * 5, [2, 4] * 9]
     plain = [generate_plain(decoder, NoDrafter(), prompt, 20) for prompt in prompts]
@@ -156,19 +155,20 @@ def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
         )
         return wait(chosen)
 
-    harness = make_harness(decoder, drafter, overlap=overlap, prefill_chunk=chunk)
+    harness = make_harness(decoder, drafter, plan=plan, prefill_chunk=chunk)
     with mock.patch.object(ChosenTokens, "wait", noted):
         for index, prompt in enumerate(prompts):
             harness.submit(prompt, 20, request_id=str(index), shape=(5, 4, 16))
         harness.run()
-    assert list(behind.values()) == [1, 1], "one row of each sequence waits for the token"
+    left = 1 if plan is None else 0
+    assert list(behind.values()) == [left, left], "at most the row that needs the token waits for it"
     for index, prompt in enumerate(prompts):
         assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
         assert harness.sink.finished[str(index)].speculation.fallback_reason == ""
 
 
 def test_who_gets_one_token_is_not_drafted_for(decoder: Decoder, drafter: InprocDrafter) -> None:
-    harness = make_harness(decoder, drafter, overlap=OVERLAP)
+    harness = make_harness(decoder, drafter, plan=AHEAD)
     with mock.patch.object(drafter._engine.strategy, "extend", side_effect=AssertionError("needless work")):
         harness.submit([7, 3, 5, 1] * 5, 1, request_id="a")
         harness.run()
@@ -178,7 +178,7 @@ def test_who_gets_one_token_is_not_drafted_for(decoder: Decoder, drafter: Inproc
 def test_a_draft_that_fails_on_a_prompt_costs_only_drafts(decoder: Decoder, drafter: InprocDrafter) -> None:
     prompt = [7, 3, 5, 1] * 5
     plain = generate_plain(decoder, NoDrafter(), prompt, 30)
-    harness = make_harness(decoder, drafter, overlap=OVERLAP)
+    harness = make_harness(decoder, drafter, plan=AHEAD)
     strategy, calls = drafter._engine.strategy, []
     extend = strategy.extend
 
@@ -213,9 +213,8 @@ def test_batches_that_change(decoder: Decoder, drafter: InprocDrafter, seed: int
     harness = make_harness(
         decoder,
         drafter,
-        overlap=OVERLAP,
+        plan=AHEAD,
         graphs=GraphCache(DEVICE, graphs),
-        buckets=Buckets.make(4, 32) if seed % 2 else None,
         max_running=rng.choice([2, 4]),
         prefill_chunk=64,
         num_pages=rng.choice([30, 60]),

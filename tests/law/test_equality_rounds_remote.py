@@ -22,7 +22,7 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
@@ -30,7 +30,7 @@ from outrider.shared.spec.drafter import DrafterState
 
 torch.set_num_threads(1)
 VOCAB = 64
-OVERLAP = OverlapPlan((1, 2, 4), 6)
+AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
 FAULT_S = 3.0 if ON_GPU else 1.0
 """Fault deadline of the draft. On a GPU it includes the time to compile a kernel for a new size."""
 PROMPT = [1, 2, 3, 4]
@@ -122,11 +122,11 @@ def test_rounds_on_the_device_are_those_of_the_hosts_way(
     sampling = SamplingParams(temperature=temperature, seed=9)
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
     rounds = []
-    for overlap in (None, OVERLAP):
-        harness = make_harness(decoder, drafter, overlap=overlap, graphs=GraphCache(DEVICE, graphs))
+    for plan in (None, AHEAD):
+        harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
         harness.submit(PROMPT, 60, request_id="a", sampling=sampling, shape=shape)
         steps = run(harness)
-        assert (steps > 5) == (overlap is not None)
+        assert (steps > 5) == (plan is not None)
         assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["a"], sampling)
         report = harness.sink.finished["a"].speculation
         assert report.fallback_reason == ""
@@ -148,7 +148,7 @@ def test_batches_that_change(decoder: Decoder, drafter: RemoteDrafter, seed: int
     ]
     lengths = [rng.randrange(1, 50) for _ in prompts]
     limits = {"max_running": rng.choice([2, 4]), "prefill_chunk": 64, "num_pages": rng.choice([30, 60])}
-    harness = make_harness(decoder, drafter, overlap=OVERLAP, graphs=GraphCache(DEVICE, graphs), **limits)
+    harness = make_harness(decoder, drafter, plan=AHEAD, graphs=GraphCache(DEVICE, graphs), **limits)
     waiting, steps = list(range(len(prompts))), 0
     while waiting or harness.engine.has_work():
         if waiting and rng.random() < 0.2:
@@ -184,7 +184,7 @@ def test_whatever_bytes_a_draft_hands_over_no_token_changes(
     try:
         for temperature in (0.0, 1.0):
             sampling = SamplingParams(temperature=temperature, seed=4)
-            harness = make_harness(decoder, drafter, overlap=OVERLAP)
+            harness = make_harness(decoder, drafter, plan=AHEAD)
             harness.submit(PROMPT, 150, request_id="a", sampling=sampling, shape=(5, 4, 16))
             assert run(harness) > 20
             plain = generate_plain(decoder, NoDrafter(), PROMPT, 150, sampling=sampling)
@@ -203,7 +203,7 @@ def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
     revived: list[DraftProcess] = []
     try:
         plain = generate_plain(decoder, NoDrafter(), PROMPT, 300)
-        harness = make_harness(decoder, drafter, overlap=OVERLAP)
+        harness = make_harness(decoder, drafter, plan=AHEAD)
         harness.submit(PROMPT, 300, request_id="a", shape=(5, 4, 16))
         started = time.monotonic()
         assert run(harness, {4: lambda: draft.send_signal(number)}) >= 4
@@ -218,7 +218,7 @@ def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
         deadline = time.monotonic() + 60.0
         while not again and time.monotonic() < deadline:
             drafter.feature_spec()
-            harness = make_harness(decoder, drafter, overlap=OVERLAP)
+            harness = make_harness(decoder, drafter, plan=AHEAD)
             harness.submit(PROMPT, 100, request_id="b", shape=(5, 4, 16))
             again = run(harness)
             if not harness.sink.finished["b"].speculation.accepted_tokens:
@@ -243,10 +243,10 @@ def test_a_draft_model_without_features(
         sampling = SamplingParams(temperature=1.0, seed=3)
         plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
         rounds = []
-        for overlap in (None, OVERLAP):
-            harness = make_harness(decoder, drafter, overlap=overlap)
+        for plan in (None, AHEAD):
+            harness = make_harness(decoder, drafter, plan=plan)
             harness.submit(PROMPT, 60, request_id="a", sampling=sampling, shape=(3, 2, 8))
-            assert (run(harness) > 5) == (overlap is not None)
+            assert (run(harness) > 5) == (plan is not None)
             assert harness.sink.tokens["a"] == plain
             report = harness.sink.finished["a"].speculation
             rounds.append((report.rounds, report.accepted_tokens))
@@ -258,7 +258,7 @@ def test_a_draft_model_without_features(
 
 def test_a_target_that_leaves_in_rounds_leaves_nothing_behind(decoder: Decoder, draft: DraftProcess) -> None:
     first = follow(draft, decoder)
-    harness = make_harness(decoder, first, overlap=OVERLAP)
+    harness = make_harness(decoder, first, plan=AHEAD)
     harness.submit(PROMPT, 300, request_id="a", shape=(5, 4, 16))
     while not harness.engine.on_device:
         harness.step()
@@ -266,7 +266,7 @@ def test_a_target_that_leaves_in_rounds_leaves_nothing_behind(decoder: Decoder, 
     first.shutdown()  # while its rounds are running
     second = follow(draft, decoder)
     try:
-        harness = make_harness(decoder, second, overlap=OVERLAP)
+        harness = make_harness(decoder, second, plan=AHEAD)
         harness.submit(PROMPT, 60, request_id="b", shape=(5, 4, 16))
         assert run(harness) > 5
         assert harness.sink.tokens["b"] == generate_plain(decoder, NoDrafter(), PROMPT, 60)
@@ -278,7 +278,7 @@ def test_two_targets_share_a_draft_by_way_of_the_host(decoder: Decoder, draft: D
     """Rounds on the device would make the draft's stream wait for one target, and thereby delay the other."""
     drafters = [follow(draft, decoder) for _ in range(2)]
     try:
-        harnesses = [make_harness(decoder, drafter, overlap=OVERLAP) for drafter in drafters]
+        harnesses = [make_harness(decoder, drafter, plan=AHEAD) for drafter in drafters]
         harnesses[0].submit(PROMPT, 200, request_id="a", shape=(5, 4, 16))
         while not harnesses[0].engine.on_device:
             harnesses[0].step()

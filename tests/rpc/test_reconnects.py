@@ -20,7 +20,7 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.draft_client.transport.stream_rounds import StreamRounds
-from outrider.services.target.engine.device_loop import OverlapPlan
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState
 
@@ -81,7 +81,7 @@ class Life:
 
 def generate(decoder: Decoder, drafter: RemoteDrafter) -> int:
     """Return the number of steps of a request whose rounds ran on the device."""
-    harness: Harness = make_harness(decoder, drafter, overlap=OverlapPlan((1,), 6))
+    harness: Harness = make_harness(decoder, drafter, plan=LoopPlan(lookahead=1, drafts_on_device=True))
     harness.submit(PROMPT, 30, request_id="a", shape=(3, 1, 4))
     steps = 0
     while harness.engine.has_work():

@@ -130,10 +130,10 @@ def test_generate_streams_tokens_and_finishes(stub: target_pb2_grpc.TargetStub) 
 def test_one_session_carries_many_requests(stub: target_pb2_grpc.TargetStub) -> None:
     expected, _finish = generate(stub)
     outbox: queue.SimpleQueue[target_pb2.SessionRequest | None] = queue.SimpleQueue()
-    for index in range(8):
-        outbox.put(target_pb2.SessionRequest(generate=request(str(index))))
+    # The request id is reused at once, because the first request could have ended later on.
+    for request_id in ("0", "0", *map(str, range(1, 8))):
+        outbox.put(target_pb2.SessionRequest(generate=request(request_id)))
     outbox.put(target_pb2.SessionRequest(generate=request("bad", max_new_tokens=0)))
-    outbox.put(target_pb2.SessionRequest(generate=request("0")))
     outbox.put(None)
     tokens: dict[str, list[int]] = {}
     ended: dict[str, list[str]] = {}

@@ -1,14 +1,15 @@
-"""A drafter for tests of the device loop. Its rounds stay on the device, and it knows the right answers."""
+"""A drafter for tests of the decode loop. It drafts on the device, and it knows the right answers."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from outrider.shared.spec.drafter import FeatureSpec, ProposalRequest, ProposalRow, SequenceOpen
-from outrider.shared.spec.resident import RoundState
+from outrider.kernels.packed_round import GroupRows
+from outrider.shared.spec.drafter import Commits, FeatureSpec, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
 from support.compute_device import DEVICE
 from support.target_harness import FakeDrafter, Node
@@ -43,8 +44,9 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class StaticTrees:
-    """Input tensors of `AnswerRounds.draft`, at fixed addresses."""
+    """Input tensors of `AnswerGroup.draft`, at fixed addresses. `nodes` is the number of nodes of a tree."""
 
+    nodes: int
     truth: torch.Tensor
     depths: torch.Tensor
     parents: torch.Tensor
@@ -55,9 +57,9 @@ class StaticTrees:
     @classmethod
     def make(cls, bs: int, shape: DraftShape, device: torch.device) -> StaticTrees:
         template = Template.of(shape)
-        assert len(template.parents) == shape.max_nodes, (
-            "tests must request shapes that depth and topk can fill"
-        )
+        nodes = len(template.parents)
+        for part in (template.parents, template.depths, template.siblings):
+            part += [0] * (shape.max_nodes - nodes)
         words = mask_words(shape.max_nodes)
         masks = [[0] * words for _ in template.parents]
         for node, parent in enumerate(template.parents):
@@ -66,6 +68,7 @@ class StaticTrees:
             masks[node][node // 32] |= 1 << node % 32
         signed = [[word - (1 << 32) if word >> 31 else word for word in mask] for mask in masks]
         return cls(
+            nodes=nodes,
             truth=torch.zeros((bs, LONGEST), dtype=torch.int64, device=device),
             depths=torch.tensor([template.depths] * bs, dtype=torch.int32, device=device),
             parents=torch.tensor([template.parents] * bs, dtype=torch.int32, device=device),
@@ -85,12 +88,20 @@ def main_sibling(depth: int, topk: int) -> int:
 
 
 class AnswerDrafter(FakeDrafter):
-    """Guesses the known continuation of each sequence.
+    """Guesses the known continuation of each sequence, through the host or on the device.
 
     A guess is right where ``(7 * index + 3 * depth) % 10 < 10 * accuracy``.
 
-    In every round, the drafter checks the engine's state and stores the feature rows, unless `checked` is
-    False. Rounds that are recorded into a graph run no Python and cannot be checked.
+    In every round on the device, the drafter checks the slots' state and stores the feature rows, unless
+    `checked` is False. Rounds that are recorded into a graph run no Python and cannot be checked.
+
+    Attributes:
+        consumed: For each session, the number of tokens up to which the drafter has processed all rows.
+        arrived: For each session, the number of feature rows that certainly have arrived.
+        caught_up: Sessions that were caught up since they last drafted on the device.
+        seats: Number of groups that were seated.
+        drafted_rows: Number of sessions in those groups that were not refused.
+        refuse_every: Refuse every n-th session that is seated; 0 refuses none.
     """
 
     device_resident = True
@@ -112,22 +123,35 @@ class AnswerDrafter(FakeDrafter):
         self.device = torch.device(device)
         self.checked = checked
         self.consumed: dict[int, int] = {}
+        self.arrived: dict[int, int] = {}
+        self.caught_up: set[int] = set()
+        self.drafts: dict[int, deque[int]] = {}
+        self.chosen: dict[int, dict[int, int]] = {}
         self.static: dict[tuple[int, DraftShape], StaticTrees] = {}
-        self.entered = 0
+        self.seats = 0
+        self.drafted_rows = 0
         self.refuse_every = 0
-        self.reservations = 0
-        self.fail_reserve_at = -1
-        self.moves = 0
-        self.fail_move_at = -1
+        self.catch_ups = 0
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         super().open(sequences)
         for sequence in sequences:
-            self.consumed[sequence.fence.session_id] = len(sequence.token_ids)
+            session_id = sequence.fence.session_id
+            self.consumed[session_id] = 1
+            self.arrived[session_id] = 0
+            self.caught_up.discard(session_id)
+            self.drafts[session_id] = deque()
+            self.chosen[session_id] = {}
+
+    def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
+        known = self.rows[session_id]
+        assert base == self.arrived[session_id] <= len(known), "rows must arrive in order"
+        for old, new in zip(known[base:], rows, strict=False):
+            assert torch.equal(old, new), "a stored feature row must equal the one of the round"
+        known[base : base + len(rows)] = [row.clone() for row in rows]
+        self.arrived[session_id] = base + len(rows)
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
-        for row in request.rows:
-            self.consumed[row.fence.session_id] = len(self.sequences[row.fence.session_id])
         drafts = super().propose(request)
         moved = {
             field: getattr(drafts, field).to(self.device)
@@ -135,33 +159,70 @@ class AnswerDrafter(FakeDrafter):
         }
         return DraftBatch(**moved)
 
+    def commit(self, result: Commits) -> None:
+        super().commit(result)
+        for commit in result.commits:
+            self.arrived[commit.fence.session_id] = len(self.rows[commit.fence.session_id])
+
     def close(self, session_ids: Sequence[int]) -> None:
         super().close(session_ids)
         for session_id in session_ids:
-            del self.consumed[session_id]
+            for kept in (self.consumed, self.arrived, self.drafts, self.chosen):
+                del kept[session_id]
+            self.caught_up.discard(session_id)
 
-    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> AnswerRounds | None:
-        self.entered += 1
-        if self.refuse_every and self.entered % self.refuse_every == 0:
+    def lacking(self, session_id: int) -> range | None:
+        if session_id not in self.sequences:
             return None
-        assert not state.counts.any(), "every row must be idle at first"
-        pending = [len(self.sequences[session_id]) - self.consumed[session_id] for session_id in session_ids]
-        assert all(count >= 0 for count in pending)
-        if any(not 1 <= count <= state.columns for count in pending):
-            return None
-        for row, (session_id, count) in enumerate(zip(session_ids, pending, strict=True)):
-            tokens = self.sequences[session_id]
-            assert int(state.committed_lens[row]) == len(tokens)
-            state.tokens[row, :count] = torch.tensor(tokens[-count:], dtype=torch.int32)
-            state.counts[row] = count
+        needed = len(self.sequences[session_id]) - 1
+        return range(min(self.arrived[session_id], needed), needed) if self.spec.feature_size else range(0)
+
+    def catch_up(self, session_ids: Sequence[int]) -> None:
+        for session_id in session_ids:
+            known = len(self.sequences[session_id])
             if self.spec.feature_size:
-                rows = self.rows[session_id]
-                assert len(rows) == len(tokens) - 1, "the last token must not have a feature yet"
-                state.features[row, :count] = torch.stack(rows[-count:]).to(state.features)
-        return AnswerRounds(self, session_ids, shape, state)
+                known = min(known, self.arrived[session_id] + 1)
+            self.consumed[session_id] = max(self.consumed[session_id], known)
+            self.caught_up.add(session_id)
+            self.catch_ups += 1
 
-    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> AnswerRounds:
-        return AnswerRounds(self, (), shape, state)
+    def seat(
+        self,
+        session_ids: Sequence[int],
+        committed_upper: Sequence[int],
+        shape: DraftShape,
+        batch_size: int,
+        columns: int,
+    ) -> AnswerGroup:
+        assert len(session_ids) == len(committed_upper) == len(set(session_ids))
+        assert len(session_ids) <= batch_size
+        refused = []
+        for row, session_id in enumerate(session_ids):
+            assert committed_upper[row] >= len(self.sequences[session_id])
+            self.drafted_rows += 1
+            if self.refuse_every and self.drafted_rows % self.refuse_every == 0:
+                refused.append(row)
+        self.seats += bool(session_ids)
+        return AnswerGroup(self, session_ids, committed_upper, shape, batch_size, columns, refused)
+
+    def committed(self, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
+        known = self.sequences.get(session_id)
+        if known is None:
+            return
+        assert tokens, "every pass chooses a token"
+        if self.checked:
+            # Rounds report in the order in which they were drafted.
+            drafts = self.drafts[session_id]
+            if drafted:
+                assert drafts.popleft() == len(known), "the round must have drafted from this length"
+            else:
+                assert not drafts or drafts[0] > len(known), "the round has drafted"
+            for index, token in enumerate(tokens, len(known)):
+                assert self.chosen[session_id].get(index, token) == token, "the device chose another token"
+        if drafted and self.spec.feature_size:
+            # The round has processed all rows before its tokens.
+            self.arrived[session_id] = len(known) - 1
+        known.extend(tokens)
 
     def truth(self, tokens: list[int]) -> list[int]:
         return next((answer for answer in self.answers if answer[: len(tokens)] == tokens), [])
@@ -183,53 +244,48 @@ class AnswerDrafter(FakeDrafter):
         return nodes
 
 
-class AnswerRounds:
-    """The rounds of an `AnswerDrafter` on the device."""
+class AnswerGroup:
+    """Sessions of an `AnswerDrafter` that draft together in one round on the device."""
 
     def __init__(
-        self, drafter: AnswerDrafter, session_ids: Sequence[int], shape: DraftShape, state: RoundState
+        self,
+        drafter: AnswerDrafter,
+        session_ids: Sequence[int],
+        committed_upper: Sequence[int],
+        shape: DraftShape,
+        batch_size: int,
+        columns: int,
+        refused: Sequence[int],
     ) -> None:
         self.drafter = drafter
         self.key = "answers"
-        self.shape = shape
-        self.state = state
-        self.sessions: list[int | None] = list(session_ids)
-        self.upper = [0] * len(session_ids)
-        self.told = [len(drafter.sequences[one]) - drafter.consumed[one] for one in session_ids]
-        self.checked = drafter.checked
-        self.left = False
-        self.static = self._fill_static()
-
-    def _fill_static(self) -> StaticTrees:
-        """Return the static tensors of this batch size and shape, filled with the answers of the sessions.
-
-        Each size and shape has one set of tensors, because graphs keep the addresses.
-        """
-        drafter, key = self.drafter, (self.state.bs, self.shape)
+        self.refused = refused
+        self.upper = committed_upper
+        self.size = batch_size, columns
+        self.sessions = [None if row in refused else session_id for row, session_id in enumerate(session_ids)]
+        # Each size and shape has one set of tensors, because graphs keep the addresses.
+        key = batch_size, shape
         if key not in drafter.static:
-            drafter.static[key] = StaticTrees.make(*key, self.state.tokens.device)
-        rows = torch.zeros((self.state.bs, LONGEST), dtype=torch.int64)
-        for row, session_id in enumerate(self.sessions):
-            assert session_id is not None, "sessions that enter or move must be live"
-            answer = drafter.truth(drafter.sequences[session_id])
-            rows[row, : len(answer)] = torch.tensor(answer)
-        drafter.static[key].truth.copy_(rows)
-        return drafter.static[key]
+            drafter.static[key] = StaticTrees.make(*key, drafter.device)
+        self.static = drafter.static[key]
+        self.loaded = False
 
-    def reserve(self, committed_upper: Sequence[int]) -> bool:
-        assert len(committed_upper) == len(self.sessions)
+    def load(self) -> None:
+        drafter = self.drafter
+        rows = torch.zeros((self.size[0], LONGEST), dtype=torch.int64)
         for row, session_id in enumerate(self.sessions):
-            assert (committed_upper[row] == 0) == (session_id is None)
-            assert session_id is None or committed_upper[row] >= self.upper[row], "bounds must not shrink"
-        self.upper = list(committed_upper)
-        self.drafter.reservations += 1
-        return self.drafter.reservations != self.drafter.fail_reserve_at
+            if session_id is not None:
+                answer = drafter.truth(drafter.sequences[session_id])
+                rows[row, : len(answer)] = torch.tensor(answer)
+        self.static.truth.copy_(rows)
+        self.loaded = True
 
-    def draft(self, state: RoundState) -> DraftBatch:
-        if self.checked:
-            self._check(state)
+    def draft(self, rows: GroupRows) -> DraftBatch:
+        assert rows.tokens.shape == self.size
+        if self.drafter.checked:
+            self._check(rows)
         static = self.static
-        committed = state.committed_lens.to(torch.int64)[:, None]
+        committed = rows.committed_lens.to(torch.int64)[:, None]
         depths = static.depths.to(torch.int64)
         truth = static.truth.gather(1, (committed + depths - 1).clamp(0, LONGEST - 1))
         right = (static.siblings == static.mains) & (
@@ -238,79 +294,39 @@ class AnswerRounds:
         tokens = torch.where(right, truth, (truth + 1 + static.siblings) % self.drafter.vocab_size).to(
             torch.int32
         )
-        tokens[:, 0] = state.roots()
-        num_nodes = torch.where(state.counts > 0, tokens.shape[1], 1).to(torch.int32)
+        last = (rows.counts.to(torch.int64) - 1).clamp(min=0)
+        tokens[:, 0] = rows.tokens.gather(1, last[:, None])[:, 0]
+        num_nodes = torch.where(rows.counts > 0, static.nodes, 1).to(torch.int32)
         return DraftBatch(tokens, static.parents, static.depths, num_nodes, static.ancestors)
 
-    def _check(self, state: RoundState) -> None:
+    def _check(self, rows: GroupRows) -> None:
         drafter = self.drafter
-        for row, session_id in enumerate(self.sessions):
-            count, committed = int(state.counts[row]), int(state.committed_lens[row])
+        sessions = [*self.sessions, *[None] * (self.size[0] - len(self.sessions))]
+        for row, session_id in enumerate(sessions):
+            count, committed = int(rows.counts[row]), int(rows.committed_lens[row])
             if session_id is None:
-                assert count == 0, "a retired row must be idle"
+                assert count == 0, "padding and refused rows must be idle"
                 continue
+            assert self.loaded, "the group must be loaded before its sessions draft"
             if count == 0:
                 continue  # the sequence ended or failed, which the host has not read yet
             assert committed <= self.upper[row], "committed_upper must be an upper bound"
-            assert committed - count == drafter.consumed[session_id], "rounds must be gapless"
-            known = drafter.sequences[session_id][committed - count : committed]
-            assert state.tokens[row, : len(known)].tolist()[:count] == known[:count]
-            drafter.consumed[session_id] = committed
-            if drafter.spec.feature_size:
-                rows = drafter.rows[session_id]
-                del rows[committed - 1 - count :]
-                rows.extend(state.features[row, :count].clone())
-        for row in range(len(self.sessions), state.bs):
-            assert int(state.counts[row]) == 0, "padding must be idle"
-
-    def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
-        for row, (session_id, tokens) in enumerate(zip(self.sessions, tokens_per_row, strict=True)):
-            if session_id is None:
-                assert not tokens
+            first = committed - count
+            known = drafter.sequences[session_id]
+            if session_id in drafter.caught_up:
+                assert first <= drafter.consumed[session_id] <= committed, "rounds must be gapless"
             else:
-                assert 1 <= len(tokens) <= self.state.columns
-                self.drafter.sequences[session_id].extend(tokens)
-                self.told[row] = len(tokens)
-
-    def retire(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            assert self.sessions[row] is not None
-            self.sessions[row] = None
-
-    def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        self.drafter.moves += 1
-        if self.drafter.moves == self.drafter.fail_move_at:
-            return False
-        assert state.bs < self.state.bs
-        assert {row for row, session_id in enumerate(self.sessions) if session_id is not None} == set(rows), (
-            "all live sessions must move"
-        )
-        self.sessions, self.upper, self.told = (
-            [field[row] for row in rows] for field in (self.sessions, self.upper, self.told)
-        )
-        self.state = state
-        self.static = self._fill_static()
-        return True
-
-    def leave(self) -> None:
-        assert not self.left
-        self.left = True
-        if not self.checked:
-            for row, session_id in enumerate(self.sessions):
-                if session_id is not None:
-                    self.drafter.consumed[session_id] = (
-                        len(self.drafter.sequences[session_id]) - self.told[row]
-                    )
-            return
-        for row, session_id in enumerate(self.sessions):
-            if session_id is None:
-                continue
-            tokens = self.drafter.sequences[session_id]
-            count = int(self.state.counts[row])
-            assert int(self.state.committed_lens[row]) == len(tokens)
-            assert self.state.tokens[row, :count].tolist() == tokens[-count:]
-            assert self.drafter.consumed[session_id] == len(tokens) - count
-            if self.drafter.spec.feature_size:
-                rows = self.drafter.rows[session_id]
-                del rows[len(tokens) - 1 - count :]
-                rows.extend(self.state.features[row, :count].clone())
+                assert first == drafter.consumed[session_id], "rounds must be gapless"
+            assert len(known) >= first, "the host is at most one round late"
+            fresh = rows.tokens[row, :count].tolist()
+            assert fresh[: len(known) - first] == known[first:committed]
+            drafter.chosen[session_id].update(enumerate(fresh, first))
+            drafter.caught_up.discard(session_id)
+            drafter.consumed[session_id] = committed
+            drafter.drafts[session_id].append(committed)
+            if drafter.spec.feature_size:
+                kept = drafter.rows[session_id]
+                assert len(kept) >= first - 1, "rows must be gapless"
+                for old, new in zip(kept[first - 1 :], rows.features[row, :count], strict=False):
+                    assert torch.equal(old, new), "a round's feature row must equal the stored one"
+                kept[first - 1 :] = rows.features[row, :count].clone()

@@ -27,8 +27,8 @@ OTHER_LAWS_FIRST = (
     "equality_engine",
 )
 FIRST_KERNELS = (
-    "families_cuda", "tile_trial_cuda", "device_loop_cuda", "compile_cuda", "drafters", "layer_kernels_cuda",
-    "draft_graph_cuda", "deterministic_cuda", "kernels",
+    "mixed_rounds_cuda", "families_cuda", "tile_trial_cuda", "decode_loop_cuda", "compile_cuda", "drafters",
+    "layer_kernels_cuda", "draft_graph_cuda", "deterministic_cuda", "kernels",
 )  # fmt: skip
 """Long kernel tests, to be started first."""
 SOAK, TEXTS, MPS, FLASHINFER = (

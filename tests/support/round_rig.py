@@ -1,18 +1,24 @@
-"""A fake target that drives an in-process drafter through the host or in rounds on the device."""
+"""A fake target that drives an in-process drafter through the host or in rounds on the device.
+
+On the device, the rig plays the part of the target's slots: the tokens and features of the last round stay
+on the device, some streams draft in a round and others do not, and the drafter learns each result one round
+late.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from outrider.kernels.packed_round import GroupRows
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.shared.engine.graphs import GraphCache
+from outrider.shared.spec.device_drafter import SeatedGroup
 from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
-from outrider.shared.spec.resident import ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
@@ -22,6 +28,9 @@ class Stream:
 
     Attributes:
         told: Number of committed tokens that the drafter has received in either way.
+        fresh: Number of tokens that the last round chose, i.e. of rows in the stream's slot.
+        continuous: True if the stream drafted in the last round on the device.
+        unread: The tokens of the rounds that the host has not read, and whether the stream drafted in them.
     """
 
     session_id: int
@@ -29,7 +38,9 @@ class Stream:
     temperature: float
     seed: int
     told: int = 0
-    ended: bool = False
+    fresh: int = 1
+    continuous: bool = False
+    unread: list[tuple[list[int], bool]] = field(default_factory=list)
 
     def fence(self, length: int | None = None) -> Fence:
         known = self.tokens[:length]
@@ -55,7 +66,7 @@ class Rig:
     graphs: GraphCache
     streams: list[Stream] = field(default_factory=list)
     _round: int = 0
-    _states: dict[tuple[int, int], RoundState] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], GroupRows] = field(default_factory=dict)
 
     def feature_rows(self, stream: Stream, begin: int, end: int) -> torch.Tensor | None:
         if not self.feature_size:
@@ -96,58 +107,109 @@ class Rig:
         rows = [ProposalRow(stream.fence(), stream.tokens[-1], shape) for stream in streams]
         return self.drafter.propose(ProposalRequest(self._round, rows, None))
 
-    def state(self, streams: Sequence[Stream], bs: int, columns: int) -> RoundState:
-        """Return a state at a fixed address, with idle rows, as the engine fills it before it enters."""
-        if (bs, columns) not in self._states:
-            self._states[bs, columns] = RoundState.idle(
-                bs, columns, self.feature_size, torch.float32, self.device
-            )
-        state = self._states[bs, columns]
-        state.counts.zero_()
-        state.tokens.zero_()
-        state.features.fill_(torch.nan)  # values outside the rows must not be read
+    def begin(self, session_id: int, prompt: Sequence[int], temperature: float) -> Stream:
+        """Open a sequence like `open`, for rounds on the device."""
+        stream = Stream(session_id, list(prompt), temperature, seed=session_id * 77 + 5)
+        self.drafter.open(
+            [SequenceOpen(stream.fence(len(prompt) - 1), stream.tokens[:-1], stream.seed, temperature)]
+        )
+        self.streams.append(stream)
+        stream.told = len(prompt) - 1
+        stream.unread.append(([prompt[-1]], False))
+        return stream
+
+    def launch(
+        self, streams: Sequence[Stream], shape: DraftShape, bs: int, columns: int
+    ) -> tuple[DraftBatch, SeatedGroup]:
+        """Draft for these streams on the device, as the engine does. Row i is the tree of stream i.
+
+        Args:
+            streams: Streams that draft in this round with `shape`.
+            shape: A bounded shape.
+            bs: Number of rows. Rows behind the streams are idle.
+            columns: Number of columns of the state.
+        """
+        self.supply(streams)
+        upper = [len(stream.tokens) for stream in streams]
+        seated = self.drafter.seat([one.session_id for one in streams], upper, shape, bs, columns)
+        rows, key = self.rows(bs, columns), (seated.key, shape, bs, columns)
+        if not self.graphs.holds(key):
+            self.graphs.capture(key, lambda: seated.draft(rows))  # all rows are idle
+        seated.load()
         for row, stream in enumerate(streams):
-            state.committed_lens[row] = len(stream.tokens)
-            state.temperature[row] = stream.temperature
-            state.seeds[row] = stream.seed
-        return state
+            self.fill(rows, row, stream)
+        drafts = self.graphs.run(key, lambda: seated.draft(rows))
+        return drafts, seated
 
-    def enter(self, streams: Sequence[Stream], shape: DraftShape, state: RoundState) -> ResidentBatch:
-        """Start rounds as the engine does: first record them with idle rows. The start must succeed."""
-        self.record(self.drafter.rounds_for_capture(shape, state), shape, state)
-        rounds = self.drafter.enter([stream.session_id for stream in streams], shape, state)
-        assert rounds is not None
-        return rounds
+    def supply(self, streams: Sequence[Stream]) -> None:
+        """Supply the rows that streams lack because they did not draft in the last round."""
+        behind = [stream for stream in streams if not stream.continuous]
+        for stream in behind:
+            lacking = self.drafter.lacking(stream.session_id)
+            assert lacking is not None, "the drafter must follow the stream"
+            stop = min(lacking.stop, stream.told - 1)
+            rows = self.feature_rows(stream, lacking.start, stop) if lacking.start < stop else None
+            if rows is not None:
+                self.drafter.features(stream.session_id, lacking.start, rows)
+        self.drafter.catch_up([stream.session_id for stream in behind])
 
-    def record(self, rounds: ResidentBatch, shape: DraftShape, state: RoundState) -> DraftBatch:
-        """Enqueue one round of drafting."""
-        return self.graphs.run((rounds.key, shape, state.bs, state.columns), lambda: rounds.draft(state))
+    def rows(self, bs: int, columns: int) -> GroupRows:
+        """Return rows at fixed addresses, all of them idle."""
+        if (bs, columns) not in self._rows:
+            integers = torch.zeros((3, bs), dtype=torch.int32, device=self.device)
+            self._rows[bs, columns] = GroupRows(
+                committed_lens=integers[0],
+                counts=integers[1],
+                tokens=torch.zeros((bs, columns), dtype=torch.int32, device=self.device),
+                features=torch.zeros((bs, columns, self.feature_size), device=self.device),
+                temperature=torch.zeros(bs, device=self.device),
+                seeds=torch.zeros(bs, dtype=torch.int64, device=self.device),
+                choices=integers[2],
+            )
+        rows = self._rows[bs, columns]
+        rows.committed_lens.fill_(1)
+        rows.counts.zero_()
+        rows.tokens.zero_()
+        rows.features.fill_(torch.nan)  # values outside the rows must not be read
+        return rows
 
-    def advance(self, state: RoundState, row: int, stream: Stream, tokens: Sequence[int]) -> None:
-        """Write the state that a round of the engine leaves behind if the engine chooses `tokens`."""
+    def fill(self, rows: GroupRows, row: int, stream: Stream) -> None:
+        """Write the state that the last round has left in the stream's slot."""
+        count, length = stream.fresh, len(stream.tokens)
+        rows.committed_lens[row] = length
+        rows.counts[row] = count
+        rows.tokens[row, :count] = torch.tensor(stream.tokens[-count:], dtype=torch.int32)
+        rows.temperature[row] = stream.temperature
+        rows.seeds[row] = stream.seed
+        features = self.feature_rows(stream, length - 1 - count, length - 1)
+        if features is not None:
+            rows.features[row, :count] = features
+
+    def advance(self, stream: Stream, tokens: Sequence[int], *, drafted: bool) -> None:
+        """Let a round choose tokens, which the host has not read yet."""
         stream.tokens.extend(tokens)
-        count, length = len(tokens), len(stream.tokens)
-        state.tokens[row] = 0
-        state.tokens[row, :count] = torch.tensor(tokens, dtype=torch.int32)
-        state.counts[row] = count
-        state.committed_lens[row] = length
-        state.features[row] = torch.nan
-        rows = self.feature_rows(stream, length - 1 - count, length - 1)
-        if rows is not None:
-            state.features[row, :count] = rows
+        stream.fresh = len(tokens)
+        stream.continuous = drafted
+        stream.unread.append((list(tokens), drafted))
 
-    def end(self, state: RoundState, rounds: ResidentBatch, row: int, stream: Stream) -> None:
-        """End a sequence while rounds are running."""
-        state.counts[row] = 0
-        stream.ended = True
-        rounds.retire([row])
+    def read(self, streams: Sequence[Stream]) -> None:
+        """Let the host read all rounds, and tell the drafter their tokens."""
+        for stream in streams:
+            for tokens, drafted in stream.unread:
+                self.drafter.committed(stream.session_id, tokens, drafted=drafted)
+                stream.told += len(tokens)
+            stream.unread.clear()
+
+    def end(self, stream: Stream) -> None:
+        """End a sequence."""
+        self.streams.remove(stream)
         self.drafter.close([stream.session_id])
 
 
 def accepted(trees: DraftBatch, row: int, wanted: int, bonus: int) -> list[int]:
     """Return tokens that a target may choose: up to `wanted` nodes of the first path, then a bonus token."""
     tokens, parents = trees.tokens[row].tolist(), trees.parents[row].tolist()
-    at, chosen = 0, []
+    at, chosen = 0, list[int]()
     for node in range(1, int(trees.num_nodes[row])):
         if len(chosen) < wanted and parents[node] == at:
             chosen.append(tokens[node])
@@ -171,88 +233,87 @@ def assert_same_trees(have: DraftBatch, row: int, want: DraftBatch, wanted_row: 
     )
 
 
-def open_streams(*rigs: Rig) -> list[list[Stream]]:
+def open_streams(*rigs: Rig, on_device: Collection[Rig] = ()) -> list[list[Stream]]:
     """Open the same sequences in all rigs. Some are greedy, some are longer than a round's columns."""
     lengths, temperatures = (2, 9, 30, 4), (0.0, 0.8, 0.0, 1.3)
     for rig in rigs:
+        start = rig.begin if any(rig is one for one in on_device) else rig.open
         for session_id, (length, temperature) in enumerate(zip(lengths, temperatures, strict=True), 1):
-            rig.open(
-                session_id,
-                [(session_id * 7 + 3 * index) % rig.vocab_size for index in range(length)],
-                temperature,
-            )
+            prompt = [(session_id * 7 + 3 * index) % rig.vocab_size for index in range(length)]
+            start(session_id, prompt, temperature)
     return [list(rig.streams) for rig in rigs]
 
 
 def host_round(
     plain: Rig,
     streams: list[Stream],
-    mixed: Rig,
+    other: Rig,
     twins: list[Stream],
     shape: DraftShape,
     source: random.Random,
 ) -> None:
     """Draft once through the host in each of the two rigs, and commit the same tokens."""
-    want, have = plain.propose(streams, shape), mixed.propose(twins, shape)
+    want, have = plain.propose(streams, shape), other.propose(twins, shape)
     for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
         assert_same_trees(have, row, want, row)
         tokens = accepted(want, row, source.randrange(shape.depth + 1), source.randrange(plain.vocab_size))
         plain.commit(stream, tokens)
-        mixed.commit(twin, tokens)
+        other.commit(twin, tokens)
 
 
-def device_rounds(
+def device_round(
     plain: Rig,
-    streams: list[Stream],
+    streams: Sequence[Stream],
     mixed: Rig,
-    twins: list[Stream],
-    shape: DraftShape,
+    twins: Sequence[Stream],
+    shapes: Sequence[DraftShape | None],
     source: random.Random,
     *,
-    columns: int,
-    count: int,
+    ahead: bool,
 ) -> None:
-    """Draft `count` times on the device in `mixed`. The host learns the result of each round one round late.
+    """Draft on the device in `mixed` and through the host in `plain`, and commit the same tokens.
 
-    The rig `plain` drafts through the host.
+    Args:
+        plain, streams: The rig that drafts through the host, and its streams.
+        mixed, twins: The rig that drafts on the device, and the same streams.
+        shapes: The shape of each stream; None for a stream that does not draft.
+        source: Chooses the accepted tokens.
+        ahead: True if the round is launched before the host has read the previous one.
     """
-    state = mixed.state(twins, len(twins) + 2, columns)  # two idle rows
-    rounds = mixed.enter(twins, shape, state)
-    untold: list[list[int]] | None = None
-    for _ in range(count):
-        assert rounds.reserve([len(twin.tokens) for twin in twins])
-        have = mixed.record(rounds, shape, state)
-        if untold is not None:
-            rounds.committed(untold)
-        want = plain.propose(streams, shape)
-        assert have.tokens.shape == (state.bs, shape.max_nodes)
-        assert have.num_nodes.tolist()[len(twins) :] == [1, 1]
-        untold = []
-        for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
-            assert_same_trees(have, row, want, row)
-            tokens = accepted(
-                want, row, source.randrange(shape.depth + 1), source.randrange(plain.vocab_size)
-            )
-            plain.commit(stream, tokens)
-            mixed.advance(state, row, twin, tokens)
-            untold.append(tokens)
-    if untold is not None:
-        rounds.committed(untold)
-    rounds.leave()
-    state.features.fill_(torch.nan)  # the engine may reuse it immediately
-    for twin in twins:
-        twin.told = len(twin.tokens)
+    if not ahead:
+        mixed.read(twins)
+    chosen: dict[int, list[int]] = {}
+    for shape in dict.fromkeys(shape for shape in shapes if shape is not None):
+        group = [row for row, own in enumerate(shapes) if own == shape]
+        columns = max(shape.depth + 1, *(twins[row].fresh for row in group)) + source.randrange(2)
+        bs = len(group) + source.randrange(3)
+        have, seated = mixed.launch([twins[row] for row in group], shape.bounded(), bs, columns)
+        assert not seated.refused
+        want = plain.propose([streams[row] for row in group], shape)
+        assert have.num_nodes.tolist()[len(group) :] == [1] * (bs - len(group)), "idle rows have no drafts"
+        for place, row in enumerate(group):
+            assert_same_trees(have, place, want, place)
+            wanted, bonus = source.randrange(shape.depth + 1), source.randrange(plain.vocab_size)
+            chosen[row] = accepted(want, place, wanted, bonus)
+    mixed.read(twins)
+    for row, (stream, twin) in enumerate(zip(streams, twins, strict=True)):
+        drafted = row in chosen
+        tokens = chosen[row] if drafted else [source.randrange(plain.vocab_size)]
+        plain.commit(stream, tokens)
+        mixed.advance(twin, tokens, drafted=drafted)
 
 
-def check_mixture(plain: Rig, mixed: Rig, shape: DraftShape) -> None:
-    """Check that mixing device rounds and host rounds drafts the same as host rounds alone."""
-    streams, twins = open_streams(plain, mixed)
+def check_mixture(plain: Rig, mixed: Rig, shape: DraftShape, rounds: int = 12) -> None:
+    """Check that rounds on the device draft the same as rounds through the host.
+
+    In every round, some streams draft, with `shape` or a small shape, and others do not.
+    """
+    streams, twins = open_streams(plain, mixed, on_device=[mixed])
     source = random.Random(shape.depth * 100 + shape.topk)
-    for spell in range(4):
-        for _ in range(source.randrange(3)):
-            host_round(plain, streams, mixed, twins, shape, source)
-        columns = shape.depth + 1 + spell % 2
-        device_rounds(plain, streams, mixed, twins, shape, source, columns=columns, count=source.randrange(4))
-    host_round(plain, streams, mixed, twins, shape, source)
+    offered = (shape, shape, DraftShape(2, 1, 3), None)
+    for _ in range(rounds):
+        shapes = [source.choice(offered) for _ in streams]
+        device_round(plain, streams, mixed, twins, shapes, source, ahead=source.random() < 0.7)
+    device_round(plain, streams, mixed, twins, [shape] * len(streams), source, ahead=True)
     for rig in (plain, mixed):
         rig.drafter.shutdown()

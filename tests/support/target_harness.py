@@ -11,8 +11,8 @@ import torch
 
 from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
-from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.request import (
     Event,
@@ -27,7 +27,6 @@ from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
@@ -285,23 +284,20 @@ def make_harness(
     page_size: int = 16,
     max_model_len: int = 4096,
     eos: Sequence[int] = (),
-    overlap: OverlapPlan | None = None,
-    buckets: Buckets | None = None,
+    plan: LoopPlan | None = None,
     graphs: GraphCache | None = None,
     attention: AttentionBackend | None = None,
     **limits: int,
 ) -> Harness:
     """Make an engine that has no thread of its own.
 
-    With `overlap`, the engine's rounds stay on the device. With `buckets`, its verify passes are padded.
+    By default, the engine reads each round before it launches the next.
     """
     pool = decoder.make_pool(num_pages, page_size)
-    runner = ModelRunner(
-        decoder, pool, attention or create_backend("auto", decoder.device), buckets=buckets, graphs=graphs
-    )
+    runner = ModelRunner(decoder, pool, attention or create_backend("auto", decoder.device), graphs=graphs)
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
     engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
-    engine = TargetEngine(runner, scheduler, drafter, engine_limits, overlap=overlap)
+    engine = TargetEngine(runner, scheduler, drafter, engine_limits, plan=plan)
     return Harness(engine, scheduler, runner, Collector())
 
 

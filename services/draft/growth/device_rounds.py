@@ -1,8 +1,9 @@
-"""Rounds that stay on the device, for the sessions of one draft engine (a `ResidentBatch`).
+"""Rounds of a fixed batch that stay on the device, for targets in other processes (a `ResidentBatch`).
 
 In such rounds, the tokens and features of one round are the next round's input on the GPU; see
 `shared.spec.resident`. This module enters and leaves such rounds. Before each round, it reserves KV pages in
-each session's `PageLease`. It updates the sessions one round late.
+each session's `PageLease`. It updates the sessions one round late. `RoundMemory` also serves `slot_rounds`,
+for a target in the same process.
 
 Between `enter` and `leave`, the fresh rows (tokens and features chosen by the last round) exist only in the
 target engine's `RoundState`. `leave` copies the last round's features back into the sessions.

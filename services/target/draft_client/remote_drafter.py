@@ -30,14 +30,13 @@ from outrider.services.target.draft_client.trees import fits
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.drafter import (
     Commits,
-    Drafter,
     DrafterState,
     FeatureSpec,
     ProposalRequest,
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.resident import DeviceDrafter, ResidentBatch, RoundState
+from outrider.shared.spec.resident import ExchangeDrafter, ResidentBatch, RoundState
 from outrider.shared.spec.tree import DraftBatch, DraftShape
 from outrider.shared.spec.trees import HostTree, pad_trees
 
@@ -58,7 +57,7 @@ REJECTED_FOR_S = 5.0
 _log = logging.getLogger("outrider.target.draft")
 
 
-class RemoteDrafter(Drafter, DeviceDrafter):
+class RemoteDrafter(ExchangeDrafter):
     """A drafter in another process. Engine thread only, except for `state`, `describe` and `refusal`.
 
     Args:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence
@@ -71,13 +69,19 @@ class DraftSessions:
         """True if `refresh` would find another spec."""
         return self._drafter.feature_spec() is not self._offered
 
-    def follow(self, plan: StepPlan) -> None:
-        """Close the sessions of retracted sequences, open those of admitted ones, reopen lost sessions."""
+    def follow(self, plan: StepPlan) -> list[Sequence]:
+        """Close the sessions of retracted sequences, open those of admitted ones, reopen lost sessions.
+
+        Returns:
+            The sequences whose sessions were opened or reopened.
+        """
+        opened: list[Sequence] = []
         for sequence in plan.retracted:
             self.unfollow(sequence)
         for sequence in plan.admitted:
             if sequence.wants_drafts and self._spec is not None:
                 self._open(sequence)
+                opened.append(sequence)
         self._hear()
         if self._lost:
             lost, self._lost = self._lost, set()
@@ -85,12 +89,8 @@ class DraftSessions:
             for session_id in sorted(lost):
                 if session_id in by_id and by_id[session_id].drafted:
                     self._reopen(by_id[session_id])
-
-    @property
-    def settled(self) -> bool:
-        """True if `refresh` would find no other spec, and `follow` no lost session."""
-        self._hear()
-        return not self._lost and not self.outdated
+                    opened.append(by_id[session_id])
+        return opened
 
     def obstacle(self, sequence: Sequence) -> str:
         """Return the reason why a sequence cannot get drafts now, or an empty string."""
@@ -103,33 +103,17 @@ class DraftSessions:
             return "no_features"
         return ""
 
-    def send_prefill_features(self, chunk: PrefillChunk) -> torch.Tensor | None:
-        """Send the feature rows of a finished chunk.
+    def send_prefill_features(self, chunk: PrefillChunk) -> None:
+        """Send the feature rows of a finished chunk, except the last row of a prompt.
 
-        The last row of a prompt is not sent here, because the first commit carries this row.
-
-        Returns:
-            The row for the first commit, ``[1, feature_size]``. None if this chunk does not end the prompt or
-            has no feature rows.
+        The first commit carries that row.
         """
-        sequence = chunk.sequence
+        sequence, stop = chunk.sequence, chunk.stop - chunk.is_last
         if not sequence.drafted or sequence.feature_len != chunk.stop or not self._wants_features:
-            return None
-        rows = self._runner.read_features(sequence, chunk.start, chunk.stop)
-        if not chunk.is_last:
+            return
+        if stop > chunk.start:
+            rows = self._runner.read_features(sequence, chunk.start, stop)
             self._drafter.features(sequence.session_id, chunk.start, rows)
-            return None
-        if chunk.stop - chunk.start > 1:
-            self._drafter.features(sequence.session_id, chunk.start, rows[:-1])
-        return rows[-1:]
-
-    def commit(
-        self, sequence: Sequence, base_len: int, token_ids: list[int], features: torch.Tensor | None
-    ) -> Commit | None:
-        """Return the commit of a sequence that continues; None if the drafter does not follow it."""
-        if not sequence.drafted or (self._wants_features and features is None):
-            return None
-        return Commit(sequence.fence(), base_len, token_ids, features)
 
     def unfollow(self, sequence: Sequence) -> None:
         """Close the drafter's session of a sequence."""
@@ -138,9 +122,9 @@ class DraftSessions:
             self._drafter.close([sequence.session_id])
 
     def catch_up(self, sequence: Sequence, base_len: int) -> Commit | None:
-        """Return one commit of all tokens since `base_len`, after rounds that sent the drafter no commits.
+        """Return a commit of all tokens since `base_len`, with their stored feature rows.
 
-        The commit carries the stored feature rows. Return None if there is nothing to send.
+        Return None if there is nothing to send, or if the drafter does not follow the sequence.
         """
         if not sequence.drafted or sequence.committed_len == base_len:
             return None

@@ -1,7 +1,7 @@
-"""The target's engine and its `step`: receive, schedule, announce, deliver, prefill, propose, verify, commit.
+"""The target's engine and its `step`: receive, adopt a changed draft, schedule, launch, finish.
 
-The draft starts to work on a round at `announce`. Meanwhile the target delivers the events of the previous
-round and prefills prompts. A round without draft nodes is plain decoding through the same code.
+A step enqueues prompt chunks and one round of all decoding sequences. Then it reads the earlier passes, and
+delivers their tokens. A sequence without draft nodes takes part in the same round with one row.
 
 All state belongs to the engine thread. Other threads only append to the inbox.
 """
@@ -13,34 +13,39 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
-from outrider.services.target.drafting.proposals import Proposals
-from outrider.services.target.engine.device_loop import DeviceLoop, OverlapPlan
-from outrider.services.target.engine.engine_parts import EngineParts
+from outrider.services.target.drafting.draft_source import DraftSource
+from outrider.services.target.drafting.exchange_source import ExchangeSource
+from outrider.services.target.drafting.host_source import HostSource
+from outrider.services.target.drafting.planner import DraftPlanner
+from outrider.services.target.drafting.resident_source import ResidentSource
+from outrider.services.target.engine.committer import Committer
+from outrider.services.target.engine.decode_loop import DecodeLoop
 from outrider.services.target.engine.engine_stats import EngineStats
 from outrider.services.target.engine.expiry import Expiry
-from outrider.services.target.engine.host_rounds import HostRounds
 from outrider.services.target.engine.inbox import Cancel, Pause, Submit
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.engine.prefill import Prefill
-from outrider.services.target.engine.recordings import device_recordings, host_recordings
+from outrider.services.target.engine.recordings import Recording, round_recordings
 from outrider.services.target.engine.rerecording import Rerecording
-from outrider.services.target.engine.rounds import RoundCounter
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.policy.prefill_budget import PrefillBudget
 from outrider.services.target.request import EventSink, GenerationRequest
 from outrider.services.target.scheduling.limits import EngineLimits
-from outrider.services.target.scheduling.scheduler import Scheduler
+from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
-from outrider.services.target.step_times import StepTimes
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.loop import Steppable
+from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.drafter import Drafter, DrafterState
-from outrider.shared.spec.resident import DeviceDrafter
+from outrider.shared.spec.resident import ExchangeDrafter
 from outrider.shared.spec.tree import DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
@@ -62,7 +67,7 @@ class TargetEngine(Steppable):
         metrics: Prometheus metrics. By default, the engine creates new metrics.
         controller: Chooses how much to draft. By default, the engine creates a new controller.
         wake: Wakes the engine thread.
-        overlap: Configures which rounds stay on the device. None runs every round through the host.
+        plan: Configures the decode loop.
 
     Attributes:
         draining: True from the start of a shutdown. The engine then refuses new requests.
@@ -79,7 +84,7 @@ class TargetEngine(Steppable):
         metrics: TargetMetrics | None = None,
         controller: SpeculationController | None = None,
         wake: Callable[[], None] = lambda: None,
-        overlap: OverlapPlan | None = None,
+        plan: LoopPlan | None = None,
     ) -> None:
         self.limits = limits
         self.metrics = metrics or TargetMetrics()
@@ -90,32 +95,19 @@ class TargetEngine(Steppable):
         self._scheduler = scheduler
         self._drafter = drafter
         self._drafts = drafter.state() is not DrafterState.NONE
-        self._follower = DraftSessions(drafter, runner, scheduler)
+        self._sessions = DraftSessions(drafter, runner, scheduler)
         self.rerecording = Rerecording(runner.graphs)
-        self._delivery = OutputProcessor(scheduler, self._follower, self.metrics, self.controller)
-        self._proposals = Proposals(drafter, self._follower, self.controller, self.metrics)
+        self._output = OutputProcessor(scheduler, self._sessions, self.metrics, self.controller)
         self._inbox: deque[Submit | Cancel | Pause] = deque()
         self._session_ids = itertools.count(1)
         self._live: dict[int, Sequence] = {}
         self._expiry = Expiry()
-        self._counter = RoundCounter()
-        self._parts = EngineParts(
-            drafter=drafter,
-            follower=self._follower,
-            scheduler=scheduler,
-            delivery=self._delivery,
-            proposals=self._proposals,
-            controller=self.controller,
-            metrics=self.metrics,
-            poisoned=self._poisoned,
-            forget=self._forget,
-            counter=self._counter,
-        )
-        self._host = HostRounds(runner, self._parts)
-        self._loop = None if overlap is None else self._make_loop(overlap)
-        self._prompts = Prefill(
-            runner, self._parts, self._host, lambda: self._loop is not None and self._loop.drafts
-        )
+        plan = plan or LoopPlan()
+        self._budget = PrefillBudget(plan.prefill_budget_s)
+        self._rounds = self._make_rounds(plan)
+        self._source = self._make_source(plan)
+        self._output.before_end = self._source.ended
+        self._loop = self._make_loop(plan)
 
     # ---- any thread
 
@@ -173,7 +165,7 @@ class TargetEngine(Steppable):
         return self.metrics.render(
             self._scheduler,
             self._drafter.state(),
-            self._follower.num_resyncs,
+            self._sessions.num_resyncs,
             self.controller.speedup_estimate,
         )
 
@@ -187,9 +179,9 @@ class TargetEngine(Steppable):
             pages_free=scheduler.allocator.free_pages,
             pages_held=scheduler.allocator.num_pages - scheduler.allocator.free_pages,
             draft_state=self._drafter.state(),
-            generated_tokens=self._delivery.generated_tokens,
-            rounds=self._counter.value,
-            speculation=self._delivery.totals,
+            generated_tokens=self._output.generated_tokens,
+            rounds=self._loop.num_rounds,
+            speculation=self._output.totals,
             speedup_estimate=self.controller.speedup_estimate,
         )
 
@@ -211,39 +203,37 @@ class TargetEngine(Steppable):
         """
         self.controller.forget_acceptance()
         self.metrics.reset()
-        self._delivery.start_counting()
-        self._counter.value = 0
+        self._output.start_counting()
+        self._loop.num_rounds = 0
 
-    def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
-        """Return functions that each record one CUDA graph for a batch size and tree shape.
+    def recordings(self, batches: Seq[tuple[int, DraftShape]]) -> list[Recording]:
+        """Return functions that each record one CUDA graph of rounds with these batch sizes and tree shapes.
 
         Call these functions on the engine thread, or before the engine thread runs.
         """
-        self._follower.refresh()
-        if self._loop is not None and self._loop.takes(shape):
-            return device_recordings(self._runner, self._loop, bs, shape)
-        if shape.drafts and not self._drafts:
-            return []
-        return host_recordings(self._runner, bs, shape)
+        self._refresh()
+        wanted = [(size, shape) for size, shape in batches if self._drafts or not shape.drafts]
+        drafts = self._source if isinstance(self._source, ResidentSource | ExchangeSource) else None
+        return list(round_recordings(self._rounds, drafts, wanted, captures=self._runner.captures))
 
     def prefill_recording(self, size: int) -> Callable[[], None]:
         """Return a function that records the pass over prompts of up to `size` tokens, as in `recordings`."""
-        self._follower.refresh()
+        self._refresh()
         return lambda: self._runner.capture_prefill(size)
 
     # ---- engine thread
 
     @property
     def on_device(self) -> bool:
-        """True if rounds are currently kept on the device."""
-        return self._loop is not None and self._loop.active
+        """True if a round is in flight while the host does other work."""
+        return self._loop.active
 
     def has_work(self) -> bool:
         """Return True if `step` has work, including graphs to record while no request is live."""
-        if self._inbox or self._delivery.pending or self.on_device or self._scheduler.has_work():
+        if self._inbox or self._output.pending or self._loop.active or self._scheduler.has_work():
             return True
         return not self._live and (
-            self.rerecording.waiting or (self.rerecording.planned and self._follower.outdated)
+            self.rerecording.waiting or (self.rerecording.planned and self._sessions.outdated)
         )
 
     def next_wakeup(self) -> float | None:
@@ -255,82 +245,45 @@ class TargetEngine(Steppable):
 
     def step(self) -> None:
         """Run one step for every request that can advance."""
-        # 1. Receive new requests, cancellations and pauses; end expired requests.
-        started = time.monotonic()
-        self._receive(started)
+        now = time.monotonic()
+        self._receive(now)
+        if not self._adopts_draft():
+            self._loop.launch(self._schedule(now))
+            self._loop.finish()
+        self._output.flush()
+        self._source.carry()  # last, because it may wait for a draft in another process
 
-        # 2. Continue the rounds on the device, if there are any. In the steady state, the step ends here.
-        if (
-            self._loop is not None
-            and self._loop.active
-            and (self._loop.step() or self._leaves_and_enters(self._loop, started))
-        ):
-            return
-
-        # 3. Adopt a changed draft. Each step records one of the new graphs, and only while no request is
-        # live.
-        if self._follower.refresh():
-            self.rerecording.renew()
-        if not self._live and self.rerecording.waiting and not self._delivery.pending:
-            self.rerecording.record_next()
-            return
-
-        # 4. Schedule.
-        plan = self._scheduler.schedule(started)
-        self._follower.follow(plan)
-        loop, prefills = None if self._host.announced else self._loop, plan.prefills
-
-        # 5. Prefill now if the sequences can join rounds on the device afterwards. Otherwise the draft is in
-        # another process. In that case announce first (step 7), so that the draft works while the target
-        # prefills.
-        if loop is not None and loop.takes_prefilled:
-            self._delivery.flush()
-            if prefills:
-                self._prompts.finish(self._prompts.begin(prefills))
-                if self._scheduler.worth_waiting_for(prefills):
-                    self._delivery.flush()
-                    return
-            prefills = []
-
-        # 6. Start rounds on the device, if all decoding sequences can take part.
-        if loop is not None and not prefills and loop.enter(self._scheduler.decoding()):
-            self._host.drop()
-            self._delivery.flush()
-            return
-
-        # 7. Otherwise run a round through the host: announce, deliver, prefill, propose, verify, commit.
-        times = StepTimes(started)
-        proposal = self._host.announce(plan.decodes)
-        times.announced = time.monotonic()
-        self._delivery.flush()
-        if prefills:
-            self._prompts.finish(self._prompts.begin(prefills))
-        times.prefilled = time.monotonic()
-        if plan.decodes:
-            self._host.run(plan.decodes, proposal, times)
-
-    def _leaves_and_enters(self, loop: DeviceLoop, now: float) -> bool:
-        """End the rounds on the device and start new rounds that include newly arrived prompts.
-
-        The prompts are enqueued behind the running round, so that the device does not idle.
-
-        Returns:
-            True if new rounds have started. Otherwise the step continues on the host.
-        """
-        if not (loop.undisturbed and self._scheduler.has_other_work()):
-            loop.drain()
+    def _adopts_draft(self) -> bool:
+        """Adopt a changed draft. Return True if this step has recorded one of the graphs for it instead."""
+        if self._sessions.outdated:
+            # Sequences may be prefilled again, to capture the features that the new draft needs.
+            self._loop.drain()
+            if self._refresh():
+                self.rerecording.renew()
+        if self._live or self._output.pending or not self.rerecording.waiting:
             return False
-        plan = self._scheduler.schedule(now)
-        self._follower.follow(plan)
-        prompts = self._prompts.begin(plan.prefills) if plan.prefills else None
-        loop.drain()
-        if prompts is not None:
-            self._prompts.finish(prompts)
-        entered = loop.enter(self._scheduler.decoding())
-        if entered:
-            self._host.drop()
-        self._delivery.flush()
-        return entered
+        self.rerecording.record_next()
+        return True
+
+    def _schedule(self, now: float) -> StepPlan:
+        """Plan the step, and open and close the drafter's sessions accordingly."""
+        prefilling = (one for one in self._scheduler.active if one.status is SequenceStatus.PREFILLING)
+        first = next(prefilling, None)
+        plan = self._scheduler.schedule(now, None if first is None else self._budget.tokens(first.cached_len))
+        for sequence in plan.retracted:
+            self._source.ended(sequence)
+        for sequence in self._sessions.follow(plan):
+            self._source.ended(sequence)
+        return plan
+
+    def _refresh(self) -> bool:
+        """Adopt the drafter's feature spec. Return True if it has changed."""
+        changed = self._sessions.refresh()
+        if changed:
+            self._rounds.resize_features()
+            for sequence in self._scheduler.active:
+                self._source.ended(sequence)
+        return changed
 
     def step_failed(self, error: Exception) -> None:
         """Fail the requests in the batch after an exception. Queued requests stay in the queue.
@@ -345,17 +298,57 @@ class TargetEngine(Steppable):
                 sequence,
                 OutriderError(f"The engine failed on this request: {error}", code=code, reason=reason),
             )
-        self._host.drop()
-        if self._loop is not None:
-            self._loop.abandon()
+        self._loop.abandon()
 
-    def _make_loop(self, overlap: OverlapPlan) -> DeviceLoop:
-        drafter = self._drafter if isinstance(self._drafter, DeviceDrafter) else None
-        self._proposals.most_on_device = overlap.batch_sizes[-1]
-        rounds = RoundRunner(self._runner, self._runner.graphs, drafter, overlap.columns, overlap.recorded)
-        loop = DeviceLoop(rounds, overlap.batch_sizes, self._parts)
-        self._delivery.before_end = loop.retire
-        return loop
+    def _make_rounds(self, plan: LoopPlan) -> RoundRunner:
+        pool, slots = self._runner.pool, self._scheduler.limits.max_running
+        rows = max(slots, min(plan.max_packed_rows, slots * plan.max_nodes))
+        pages = min(pool.num_pages, pool.pages_for(self.limits.max_model_len + plan.max_nodes))
+        return RoundRunner(
+            self._runner,
+            slots=slots,
+            columns=plan.max_depth + 1,
+            max_nodes=plan.max_nodes,
+            max_rows=rows,
+            pages=pages,
+            recorded_entries=plan.recorded_entries,
+        )
+
+    def _make_source(self, plan: LoopPlan) -> DraftSource:
+        drafter, ahead = self._drafter, plan.drafts_on_device
+        seats = ahead and isinstance(drafter, DeviceDrafter) and drafter.device_resident
+        exchanges = ahead and isinstance(drafter, ExchangeDrafter)
+        self._planner = DraftPlanner(
+            self._sessions,
+            self.controller,
+            self.metrics,
+            self._rounds.max_rows,
+            on_device=lambda: seats or (exchanges and drafter.device_resident),
+        )
+        if seats and isinstance(drafter, DeviceDrafter):
+            return ResidentSource(drafter, self._runner, self._rounds, self._planner.fell_back)
+        host = HostSource(
+            drafter, self._sessions, self._planner, self._scheduler, self.controller, self._rounds
+        )
+        if exchanges and isinstance(drafter, ExchangeDrafter):
+            pool = self._runner.pool
+            return ExchangeSource(drafter, host, self._rounds, pool, self.controller, plan.columns)
+        return host
+
+    def _make_loop(self, plan: LoopPlan) -> DecodeLoop:
+        committer = Committer(self._output, self._poisoned, self._forget)
+        prefill = Prefill(self._runner, self._rounds.table, self._source, committer, self._budget)
+        return DecodeLoop(
+            self._rounds,
+            prefill,
+            self._planner,
+            self._source,
+            committer,
+            self._scheduler,
+            self.controller,
+            self.metrics,
+            plan.lookahead,
+        )
 
     def _receive(self, now: float) -> None:
         while self._inbox:
@@ -367,7 +360,7 @@ class TargetEngine(Steppable):
             if sequence is None:
                 continue
             if isinstance(message, Cancel):
-                self._delivery.cancel(sequence, message.keep_tokens)
+                self._output.cancel(sequence, message.keep_tokens)
                 self._forget(sequence)
             else:
                 sequence.paused_at = now if message.paused else None
@@ -390,7 +383,7 @@ class TargetEngine(Steppable):
         self._fail(sequence, OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error"))
 
     def _fail(self, sequence: Sequence, error: OutriderError) -> None:
-        self._delivery.fail(sequence, error)
+        self._output.fail(sequence, error)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:

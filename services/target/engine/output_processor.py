@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
-from outrider.services.target.engine.rounds import Advance
+from outrider.services.target.engine.advance import Advance
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.speculation_stats import SpeculationStats

@@ -1,35 +1,44 @@
-"""Prefills the prompts of a step: enqueues one target pass, feeds the drafter, then reads the first tokens.
+"""Enqueues prompt chunks between the rounds, and commits the first tokens after prompts.
 
-The drafter's own work on the prompt is enqueued before the host waits for the tokens:
+The last chunk of a prompt writes its first token into the sequence's slot on the device. The next round
+therefore contains the sequence before the host has read the token:
 
-    device    | target prefill     | drafter extends its KV cache | round
-    host      enqueue · features · drafter's part · wait for tokens · deliver, commit, enqueue the round
+    device    | round n | chunk of a prompt | round n + 1, with the new sequence
+    host      enqueue the chunk and round n + 1 · read and deliver round n · read and deliver the first token
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-import torch
-
-from outrider.services.target.engine.engine_parts import EngineParts
-from outrider.services.target.engine.host_rounds import HostRounds
-from outrider.services.target.engine.rounds import advance
+from outrider.services.target.drafting.draft_source import DraftSource
+from outrider.services.target.engine.committer import Committer
 from outrider.services.target.model.model_runner import ChosenTokens, ModelRunner
-from outrider.services.target.model.outcome import FAILED_TOKEN
+from outrider.services.target.model.slot_table import SlotTable
+from outrider.services.target.policy.prefill_budget import PrefillBudget
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
-from outrider.shared.spec.drafter import Commit, EagerDrafter
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPass:
-    """Prompt chunks in flight, and the first tokens after those prompts that the chunks complete."""
+    """Prompt chunks in flight, and the first tokens after those prompts that the chunks complete.
 
-    chunks: Seq[PrefillChunk]
+    Attributes:
+        completed: The sequences whose prompts are complete, with their residence.
+        chosen: The first token of each completed sequence.
+        tokens: Number of prompt tokens of the pass.
+        longest: Largest context of a chunk.
+        enqueued_at: Time of the call, from `time.monotonic()`.
+    """
+
+    completed: Seq[tuple[Sequence, int]]
     chosen: ChosenTokens
+    tokens: int
+    longest: int
+    enqueued_at: float
 
 
 class Prefill:
@@ -37,65 +46,74 @@ class Prefill:
 
     Args:
         runner: Runs the forward passes.
-        parts: The engine's parts.
-        host: Sends the first commits to the drafter.
-        expects_drafts: Returns True if sequences in mode `auto` will probably use drafts in their first
-            round.
+        table: The slots.
+        drafts: Receives the features of prompts.
+        committer: Commits and emits the first tokens.
+        budget: Learns how long prompt tokens take.
     """
 
     def __init__(
-        self, runner: ModelRunner, parts: EngineParts, host: HostRounds, expects_drafts: Callable[[], bool]
+        self,
+        runner: ModelRunner,
+        table: SlotTable,
+        drafts: DraftSource,
+        committer: Committer,
+        budget: PrefillBudget,
     ) -> None:
         self._runner = runner
-        self._parts = parts
-        self._host = host
-        self._expects_drafts = expects_drafts
+        self._table = table
+        self._drafts = drafts
+        self._committer = committer
+        self._budget = budget
 
-    def begin(self, chunks: Seq[PrefillChunk]) -> PrefillPass:
-        """Enqueue prompt chunks without waiting for them."""
-        return PrefillPass(chunks, self._runner.begin_prefill(chunks))
-
-    def finish(self, prompts: PrefillPass) -> None:
-        """Send the features, wait for the tokens, deliver them, and commit the sequences that continue."""
-        parts = self._parts
-        features = [self._captured(chunk) for chunk in prompts.chunks]
-        self._absorb([chunk.sequence for chunk in prompts.chunks])
-        tokens = iter(prompts.chosen.wait())
-        commits: list[Commit | None] = []
-        for chunk, row in zip(prompts.chunks, features, strict=True):
-            if not chunk.is_last:
-                continue
-            sequence, token = chunk.sequence, next(tokens)
-            if token == FAILED_TOKEN:
-                parts.poisoned(sequence)
-                continue
-            base_len = sequence.committed_len
-            step = advance(sequence, [token])
+    def launch(self, chunks: Seq[PrefillChunk]) -> PrefillPass:
+        """Enqueue prompt chunks without waiting for them. Completed sequences can take part in rounds."""
+        enqueued_at = time.monotonic()
+        chosen = self._runner.begin_prefill(chunks)
+        for chunk in chunks:
+            self._stored(chunk)
+        completed = [chunk.sequence for chunk in chunks if chunk.is_last]
+        for sequence in completed:
+            self._table.hold(sequence)
+        self._table.seat(completed, chosen.on_device)
+        for chunk in chunks:
+            self._drafts.prefilled(chunk)
+        for sequence in completed:
             sequence.status = SequenceStatus.RUNNING
-            if parts.delivery.tokens(sequence, step, None):
-                parts.forget(sequence)
-            else:
-                commits.append(parts.follower.commit(sequence, base_len, step.kept, row))
-        self._host.commit(commits)
+            sequence.tokens_ahead = sequence.passes_ahead = sequence.fresh_columns = 1
+        return PrefillPass(
+            [(sequence, sequence.residence) for sequence in completed],
+            chosen,
+            sum(chunk.stop - chunk.start for chunk in chunks),
+            max(chunk.stop for chunk in chunks),
+            enqueued_at,
+        )
 
-    def _captured(self, chunk: PrefillChunk) -> torch.Tensor | None:
-        """Record what a chunk has stored and send its feature rows to the drafter.
+    def finish(self, launched: PrefillPass, previous_end: float) -> None:
+        """Wait for the first tokens, then commit and emit them.
 
-        Returns:
-            The last row of the prompt, for the first commit. None for earlier chunks.
+        Args:
+            launched: The oldest pass in flight.
+            previous_end: Time at which the host had read the pass before it.
         """
+        tokens = launched.chosen.wait()
+        started = max(launched.enqueued_at, previous_end)
+        self._budget.observe(launched.tokens, launched.longest, time.monotonic() - started)
+        for (sequence, residence), token in zip(launched.completed, tokens, strict=True):
+            if sequence.residence != residence or sequence.slot < 0:
+                continue
+            sequence.tokens_ahead -= 1
+            sequence.passes_ahead -= 1
+            step = self._committer.accept(sequence, [token])
+            if step is None:
+                continue
+            if step.finish is None:
+                self._drafts.first_token(sequence, token)
+            self._committer.emit(sequence, step)
+
+    def _stored(self, chunk: PrefillChunk) -> None:
+        """Note what a chunk stores."""
         sequence = chunk.sequence
         if self._runner.captures and sequence.wants_drafts and sequence.feature_len == chunk.start:
             sequence.feature_len = chunk.stop
-        row = self._parts.follower.send_prefill_features(chunk)
         sequence.cached_len = chunk.stop
-        return row
-
-    def _absorb(self, sequences: Seq[Sequence]) -> None:
-        drafter = self._parts.drafter
-        if not isinstance(drafter, EagerDrafter):
-            return
-        going_on = [one for one in sequences if one.drafted and one.remaining > 1]
-        likely = [one for one in going_on if one.controller_row is None or self._expects_drafts()]
-        if likely:
-            drafter.absorb([one.session_id for one in likely])

@@ -1,35 +1,62 @@
-"""Lists the CUDA graphs of verify passes and rounds to record at start-up or after a change of the draft."""
+"""Lists the CUDA graphs of the usual rounds, to record them at start-up or after a change of the draft."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Protocol
 
-from outrider.services.target.engine.device_loop import DeviceLoop
-from outrider.services.target.model.input_batch import SamplingMode
-from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.packed_batch import SamplingMode, width_class
+from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.spec.tree import DraftShape
+
+
+class RecordedDrafts(Protocol):
+    """A draft source whose drafts are recorded in advance."""
+
+    def capture(self, batch_size: int, shape: DraftShape) -> None:
+        """Record the draft of one size with idle rows."""
+        ...
+
 
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
 """Sampling modes whose graphs are recorded in advance. Other modes are recorded after some use."""
 
-
-def host_recordings(runner: ModelRunner, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
-    """Return functions that each record the verify pass of rounds through the host for one sampling mode."""
-    return [
-        lambda mode=mode: runner.capture_verify(bs, shape.max_nodes, mode)  # type: ignore[misc]
-        for mode in USUAL_MODES
-    ]
+Recording = tuple[str, Callable[[], None]]
+"""A description, and a function that records one graph or does nothing if the graph exists."""
 
 
-def device_recordings(
-    runner: ModelRunner, loop: DeviceLoop, bs: int, shape: DraftShape
-) -> list[Callable[[], None]]:
-    """Return functions that each record one round that stays on the device."""
-    # Plain rounds store feature rows only if their sequences use drafts in other rounds. Record both
-    # variants.
-    kinds = [runner.captures] if shape.drafts or not runner.captures else [True, False]
-    return [
-        lambda mode=mode, capture=kind: loop.capture(bs, shape, mode, capture)  # type: ignore[misc]
-        for mode in USUAL_MODES
-        for kind in kinds
-    ]
+def round_recordings(
+    rounds: RoundRunner,
+    drafts: RecordedDrafts | None,
+    batches: Seq[tuple[int, DraftShape]],
+    *,
+    captures: bool,
+) -> Iterator[Recording]:
+    """Yield the recordings of rounds in which all sequences have the same tree shape.
+
+    Args:
+        rounds: Records verify passes.
+        drafts: Records drafts. None if trees come from the host.
+        batches: Batch sizes and shapes, in the order in which to record them.
+        captures: True if feature rows are stored for a drafter.
+    """
+    seen: set[PassSize] = set()
+    for batch_size, shape in batches:
+        bounded = shape.bounded()
+        if shape.drafts and drafts is not None:
+            yield (
+                f"drafts of {batch_size} sequences, {shape.max_nodes} nodes",
+                lambda batch_size=batch_size, shape=shape: drafts.capture(batch_size, shape),  # type: ignore[misc]
+            )
+        nodes = bounded.max_nodes if shape.drafts else 1
+        if batch_size * nodes > rounds.max_rows:
+            continue
+        rows = rounds.buckets.size_for(batch_size * nodes)
+        for capture in (True, False) if captures and not shape.drafts else (captures,):
+            for mode in USUAL_MODES:
+                size = PassSize(rows, width_class(nodes), mode, capture)
+                if size not in seen:
+                    seen.add(size)
+                    yield f"rounds of {rows} rows", lambda size=size: rounds.capture(size)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Runs the target model: prefills prompt chunks, verifies trees, samples tokens, stores K/V and feature rows.
+"""Runs the target model over prompts: prefills chunks, samples their first tokens, stores K/V and features.
 
 The engine passes and receives only token ids, lengths, trees and feature rows.
 """
@@ -6,23 +6,18 @@ The engine passes and receives only token ids, lengths, trees and feature rows.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from outrider.kernels.verify import verify_tree
-from outrider.services.target.model.bucketed_verify import BucketedVerify
 from outrider.services.target.model.graph_key import GraphKey
-from outrider.services.target.model.input_batch import SamplingMode
-from outrider.services.target.model.outcome import FAILED_TOKEN, Outcome
 from outrider.services.target.model.prefill_graph import PrefillGraph
 from outrider.services.target.model.sampling import SamplingBatches
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
-from outrider.services.target.model.verify_step import StepModel
+from outrider.services.target.model.verify_pass import StepModel
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch, build_batch
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
@@ -30,8 +25,6 @@ from outrider.shared.kv.upload import upload
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.spec.drafter import FeatureSpec
-from outrider.shared.spec.seeds import signed_seed
-from outrider.shared.spec.tree import DraftBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +32,12 @@ class ChosenTokens:
     """Chosen tokens that are being copied to the host.
 
     `wait` waits for the copy only, not for work that was enqueued after the copy.
+
+    Attributes:
+        on_device: ``[n] int64``, the tokens on the device. Valid until the next recorded pass.
     """
 
+    on_device: torch.Tensor
     _tokens: torch.Tensor
     _copied: torch.cuda.Event | None
 
@@ -48,12 +45,12 @@ class ChosenTokens:
     def of(cls, chosen: torch.Tensor) -> ChosenTokens:
         """Enqueue the copy of ``chosen [n] int64`` to the host."""
         if not chosen.is_cuda:
-            return cls(chosen, None)
+            return cls(chosen, chosen, None)
         host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
         host.copy_(chosen, non_blocking=True)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return cls(host, copied)
+        return cls(chosen, host, copied)
 
     def wait(self) -> list[int]:
         """Wait for the copy and return the tokens."""
@@ -72,9 +69,6 @@ class ModelRunner:
         synthetic: Replaces the model's choice of how many drafts a round accepts. Only benchmarks with random
             weights pass this argument.
         graphs: Records and replays passes. By default, nothing is recorded.
-        buckets: Sizes to which `verify` pads batches, so that their passes can be recorded. None disables
-            padding.
-        max_depth: Depth of the deepest tree that a request may ask for.
         prefill_sizes: Numbers of rows, ascending, of the passes over short prompts that may be recorded. By
             default, no such pass is recorded.
     """
@@ -87,8 +81,6 @@ class ModelRunner:
         *,
         synthetic: SyntheticAcceptance | None = None,
         graphs: GraphCache | None = None,
-        buckets: Buckets | None = None,
-        max_depth: int = 16,
         prefill_sizes: Seq[int] = (),
     ) -> None:
         self.decoder = decoder
@@ -97,9 +89,6 @@ class ModelRunner:
         self.attention = attention
         self.device = pool.device
         self.graphs = graphs or GraphCache(pool.device, enabled=False)
-        self._bucketed = (
-            None if buckets is None else BucketedVerify(self.step_model, self.graphs, buckets, max_depth)
-        )
         self._recorded = PrefillGraph(self.step_model, self.graphs, prefill_sizes)
         self._sampling = SamplingBatches(pool.device)
         self._projector: FeatureProjector | None = None
@@ -137,7 +126,7 @@ class ModelRunner:
         self.pool.resize_features(spec.feature_size)
 
     def step_model(self, capture: bool) -> StepModel:
-        """Return the model and memory for `verify_step`. `capture` also computes feature rows."""
+        """Return the model and memory for `verify_pass`. `capture` also computes feature rows."""
         return StepModel(
             self.decoder, self.pool, self.attention, self._projector if capture else None, self._synthetic
         )
@@ -185,50 +174,6 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def verify(
-        self, sequences: Seq[Sequence], drafts: DraftBatch
-    ) -> tuple[list[Outcome], list[torch.Tensor | None]]:
-        """Verify one tree per sequence in one pass. For a single-node tree, this is a plain decoding step.
-
-        Afterwards, the K/V of the root and the k accepted nodes is stored at token indices ``[cached_len,
-        cached_len + k + 1)``. If the sequence wants feature rows, these are stored at the same indices.
-
-        Returns:
-            The outcome of each sequence, and the sequence's new feature rows ``[k + 1, feature_size]`` or
-            None.
-        """
-        width = drafts.tokens.shape[1]
-        counts = [1] * len(sequences) if width == 1 else drafts.num_nodes.tolist()
-        capture = self.captures and any(sequence.has_features for sequence in sequences)
-        if self._bucketed is not None and self._bucketed.fits(counts):
-            return self._verify_bucketed(self._bucketed, sequences, drafts, capture)
-        drafts = _moved(drafts, self.device)
-        starts = [sequence.cached_len for sequence in sequences]
-        rows = None if min(counts) == width else self._valid_rows(counts, width)
-        roots = self._int64([sequence.committed_len - 1 for sequence in sequences])
-        tokens = _select(drafts.tokens.view(-1), rows).long()
-        positions = _select((roots[:, None] + drafts.depths).view(-1), rows)
-        ancestors = (
-            None if width == 1 else _select(drafts.ancestors.view(-1, drafts.ancestors.shape[2]), rows)
-        )
-        attention_batch = build_batch(self.pool, _leases(sequences), starts, counts, ancestors=ancestors)
-        output = self._forward(tokens, positions, attention_batch, capture)
-        chosen = self.decoder.choose(output.hidden, self._sampling.rows(sequences, counts), positions + 1)
-        if width == 1:
-            outcomes = [Outcome(1, [], [token]) for token in chosen.tolist()]
-        else:
-            outcomes = self._walk(sequences, drafts, counts, chosen, rows, attention_batch)
-        if not capture:
-            return outcomes, [None] * len(sequences)
-        return outcomes, self._store_round_features(output, sequences, outcomes, counts)
-
-    @torch.inference_mode()
-    def capture_verify(self, bs: int, nodes: int, mode: SamplingMode) -> None:
-        """Record the verify pass of one size before the first request."""
-        if self._bucketed is not None:
-            self._bucketed.capture(bs, nodes, mode, self.captures)
-
-    @torch.inference_mode()
     def capture_prefill(self, size: int) -> None:
         """Record the pass over prompts of up to `size` tokens before the first request."""
         self._recorded.capture(size)
@@ -245,17 +190,6 @@ class ModelRunner:
         if sequence.lease is not None:
             self.pool.scrub(self._int64(sequence.lease.pages))
 
-    def _verify_bucketed(
-        self, bucketed: BucketedVerify, sequences: Seq[Sequence], drafts: DraftBatch, capture: bool
-    ) -> tuple[list[Outcome], list[torch.Tensor | None]]:
-        outcomes, features = bucketed.verify(sequences, drafts, capture)
-        if features is None:
-            return outcomes, [None] * len(sequences)
-        return outcomes, [
-            features[index, : len(outcome.emitted)] if sequence.has_features else None
-            for index, (sequence, outcome) in enumerate(zip(sequences, outcomes, strict=True))
-        ]
-
     def _forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, capture: bool
     ) -> DecoderOutput:
@@ -263,37 +197,6 @@ class ModelRunner:
         return self.decoder.forward(
             tokens, positions, self.attention, self.pool, self._aux_layer_ids if capture else ()
         )
-
-    def _walk(
-        self,
-        sequences: Seq[Sequence],
-        drafts: DraftBatch,
-        counts: Seq[int],
-        chosen: torch.Tensor,
-        rows: torch.Tensor | None,
-        batch: AttentionBatch,
-    ) -> list[Outcome]:
-        bs, width = drafts.tokens.shape
-        if rows is not None:
-            padded = torch.full((bs * width,), FAILED_TOKEN, dtype=chosen.dtype, device=self.device)
-            chosen = padded.index_copy_(0, rows, chosen)
-        chosen = chosen.view(bs, width)
-        if self._synthetic is not None:
-            seeds = self._int64([signed_seed(sequence.request.sampling.seed) for sequence in sequences])
-            chosen = self._synthetic(
-                chosen, drafts, self._int64([sequence.committed_len for sequence in sequences]), seeds
-            )
-        verified = verify_tree(drafts.tokens, drafts.parents, drafts.num_nodes, chosen)
-        outcomes = []
-        host = torch.cat((verified.num_accepted[:, None], verified.path, verified.emitted), dim=1).tolist()
-        moved = False
-        for count, row in zip(counts, host, strict=True):
-            accepted = row[2 : 2 + row[0]]
-            moved = moved or any(node != index for index, node in enumerate(accepted, 1))
-            outcomes.append(Outcome(count, accepted, row[1 + width : 2 + width + row[0]]))
-        if moved:  # The K/V of a path of first children is already in its final slots.
-            self.pool.compact(batch.page_table, batch.prefix_lens, verified.path, verified.num_accepted)
-        return outcomes
 
     def _store_prefill_features(
         self, output: DecoderOutput, chunks: Seq[PrefillChunk], slots: torch.Tensor
@@ -305,43 +208,6 @@ class ModelRunner:
             output, slots = _output_rows(output, rows), slots[rows]
         self.pool.store_features(self._projector(output), slots)
 
-    def _store_round_features(
-        self, output: DecoderOutput, sequences: Seq[Sequence], outcomes: Seq[Outcome], counts: Seq[int]
-    ) -> list[torch.Tensor | None]:
-        assert self._projector is not None
-        rows: list[int] = []
-        slots: list[int] = []
-        for sequence, outcome, count, end in zip(sequences, outcomes, counts, _ends(counts), strict=True):
-            if sequence.has_features:
-                first = end - count
-                rows.append(first)
-                rows.extend([first + node for node in outcome.accepted])
-                slots.extend(
-                    self._token_slots(
-                        sequence, sequence.cached_len, sequence.cached_len + len(outcome.emitted)
-                    )
-                )
-        projected = self._projector(_output_rows(output, self._int64(rows)))
-        self.pool.store_features(projected, self._int64(slots))
-        features: list[torch.Tensor | None] = []
-        taken = 0
-        for sequence, outcome in zip(sequences, outcomes, strict=True):
-            if sequence.has_features:
-                features.append(projected[taken : taken + len(outcome.emitted)])
-                taken += len(outcome.emitted)
-            else:
-                features.append(None)
-        return features
-
-    def _token_slots(self, sequence: Sequence, start: int, stop: int) -> list[int]:
-        assert sequence.lease is not None
-        return self.pool.token_slots(sequence.lease, start, stop)
-
-    def _valid_rows(self, counts: Seq[int], width: int) -> torch.Tensor:
-        return self._int64(
-            [index * width + node for index, count in enumerate(counts) for node in range(count)]
-        )
-
     def _int64(self, values: Seq[int]) -> torch.Tensor:
         return upload(values, torch.int64, self.device)
 
@@ -350,24 +216,8 @@ def _output_rows(output: DecoderOutput, rows: torch.Tensor) -> DecoderOutput:
     return DecoderOutput(output.hidden[rows], None if output.aux is None else output.aux[rows])
 
 
-def _moved(drafts: DraftBatch, device: torch.device) -> DraftBatch:
-    if drafts.tokens.device.type == device.type:
-        return drafts
-    tokens, parents, depths, num_nodes, ancestors = (
-        part.to(device)
-        for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
-    )
-    return replace(
-        drafts, tokens=tokens, parents=parents, depths=depths, num_nodes=num_nodes, ancestors=ancestors
-    )
-
-
 def _leases(sequences: Seq[Sequence]) -> list[PageLease]:
     return [sequence.lease for sequence in sequences if sequence.lease is not None]
-
-
-def _select(tensor: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    return tensor if rows is None else tensor.index_select(0, rows)
 
 
 def _ends(counts: Seq[int]) -> list[int]:

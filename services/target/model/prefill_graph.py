@@ -14,8 +14,8 @@ import torch
 
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.model.graph_key import GraphKey
-from outrider.services.target.model.input_batch import SamplingMode
-from outrider.services.target.model.verify_step import StepModel
+from outrider.services.target.model.packed_batch import SamplingMode
+from outrider.services.target.model.verify_pass import StepModel
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.attn.padded import PaddedRows
 from outrider.shared.engine.graphs import GraphCache
@@ -42,7 +42,7 @@ class PrefillGraph(RecordedRows["_Inputs"]):
 
     def takes(self, chunks: Seq[PrefillChunk]) -> bool:
         """Return True if one pass over these chunks has a graph."""
-        if len(chunks) != 1 or SamplingMode.of([chunks[0].sequence]) is SamplingMode.FILTERED:
+        if len(chunks) != 1 or SamplingMode.of([chunks[0].sequence]) is SamplingMode.FULL:
             return False
         return self._takes(chunks[0].start, chunks[0].stop - chunks[0].start)
 
@@ -117,7 +117,7 @@ class _Inputs:
             rows.tokens, rows.positions, model.attention, model.pool, aux_layer_ids
         )
         if projector is not None:
-            # The mask is 0 or -1. A mask of 0 keeps the slots. A mask of -1 turns every slot into -1, so that
+            # The mask is 0 or -1. A mask of 0 keeps the KV slots. A mask of -1 makes each of them -1, so that
             # no features are stored.
             model.pool.store_some_features(projector(output), rows.batch.slots | self._hidden_slots)
         return model.decoder.choose(output.hidden[-1:], self._sampling, self._position)

@@ -1,4 +1,4 @@
-"""The pinned host memory into which the rounds on the device post their results, in turn."""
+"""Pinned host memory in which rounds leave their results for the host, in several buffers used in turn."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import torch
 from outrider.kernels.verify_round import post_round
 
 RESULTS_KEPT = 5
-"""Number of result buffers, used in turn. Two rounds may be in flight, and a recording runs two more."""
+"""Number of buffers. Two rounds may be in flight, and a recording between two rounds runs two more.
+
+So at most one graph may be recorded between two rounds.
+"""
 
 
 class ResultRing:
     """A ring of buffers in host memory for the results of the rounds of one size.
 
     Args:
-        bs: Number of rows of the rounds' state.
-        columns: Number of columns of the rounds' state.
+        rows: Number of rows of a result.
+        columns: Number of columns of a result.
         device: Device of the rounds.
     """
 
-    def __init__(self, bs: int, columns: int, device: torch.device) -> None:
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         with torch.inference_mode(False):
-            size = (RESULTS_KEPT, bs, 2 + 2 * columns)
+            size = (RESULTS_KEPT, rows, columns)
             self._ring = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
             self._turn = torch.zeros(1, dtype=torch.int32, device=device)
         self._next = 0

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.kernels.synthetic_acceptance import synthetic_acceptance
+from outrider.kernels.packed_round import PackedTrees
+from outrider.kernels.synthetic_acceptance import packed_acceptance, synthetic_acceptance
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.tree import DraftBatch
 
@@ -86,6 +87,37 @@ class SyntheticAcceptance:
             drafts.depths,
             drafts.num_nodes,
             drafts.ancestors,
+            chosen,
+            positions,
+            seeds,
+            self._thresholds,
+            self._vocab_size,
+        )
+
+    def packed(
+        self,
+        chosen: torch.Tensor,
+        trees: PackedTrees,
+        starts: torch.Tensor,
+        positions: torch.Tensor,
+        seeds: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the tokens that decide which drafts are accepted, for trees in packed rows, ``[M] int64``.
+
+        Args:
+            chosen: ``[M] int64``; the token that the model chose after each row.
+            trees: The packed trees. Trees of a single node keep their token.
+            starts: ``[E + 1] int32``; the first row of each tree, as in `packed_round.Entries`.
+            positions: ``[M] int64``; index of the token after each row (`PlacedEntries.next_positions`).
+            seeds: ``[M] int64``; the requests' seeds, per row.
+        """
+        return packed_acceptance(
+            trees.tokens,
+            trees.parents,
+            trees.depths,
+            trees.ancestors,
+            starts,
+            trees.num_nodes,
             chosen,
             positions,
             seeds,

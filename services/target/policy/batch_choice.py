@@ -1,4 +1,4 @@
-"""Chooses the draft shape of a batch whose rounds stay on the device: one shape for all rows.
+"""Chooses one draft shape for all `auto` rows of equal bounds in a round that is drafted on the device.
 
 Objective: the most expected tokens per second of the batch,
 
@@ -7,7 +7,8 @@ Objective: the most expected tokens per second of the batch,
 Expected tokens come from each row's acceptance (`RowBound.expected_tokens`). The candidates are the shapes of
 `offered_shapes`, each with its own CUDA graph, and plain decoding (`NO_DRAFT`).
 
-A change of shape drains the device, so the choice is stable:
+Estimates are noisy, and each change of shape needs other graphs and ends the rounds of a remote draft. So
+the choice is stable:
 
 - A drafting shape is chosen only if its estimated rate is above `ADVANTAGE` times the rate of plain decoding.
   The shape is then kept for `ROUNDS_PER_CHOICE` rounds.
@@ -21,6 +22,7 @@ a probe is a plain round. The gap before the next probe doubles after each probe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from outrider.services.target.policy.cost_model import Acceptances, StepCosts
 from outrider.services.target.policy.offered_shapes import offered_shapes
@@ -72,6 +74,19 @@ class PlainProbe:
         self.since_plain = 0 if plain else self.since_plain + 1
 
 
+@dataclass(frozen=True, slots=True)
+class Company:
+    """The rows of a round whose shapes are not chosen here.
+
+    Attributes:
+        rows: Number of these rows.
+        nodes: Number of their nodes, roots included.
+    """
+
+    rows: int
+    nodes: int
+
+
 class BatchChoice:
     """The current shape of one batch bucket, and the number of rounds for which this shape is kept."""
 
@@ -86,17 +101,24 @@ class BatchChoice:
         self._probe_chains = False
         self._since_drafted = 0
 
-    def choose(self, rows: Sequence[RowBound], costs: StepCosts, acceptance: Acceptances) -> DraftShape:
+    def choose(
+        self,
+        rows: Sequence[RowBound],
+        costs: StepCosts,
+        acceptance: Acceptances,
+        company: Company | None = None,
+    ) -> DraftShape:
         """Return the shape of the next round.
 
         Args:
-            rows: All rows of the batch. All rows have the same forms.
+            rows: The `auto` rows to choose for. All rows have the same forms.
             costs: The measured costs.
             acceptance: The acceptance over all requests.
+            company: The other rows of the round. None if there are none.
         """
         offered = offered_shapes(rows[0].forms, len(rows))
         if self._rounds_left == 0 or (self._shape.drafts and self._shape not in offered):
-            self._shape = self._next(rows, offered, costs, acceptance)
+            self._shape = self._next(rows, offered, costs, acceptance, company or Company(0, 0))
             self._rounds_left = ROUNDS_PER_CHOICE if self._shape.drafts else PLAIN_ROUNDS_PER_CHOICE
         self._rounds_left -= 1
         return self._shape
@@ -107,20 +129,23 @@ class BatchChoice:
         offered: Sequence[DraftShape],
         costs: StepCosts,
         acceptance: Acceptances,
+        company: Company,
     ) -> DraftShape:
-        batch_size = len(rows)
+        batch_size = len(rows) + company.rows
         # 1. Measure a plain round first, and again when a plain step is due.
-        if not offered or costs.plain_round(batch_size) is None or self.shadow.due():
+        alone = company.nodes == company.rows
+        if not offered or costs.plain_round(batch_size) is None or (alone and self.shadow.due()):
             return NO_DRAFT
         deepest = {form.topk == 1: form for form in rows[0].forms}
         expected = {chain: _summed(rows, form) for chain, form in deepest.items()}
 
         def rate(shape: DraftShape) -> float:
-            tokens = expected[shape.topk == 1][shape.depth] if shape.drafts else batch_size
-            return tokens / costs.round(batch_size, batch_size * shape.max_nodes, shape.depth)
+            tokens = expected[shape.topk == 1][shape.depth] if shape.drafts else len(rows)
+            nodes = len(rows) * shape.max_nodes + company.nodes
+            return (tokens + company.rows) / costs.round(batch_size, nodes, shape.depth)
 
         # 2. Use the shape with the highest rate if that rate beats plain decoding.
-        allowed = _allowed(offered, costs.most_rows(batch_size), batch_size)
+        allowed = _allowed(offered, costs.most_rows(batch_size), len(rows))
         best = self._best(allowed, rate, acceptance)
         if rate(best) > ADVANTAGE * rate(NO_DRAFT):
             self._probe_gap, self._since_drafted = FIRST_PROBE_GAP, 0

@@ -10,11 +10,12 @@ Numerator and denominator are estimated from executed steps (`observe`). `Accept
 estimates the expected tokens from the numbers of accepted drafts. `StepCosts` in `cost_model` estimates the
 seconds from measured times. The controller runs no model, so it is tested against synthetic machines.
 
-There are two kinds of rounds:
+The choice depends on where the trees of a round come from:
 
-- Rounds driven by the host: `choose` picks the best common depth and cuts it to each row's bound. A row
-  drafts nothing if its nodes cost more time than its expected tokens save.
-- Rounds on the device: `choose_common` picks one shape for the batch (`batch_choice`).
+- From the host: `choose` picks the best common depth and cuts it to each row's bound. A row drafts nothing if
+  its nodes cost more time than its expected tokens save.
+- From a drafter on the device: `choose_common` picks one shape for all rows with equal bounds
+  (`batch_choice`). Each shape of a round is a draft piece of its own, so few shapes are best.
 
 Estimates become outdated, so the controller also explores:
 
@@ -38,6 +39,7 @@ from outrider.services.target.policy.batch_choice import (
     PROBE_DEPTH,
     SMALL_STEP_ROWS,
     BatchChoice,
+    Company,
     PlainProbe,
 )
 from outrider.services.target.policy.cost_model import Acceptances, StepCosts
@@ -92,7 +94,9 @@ class SpeculationController:
         self.costs = StepCosts()
         self.acceptance = Acceptances()
         self._shadows: dict[int, PlainProbe] = {}
-        self._commons: dict[int, BatchChoice] = {}
+        self._commons: dict[tuple[int, tuple[DraftShape, ...]], BatchChoice] = {}
+        # The choices that the last `choose_common` has used.
+        self._used: list[BatchChoice] = []
         self._draft_rate: float | None = None
         self._probe_gap = FIRST_PROBE_GAP
         self._since_probe = 0
@@ -106,6 +110,7 @@ class SpeculationController:
         self._probe_gap, self._since_probe = FIRST_PROBE_GAP, 0
         self._form, self._form_left = FormChoice(), 0
         self._commons.clear()
+        self._used.clear()
 
     def new_row(self) -> RowState:
         """Return the state of a new request. Its prior is the acceptance of all requests."""
@@ -135,15 +140,34 @@ class SpeculationController:
             for bound, depth in zip(plan.bounds, plan.depths, strict=True)
         ]
 
-    def choose_common(self, rows: Sequence[RowBound]) -> DraftShape:
-        """Choose one shape for a batch whose rounds stay on the device.
+    def choose_common(
+        self, rows: Sequence[RowBound], batch_size: int = 0, other_nodes: int = 0
+    ) -> list[DraftShape]:
+        """Choose shapes for rounds on the device: one shape for all rows with the same forms.
 
-        The choice is kept for several rounds. See `batch_choice`.
+        A choice is kept for several rounds. See `batch_choice`.
 
         Args:
-            rows: All rows of the batch. Every row is `auto`, and all rows have the same forms.
+            rows: The `auto` rows of the round.
+            batch_size: Number of sequences of the round, including those that are not `auto`. By default,
+                there are no other sequences.
+            other_nodes: Number of nodes of the rows that are not `auto`.
         """
-        return self._common(len(rows)).choose(rows, self.costs, self.acceptance)
+        batch_size = max(batch_size, len(rows))
+        groups: dict[tuple[DraftShape, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(row.forms, []).append(index)
+        shapes, self._used = [NO_DRAFT] * len(rows), []
+        for forms, members in groups.items():
+            # Rows of other groups count as plain rows.
+            others = batch_size - len(rows), other_nodes
+            company = Company(others[0] + len(rows) - len(members), others[1] + len(rows) - len(members))
+            choice = self._common(len(members), forms)
+            self._used.append(choice)
+            shape = choice.choose([rows[index] for index in members], self.costs, self.acceptance, company)
+            for index in members:
+                shapes[index] = shape
+        return shapes
 
     def observe(self, step: ExecutedStep) -> None:
         """Learn the costs, the speedup over plain steps and each row's acceptance from an executed step."""
@@ -164,8 +188,14 @@ class SpeculationController:
             plain = self.costs.plain_step(batch_size)
             plain = None if plain is None else plain + step.overhead_s
             seconds = (step.wait_s or 0.0) + step.verify_s + step.overhead_s
-        shadow = self._shadow(batch_size) if step.round_s is None else self._common(batch_size).shadow
-        shadow.executed(nodes == batch_size)
+        plainly = nodes == batch_size
+        if step.round_s is None:
+            self._shadow(batch_size).executed(plainly)
+        else:
+            # A round may be chosen before the previous round is observed. The same choices are in use then,
+            # unless the batch has just changed.
+            for choice in self._used:
+                choice.shadow.executed(plainly)
         if nodes > batch_size and plain is not None:
             tokens = batch_size + sum(row.accepted for row in step.rows)
             ratio = tokens / batch_size * plain / seconds
@@ -215,9 +245,9 @@ class SpeculationController:
     def _shadow(self, batch_size: int) -> PlainProbe:
         return self._shadows.setdefault(batch_size, PlainProbe())
 
-    def _common(self, batch_size: int) -> BatchChoice:
-        """Return the `BatchChoice` that all batches padded to the same size share."""
-        return self._commons.setdefault(power_of_2(batch_size), BatchChoice())
+    def _common(self, rows: int, forms: tuple[DraftShape, ...]) -> BatchChoice:
+        """Return the `BatchChoice` that similar numbers of rows with the same forms share."""
+        return self._commons.setdefault((power_of_2(rows), forms), BatchChoice())
 
     def _plan(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> _Plan:
         """Return the best plan of the form that `FormChoice` selects for several rounds."""

@@ -1,6 +1,6 @@
-"""The draft shapes that `auto` may choose for batches on the device.
+"""The draft shapes that `auto` may choose for rounds that are drafted on the device.
 
-This set of shapes is small, because each shape needs a CUDA graph for every batch size.
+This set of shapes is small, because the draft of each shape needs a CUDA graph for every batch size.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 FIRST_LOOK_GAP = 2
 LAST_LOOK_GAP = 512
 ROUNDS_PER_CHOICE = 8
-"""Number of rounds for which the choice of a form, or of a batch's shape on the device, is kept.
+"""Number of rounds for which the choice of a form, or of the shape of rounds on the device, is kept.
 
-A change of shape drains the device, so changes must be rare.
+A remote draft must leave its rounds and enter new ones for each change of shape, so changes must be rare.
 """
 
 

@@ -24,7 +24,7 @@ from outrider.services.target.scheduling.sequence import Sequence, SequenceStatu
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
 SPARE_TOKENS = 64
-"""Number of spare slots that a lease of a batch on the device gets when it grows."""
+"""Number of tokens for which a lease gets spare pages when it grows."""
 PLENTY = 4
 """Spare pages are reserved only if the number of free pages is at least this multiple of the number of spare
 pages."""
@@ -71,6 +71,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
         self.num_retractions = 0
+        self._free_slots = list(range(limits.max_running))[::-1]
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.active
@@ -78,7 +79,7 @@ class Scheduler:
 
     @property
     def capacity(self) -> int:
-        """Number of slots of the whole pool, and thus the length of the longest sequence that fits."""
+        """Number of KV slots of the whole pool, and thus the length of the longest sequence that fits."""
         return self.allocator.num_pages * self.page_size
 
     def has_work(self) -> bool:
@@ -89,71 +90,43 @@ class Scheduler:
         """Queue a sequence by priority, then by arrival. The caller must have called `gate.enter`."""
         bisect.insort(self.waiting, sequence, key=_queue_key)
 
-    def schedule(self, now: float) -> StepPlan:
-        """Plan the next step and reserve pages for `node_bound` rows of each decoding sequence."""
+    def schedule(self, now: float, prefill_tokens: int | None = None) -> StepPlan:
+        """Plan the next step and reserve pages for `node_bound` rows of each decoding sequence.
+
+        Args:
+            now: The current time, from `time.monotonic`.
+            prefill_tokens: Largest number of prompt tokens to compute while sequences decode. None sets no
+                limit besides `SchedulerLimits.prefill_chunk`.
+        """
         retracted: list[Sequence] = []
         decodes = self._reserve_decodes(retracted)
         admitted = [] if retracted else self._admit(now, retracted)
-        return StepPlan(admitted, retracted, self._chunks(), decodes)
+        budget = self.limits.prefill_chunk
+        if decodes and prefill_tokens is not None:
+            budget = min(budget, prefill_tokens)
+        return StepPlan(admitted, retracted, self._chunks(budget), decodes)
 
     def reserve_ahead(self, sequence: Sequence, committed_upper: int) -> bool:
         """Grow a running sequence's lease for a round that starts at `committed_upper` tokens or fewer.
+
+        If enough pages are free, the lease grows by `SPARE_TOKENS` more than needed, because the page table
+        on the device must be written whenever a lease grows.
 
         Returns:
             False if no page is free.
         """
         assert sequence.lease is not None
         missing = self._missing(sequence, committed_upper)
-        return missing <= 0 or sequence.lease.extend(missing)
-
-    def reserve_all_ahead(self, uppers: list[tuple[Sequence, int]]) -> bool:
-        """Grow the leases of a batch for a round; see `reserve_ahead`.
-
-        The device's page tables must be rewritten whenever a lease grows, so leases grow rarely and together.
-        If one lease must grow, all leases grow. If enough pages are free, each lease grows by `SPARE_TOKENS`
-        more than needed.
-        """
-        if any(self._missing(sequence, upper) > 0 for sequence, upper in uppers):
-            spare = [
-                (one, self._missing(one, min(upper + SPARE_TOKENS, one.end_len))) for one, upper in uppers
-            ]
-            if PLENTY * sum(max(missing, 0) for _, missing in spare) <= self.allocator.free_pages:
-                for sequence, missing in spare:
-                    if missing > 0 and sequence.lease is not None:
-                        sequence.lease.extend(missing)
-        return all(self.reserve_ahead(sequence, upper) for sequence, upper in uppers)
+        if missing <= 0:
+            return True
+        spare = self._missing(sequence, min(committed_upper + SPARE_TOKENS, sequence.end_len))
+        if PLENTY * spare * len(self.active) <= self.allocator.free_pages:
+            missing = max(missing, spare)
+        return sequence.lease.extend(missing)
 
     def decoding(self) -> list[Sequence]:
         """Return the sequences that would decode in a step scheduled now, in the order of that step."""
-        running = [
-            one for one in self.active if one.status is SequenceStatus.RUNNING and one.paused_at is None
-        ]
-        return sorted(running, key=_queue_key)
-
-    def has_other_work(self) -> bool:
-        """Return True if `schedule` would prefill or admit a sequence. Rounds on the device must then end."""
-        if any(
-            sequence.status is SequenceStatus.PREFILLING and sequence.paused_at is None
-            for sequence in self.active
-        ):
-            return True
-        first = next((sequence for sequence in self.waiting if sequence.paused_at is None), None)
-        return first is not None and self._admissible(first)
-
-    def worth_waiting_for(self, prefilled: list[PrefillChunk]) -> bool:
-        """Return True if newly prefilled sequences should wait for prompts that are not yet prefilled.
-
-        The wait is worthwhile if the next step can finish all remaining prompts and no other sequence is
-        decoding. A round of a few sequences takes about as long as a round of all sequences, so one wait
-        makes the rounds more useful. No sequence waits for more than one step.
-        """
-        prefilling = [
-            one for one in self.active if one.status is SequenceStatus.PREFILLING and one.paused_at is None
-        ]
-        if not 0 < sum(one.committed_len - one.cached_len for one in prefilling) <= self.limits.prefill_chunk:
-            return False
-        fresh = {chunk.sequence.session_id for chunk in prefilled}
-        return all(one.session_id in fresh for one in self.decoding())
+        return sorted((one for one in self.active if _decodes(one)), key=_queue_key)
 
     def release(self, sequence: Sequence, now: float) -> None:
         """Drop a sequence that has ended, and free its pages. A second call has no effect."""
@@ -167,14 +140,20 @@ class Scheduler:
             self.active.remove(sequence)
         sequence.status = SequenceStatus.ENDED
         self._give_back(sequence)
+        self._vacate(sequence)
 
     def recompute(self, sequence: Sequence) -> None:
-        """Prefill an active sequence again in its own pages, e.g. to capture missing features."""
+        """Prefill an active sequence again in its own pages, e.g. to capture missing features.
+
+        The results of passes in flight become void.
+        """
         sequence.feature_len = 0
         if sequence.cached_len:
             sequence.cached_len = 0
             sequence.status = SequenceStatus.PREFILLING
             sequence.resumptions += 1
+            sequence.residence += 1
+            sequence.tokens_ahead = sequence.passes_ahead = 0
 
     def check(self) -> None:
         """Assert that no page is lost and that the lengths of every sequence are in the documented order."""
@@ -191,9 +170,9 @@ class Scheduler:
     def _reserve_decodes(self, retracted: list[Sequence]) -> list[Sequence]:
         decodes: list[Sequence] = []
         for sequence in sorted(self.active, key=_queue_key) if len(self.active) > 1 else list(self.active):
-            if sequence.status is not SequenceStatus.RUNNING or sequence.paused_at is not None:
+            if not _decodes(sequence):
                 continue
-            while not self.reserve_ahead(sequence, sequence.committed_len):
+            while not self.reserve_ahead(sequence, sequence.committed_upper):
                 victim = self._victim()
                 self._retract(victim)
                 retracted.append(victim)
@@ -210,6 +189,7 @@ class Scheduler:
         self.active.remove(sequence)
         self._give_back(sequence)
         sequence.status = SequenceStatus.WAITING
+        self._vacate(sequence)
         sequence.cached_len = 0
         sequence.feature_len = 0
         sequence.resumptions += 1
@@ -232,6 +212,8 @@ class Scheduler:
                 retracted.append(victim)
             sequence.lease = lease
             sequence.status = SequenceStatus.PREFILLING
+            sequence.slot = self._free_slots.pop()
+            sequence.residence += 1
             if not sequence.resumptions:
                 sequence.admitted_at = now
                 self.gate.leave(sequence.prompt_len, now)
@@ -253,15 +235,21 @@ class Scheduler:
         pages = self._pages(sequence.committed_len + sequence.node_bound)
         return pages + len(self.active) <= self.allocator.free_pages
 
-    def _chunks(self) -> list[PrefillChunk]:
+    def _chunks(self, budget: int) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
-        budget = self.limits.prefill_chunk
         for sequence in self.active:
             if sequence.status is SequenceStatus.PREFILLING and sequence.paused_at is None and budget > 0:
                 stop = min(sequence.cached_len + budget, sequence.committed_len)
                 budget -= stop - sequence.cached_len
                 chunks.append(PrefillChunk(sequence, sequence.cached_len, stop))
         return chunks
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Free the slot. Rounds in flight still compute the slot, but their results for it are void."""
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = -1
+        sequence.tokens_ahead = sequence.passes_ahead = 0
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.lease is not None:
@@ -282,3 +270,12 @@ class Scheduler:
 
 def _queue_key(sequence: Sequence) -> tuple[int, int]:
     return (-sequence.request.priority, sequence.arrival)
+
+
+def _decodes(sequence: Sequence) -> bool:
+    """Return True if the sequence runs, is not paused, and may go on after the passes in flight."""
+    return (
+        sequence.status is SequenceStatus.RUNNING
+        and sequence.paused_at is None
+        and sequence.remaining > sequence.passes_ahead
+    )

@@ -5,14 +5,14 @@ The named lengths are always in this order, which `Sequence.check` asserts:
     tokens   |-- prompt --|-- emitted ------------- root |
     index    0            prompt_len        committed_len - 1
     K/V      |======== cached_len rows =====|            .            .
-    slots    |------------------------------|-- tree nodes of a round --|--- spare --|
+    KV slots |------------------------------|-- tree nodes of a round --|--- spare --|
              0                      cached_len         cached_len + N          reserved_len <= max_len
 
 - Pages belong to the sequence's lease from admission until the sequence finishes, fails, is cancelled or is
   retracted. Only `Scheduler` frees pages.
-- The contents of slots from `cached_len` on are meaningless between rounds.
+- The contents of KV slots from `cached_len` on are meaningless between rounds.
 - Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
-  up to `committed_len`.
+  up to `committed_len`. There, the two stay equal until the first token has been read.
 """
 
 from __future__ import annotations
@@ -45,13 +45,19 @@ class Sequence:
         tokens: All committed tokens, i.e. the prompt and the emitted tokens. ``len(tokens)`` is
             committed_len.
         cached_len: Number of tokens whose K/V (and feature row, if wanted) is in the pool.
-        max_len: Maximum number of slots that the sequence can need, at most the slots of the pool.
+        max_len: Maximum number of KV slots that the sequence can need, at most those of the pool.
         node_bound: Maximum number of tree nodes of one round, including the root. KV slots are reserved for
             these nodes.
         wants_drafts: Whether the drafter should follow the sequence when possible. If so, feature rows are
             captured for a drafter that needs feature rows.
         feature_len: Rows ``[0, feature_len)`` of the feature plane are valid for the current projector.
         drafted: Whether the drafter follows the sequence now.
+        slot: Slot of the sequence in the `SlotTable`, from its admission until it ends or is retracted.
+            Otherwise -1.
+        residence: Incremented at every admission, so that results of an earlier residence are recognised.
+        tokens_ahead: Largest number of tokens that passes in flight may still add.
+        passes_ahead: Number of passes in flight that add at least one token.
+        fresh_columns: Largest number of tokens that the last enqueued pass may have chosen.
     """
 
     __slots__ = (
@@ -65,25 +71,30 @@ class Sequence:
         "epoch",
         "feature_len",
         "first_token_at",
+        "fresh_columns",
         "last_emit_at",
         "lease",
         "max_len",
         "node_bound",
         "page_size",
+        "passes_ahead",
         "paused_at",
         "pending_rounds",
         "pending_tokens",
         "prefix_hash",
         "prompt_len",
         "request",
+        "residence",
         "resumptions",
         "session_id",
         "sink",
+        "slot",
         "stats",
         "status",
         "stop_ids",
         "submitted_at",
         "tokens",
+        "tokens_ahead",
         "wants_drafts",
     )
 
@@ -113,6 +124,11 @@ class Sequence:
         self.feature_len = 0
         self.controller_row: RowState | None = None
         self.drafted = False
+        self.slot = -1
+        self.residence = 0
+        self.tokens_ahead = 0
+        self.passes_ahead = 0
+        self.fresh_columns = 1
         self.node_bound = request.speculation.most_nodes if self.wants_drafts else 1
         self.max_len = self.prompt_len + request.max_new_tokens + self.node_bound
         self.stop_ids = (
@@ -137,7 +153,7 @@ class Sequence:
 
     @property
     def reserved_len(self) -> int:
-        """Number of slots of the lease. Other threads may read this property for statistics."""
+        """Number of KV slots of the lease. Other threads may read this property for statistics."""
         lease = self.lease
         return 0 if lease is None else len(lease.pages) * self.page_size
 
@@ -145,6 +161,11 @@ class Sequence:
     def end_len(self) -> int:
         """Upper bound of committed_len."""
         return self.prompt_len + self.request.max_new_tokens
+
+    @property
+    def committed_upper(self) -> int:
+        """Upper bound of committed_len once the passes in flight have ended."""
+        return min(self.committed_len + self.tokens_ahead, self.end_len)
 
     @property
     def remaining(self) -> int:

@@ -1,4 +1,4 @@
-"""Decides which CUDA graphs are recorded and which rounds stay on the device, and records the graphs.
+"""Decides which CUDA graphs are recorded and how far the decode loop runs ahead, and records the graphs.
 
 The module also compiles kernels ahead of the first launch.
 """
@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.choices import OverlapSchedule, Quantization
-from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.generation import SpeculationMode
-from outrider.shared.engine.buckets import Buckets, batch_buckets
+from outrider.shared.engine.buckets import batch_buckets
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import Drafter, DrafterState
@@ -46,12 +46,12 @@ _log = get_logger("outrider.target")
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """The target's use of CUDA graphs and device-resident rounds.
+    """The target's use of CUDA graphs, and the configuration of its decode loop.
 
     Attributes:
         graphs: Whether graphs are recorded.
-        overlap: Configures which rounds stay on the device. None if no rounds stay on the device.
-        buckets: Sizes to which passes of host-driven rounds are padded. None disables padding.
+        loop: Configures the decode loop.
+        batch_sizes: Batch sizes whose rounds are recorded, ascending.
         shapes: The usual shapes of rounds.
         forms: The largest tree and chain within which `auto` chooses its shapes. Empty if no request uses
             `auto`.
@@ -60,19 +60,12 @@ class GraphPlan:
     """
 
     graphs: bool
-    overlap: OverlapPlan | None
-    buckets: Buckets | None
+    loop: LoopPlan
+    batch_sizes: tuple[int, ...]
     shapes: tuple[DraftShape, ...]
     forms: tuple[DraftShape, ...]
     prefills: tuple[int, ...]
     waits: bool = False
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Sizes to which batches are padded, for recorded rounds or (without these) rounds on the device."""
-        if self.buckets is not None:
-            return self.buckets.batch_sizes
-        return () if self.overlap is None else self.overlap.batch_sizes
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
         """Return the shapes of rounds that are recorded for one batch size.
@@ -105,18 +98,23 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     tree = auto.shape
     usual = (tree, DraftShape(tree.depth, 1, tree.depth + 1)) if tree.drafts else ()
     max_bs = min(settings.cuda_graph_max_bs, settings.max_running_requests)
-    buckets = Buckets.make(max_bs, settings.max_nodes, [shape.max_nodes for shape in usual])
-    beyond = (size for size in batch_buckets(settings.max_running_requests) if size > max_bs)
-    overlap = OverlapPlan((*buckets.batch_sizes, *beyond), settings.num_steps + 1, max_bs)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
+    loop = LoopPlan(
+        lookahead=int(on),
+        drafts_on_device=on,
+        max_depth=settings.max_steps,
+        columns=settings.num_steps + 1,
+        max_nodes=settings.max_nodes,
+        max_packed_rows=settings.max_packed_rows,
+        prefill_budget_s=settings.prefill_budget_ms / 1e3,
+        recorded_entries=max_bs,
+    )
     # Single prompts are not recorded in two cases. Padding moves a row within its tile, which batch-invariant
     # kernels cannot handle. With several ranks, the logits of a single row would have to be gathered.
     sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
     prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
     shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
-    return GraphPlan(
-        graphs, overlap if on else None, buckets if graphs else None, shapes, forms, prefills, waits
-    )
+    return GraphPlan(graphs, loop, batch_buckets(max_bs), shapes, forms, prefills, waits)
 
 
 def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]) -> float:
@@ -194,8 +192,7 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels of `more` and of all graphs of `record_graphs`, in several processes.
 
-    Kernels that were compiled already are skipped. If no graphs are recorded, the kernels of rounds on the
-    device are compiled.
+    Kernels that were compiled already are skipped. Kernels are compiled even if no graphs are recorded.
 
     Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
     impossible if other ranks would have to take part, or if attention needs values that a rehearsal does not
@@ -234,10 +231,9 @@ def compile_kernels(
 def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:
     for size in reversed(plan.prefills):
         yield f"prompts of {size} tokens", engine.prefill_recording(size)
-    for bs in reversed(plan.batch_sizes):
-        for shape in plan.shapes_at(bs):
-            for record in engine.recordings(bs, shape):
-                yield f"batch {bs}, {shape.max_nodes} nodes", record
+    yield from engine.recordings(
+        [(size, shape) for size in reversed(plan.batch_sizes) for shape in plan.shapes_at(size)]
+    )
 
 
 class _Meter:

@@ -220,8 +220,8 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     These bytes are for CUDA graphs, the activations of the widest step and the logits of verified rows.
 
     Args:
-        settings: The target's settings, of which `prefill_tokens`, `max_running_requests` and `limits` are
-            used.
+        settings: The target's settings, of which `prefill_tokens`, `max_running_requests`, `max_packed_rows`,
+            `max_steps` and `limits` are used.
         config: The target's configuration.
         dtype: Data type of the activations.
     """
@@ -229,13 +229,17 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     verified = settings.max_running_requests * max(
         speculation.default.max_nodes, speculation.longest_chain + 1
     )
+    # A round has at most `max_packed_rows` rows, but at least one row for each sequence.
+    verified = max(settings.max_running_requests, min(verified, settings.max_packed_rows))
+    # Each slot stores the feature rows of the tokens of its last round.
+    slots = settings.max_running_requests * (settings.max_steps + 1) * config.hidden_size * dtype.itemsize
     rows = max(settings.prefill_tokens(), verified)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The larger of a layer's MLP and attention activations, plus residual, norms and captured layers.
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
     logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
     return graphs_bytes(settings, config.num_layers) + int(
-        ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits)
+        ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits + slots)
     )
 
 

@@ -13,7 +13,7 @@ from outrider.shared.spec.tree import NO_DRAFT
 
 PROMPT_LEN = 9
 WARM_UP_ROOM = 18
-"""Number of slots of a trial sequence in addition to its prompt."""
+"""Number of KV slots of a trial sequence in addition to its prompt."""
 
 
 class _NoSink(EventSink):

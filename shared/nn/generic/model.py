@@ -73,6 +73,11 @@ class GenericDecoder(Decoder):
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
     @property
+    def rounded(self) -> bool:
+        """Always False, because these modules have no FP8 products."""
+        return False
+
+    @property
     def computed_by(self) -> str:
         return "transformers' modules"
 

@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 from outrider.bench.load import serve
 from outrider.bench.load.open_loop import Experience, summarise_load
+from outrider.bench.load.server import Server
 from outrider.bench.stacks.random_target import random_target
 from outrider.bench.stacks.shapes import named_shape
 from outrider.services.cli.commands import app
+from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.generic.model import GenericDecoder
 
 RUNNER = CliRunner()
@@ -63,6 +65,31 @@ def test_a_shape_can_be_one_that_transformers_computes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "l.json").read_text())["rows"][0]["rounds"] == 5
 
 
+@pytest.mark.parametrize(
+    "command", [("roofline", "--small"), ("kernels", "--shape", "tiny"), ("latency", "--shape", "tiny"), ()]
+)
+def test_no_command_overwrites_a_result_unless_forced(tmp_path: Path, command: tuple[str, ...]) -> None:
+    output = tmp_path / "result.json"
+    output.write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"exists.*--force") as refused:
+        RUNNER.invoke(
+            app,
+            ["bench", *command, "--device", "cpu", "--output", str(output)],
+            catch_exceptions=False,
+        )
+    assert refused.value.field == "--output"
+    assert output.read_text() == "{}"
+
+
+def test_force_overwrites_a_result(tmp_path: Path) -> None:
+    output = tmp_path / "roofline-cpu.json"
+    output.write_text("{}")
+    flags = ("--device", "cpu", "--small", "--output", str(tmp_path))
+    assert RUNNER.invoke(app, ["bench", "roofline", *flags]).exit_code == 1
+    assert RUNNER.invoke(app, ["bench", "roofline", *flags, "--force"]).exit_code == 0
+    assert json.loads(output.read_text())["rows"]
+
+
 def test_a_stack_that_is_started_tells_how_long_that_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +111,7 @@ def test_a_stack_that_is_started_tells_how_long_that_took(
 
     monkeypatch.setattr(serve, "running_stack", stack)
     monkeypatch.setattr(serve, "_measure", measured)
+    monkeypatch.setattr(serve, "find_server", lambda url, _key: Server(url, "toy", "outrider"))
     for name, flags, expected in (("own", (), (1, 2)), ("other", ("--url", "http://127.0.0.1:9"), None)):
         output = tmp_path / f"{name}.json"
         ran = RUNNER.invoke(app, ["bench", "serve", "--device", "cpu", "--output", str(output), *flags])

@@ -1,4 +1,4 @@
-"""Rounds on the device draft the same trees as rounds through the host, in any mixture of such rounds.
+"""Rounds on the device draft the same trees as rounds through the host, whoever drafts in which round.
 
 The tests cover recurrent heads and a standalone draft model.
 """
@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.played_graphs import PlayedGraphs
-from support.round_rig import Rig, accepted, assert_same_trees, check_mixture, host_round, open_streams
+from support.round_rig import (
+    Rig,
+    assert_same_trees,
+    check_mixture,
+    device_round,
+    host_round,
+    open_streams,
+)
 from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
 from support.toys import make_toy_eagle3, make_toy_target
 
@@ -25,7 +32,6 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.draft.strategies.paged import PagedStrategy
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pages import PageAllocator
-from outrider.shared.spec.resident import RoundState
 from outrider.shared.spec.tree import DraftShape
 
 CPU = torch.device("cpu")
@@ -85,96 +91,67 @@ def test_any_mixture_of_rounds_drafts_the_same(make_rig: MakeRig, shape: DraftSh
 def test_ended_sequences_leave_the_others_alone(make_rig: MakeRig) -> None:
     shape = DraftShape(3, 4, 12)
     plain, mixed = make_rig(), make_rig()
-    streams, twins = open_streams(plain, mixed)
-    state = mixed.state(twins, 4, 4)
-    rounds = mixed.enter(twins, shape, state)
+    streams, twins = open_streams(plain, mixed, on_device=[mixed])
+    source = random.Random(4)
     for ending in (1, 3, None):
-        assert rounds.reserve([0 if twin.ended else len(twin.tokens) for twin in twins])
-        have = rounds.draft(state)
-        live = [row for row, twin in enumerate(twins) if not twin.ended]
-        want = plain.propose([streams[row] for row in live], shape)
-        told: list[list[int]] = [[] for _ in twins]
-        for place, row in enumerate(live):
-            assert_same_trees(have, row, want, place)
-            told[row] = accepted(want, place, 2, 5 + row)
-            plain.commit(streams[row], told[row])
-            mixed.advance(state, row, twins[row], told[row])
-        assert [have.num_nodes[row] for row in range(4) if row not in live] == [1] * (4 - len(live))
-        rounds.committed(told)
-        if ending is not None:
-            mixed.end(state, rounds, ending, twins[ending])
-    rounds.leave()
-    live = [row for row, twin in enumerate(twins) if not twin.ended]
-    assert live == [0, 2]
-    have, want = (
-        mixed.propose([twins[row] for row in live], shape),
-        plain.propose([streams[row] for row in live], shape),
-    )
-    for place in range(len(live)):
-        assert_same_trees(have, place, want, place)
-    for stream in streams:
-        plain.drafter.close([stream.session_id])
-    mixed.drafter.close([twins[row].session_id for row in live])
+        device_round(plain, streams, mixed, twins, [shape] * len(twins), source, ahead=True)
+        gone = next((row for row, twin in enumerate(twins) if twin.session_id == ending), None)
+        if gone is not None:  # the round in flight still drafts for this sequence
+            mixed.end(twins.pop(gone))
+            plain.end(streams.pop(gone))
+    device_round(plain, streams, mixed, twins, [shape] * len(twins), source, ahead=True)
+    assert [twin.session_id for twin in twins] == [2, 4]
     for rig in (plain, mixed):
+        for stream in list(rig.streams):
+            rig.end(stream)
         rig.drafter.shutdown()
 
 
-def test_rounds_are_refused_where_the_host_must_go_first(make_rig: MakeRig) -> None:
+def test_sequences_without_room_are_refused(make_rig: MakeRig) -> None:
     rig = make_rig()
-    streams = open_streams(rig)[0]
+    streams = open_streams(rig, on_device=[rig])[0]
     shape = DraftShape(3, 2, 6)
+    rig.supply(streams)
     ids = [stream.session_id for stream in streams]
-    state = rig.state(streams, 4, 4)
-    enter = rig.drafter.enter
-    assert enter([*ids[:3], 99], shape, state) is None  # unknown
-    assert enter(ids, DraftShape(0, 1, 1), state) is None  # nothing to draft
-    assert enter(ids, DraftShape(40, 1, 4), state) is None  # above the limits
-    rig.propose(streams, shape)
-    assert enter(ids, shape, state) is None  # no row is fresh
-    assert state.counts.tolist() == [0] * 4
-    for stream in streams:
-        rig.commit(stream, [3])
-    rounds = enter(ids, shape, state)
-    assert rounds is not None
-    assert state.counts.tolist() == [1] * 4
-    assert not rounds.reserve([5000] * 4)  # the pool holds 4096 tokens
-    rounds.leave()
-    assert rig.propose(streams, shape).num_nodes.tolist() == [6] * 4
+    upper = [len(stream.tokens) for stream in streams]
+    assert list(rig.drafter.seat([*ids, 99], [*upper, 5], shape, 8, 4).refused) == [4], "unknown"
+    upper[1] = 5000  # the pool holds 4096 tokens
+    seated = rig.drafter.seat(ids, upper, shape, 4, 4)
+    assert list(seated.refused) == [1]
+    rows = rig.rows(4, 4)
+    for row in (0, 2, 3):
+        rig.fill(rows, row, streams[row])
+    seated.load()
+    assert seated.draft(rows).num_nodes.tolist() == [6, 1, 6, 6]
+    assert rig.drafter.lacking(99) is None
     rig.drafter.shutdown()
 
 
 def test_sessions_within_rounds_are_not_evicted(make_rig: MakeRig) -> None:
     rig = make_rig()
-    streams = open_streams(rig)[0]
-    shape = DraftShape(3, 2, 6)
-    rounds = rig.enter(streams[:2], shape, rig.state(streams[:2], 2, 4))
+    streams = open_streams(rig, on_device=[rig])[0]
+    rig.launch(streams[:2], DraftShape(3, 2, 6), 2, 4)
     table = rig.drafter._engine.sessions
     for _ in range(4):
         table.evict_idle(1e12)
     assert sorted(session.session_id for session in table) == [1, 2]
-    rounds.leave()
-    assert table.evict_idle(1e12)
-    assert table.get(HOST_PEER, 1) is None
     rig.drafter.shutdown()
 
 
 def test_graphs_are_recorded_with_idle_rows_that_touch_no_memory(make_rig: MakeRig) -> None:
     rig = make_rig()
-    streams = open_streams(rig)[0]
-    shape = DraftShape(4, 3, 16)
+    streams = open_streams(rig, on_device=[rig])[0]
+    shape = DraftShape(4, 3, 16).bounded()
     pool = rig.drafter._engine.strategy._pool  # type: ignore[attr-defined]
     before = [plane.clone() for plane in pool.planes()]
-    state = RoundState.idle(4, 5, rig.feature_size, torch.float32, CPU)
-    state.features.fill_(torch.nan)
-    idle = rig.drafter.rounds_for_capture(shape, state)
-    trees = idle.draft(state)
+    idle = rig.drafter.seat((), (), shape, 4, 5)
+    trees = idle.draft(rig.rows(4, 5))
     assert trees.num_nodes.tolist() == [1] * 4
     assert trees.tokens[:, 0].tolist() == [0] * 4
     assert all(torch.equal(plane, was) for plane, was in zip(pool.planes(), before, strict=True))
-    rounds = rig.drafter.enter([stream.session_id for stream in streams], shape, rig.state(streams, 4, 5))
-    assert rounds is not None
-    assert rounds.key == idle.key
-    rounds.leave()
+    _, seated = rig.launch(streams, shape, 4, 5)
+    assert seated.key == idle.key, "recorded graphs must stay valid"
+    assert any(not torch.equal(plane, was) for plane, was in zip(pool.planes(), before, strict=True))
     rig.drafter.shutdown()
 
 
@@ -188,8 +165,7 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
     strategy.rounds = DeviceGrowth(strategy.rounds.memory, host)
     streams, twins = open_streams(plain, rig)
     source = random.Random(2)
-    states = [RoundState.idle(bs, 6, rig.feature_size, torch.float32, CPU) for bs in (1, 2, 4, 8)]
-    recorded = [rig.drafter.rounds_for_capture(SHAPES[0], state).key for state in states]
+    recorded = [rig.drafter.seat((), (), SHAPES[0], bs, 6).key for bs in (1, 2, 4, 8)]
     for shape in (*SHAPES, DraftShape(3, 2, 2), SHAPES[0]):
         for _ in range(2):
             host_round(plain, streams, rig, twins, shape, source)
@@ -198,7 +174,7 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
     for row in range(len(streams)):
         assert_same_trees(have, row, want, row)
         assert_same_trees(again, row, want, row)
-    assert [rig.drafter.rounds_for_capture(SHAPES[0], state).key for state in states] == recorded, (
+    assert [rig.drafter.seat((), (), SHAPES[0], bs, 6).key for bs in (1, 2, 4, 8)] == recorded, (
         "recorded graphs must stay valid"
     )
     for drafter in (plain.drafter, rig.drafter):

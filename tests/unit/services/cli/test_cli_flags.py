@@ -66,6 +66,8 @@ UP: Mapping[str, tuple[str, Any]] = {
     "disable_cuda_graph": ("", True),
     "overlap_schedule": ("off", "off"),
     "disable_overlap_schedule": ("", True),
+    "max_packed_rows": ("512", 512),
+    "prefill_budget_ms": ("7.5", 7.5),
     "tp_timeout_s": ("9.5", 9.5),
     "tp_all_reduce": ("group", "group"),
     "draft_rounds": ("host", "host"),

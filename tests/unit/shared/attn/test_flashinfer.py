@@ -5,6 +5,7 @@ A fake library computes attention from the plan alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -133,6 +134,28 @@ def test_the_plan_says_what_every_row_sees(
     backend.plan(batch)
     backend.run(0, *rows, pool, 0.3, window, None, softcap)
     assert PlannedAttention.plans == 2, "a new step needs a new plan"
+
+
+def test_idle_sequences_are_left_out_and_yield_zeros(backend: FlashInferAttention) -> None:
+    pool, batch, rows = step(tree=False)
+    batch = replace(
+        batch,
+        kv_lens=torch.tensor([99, 12, 0, 6], dtype=torch.int32),
+        prefix_lens=torch.tensor([99, 9, 0, 5], dtype=torch.int32),
+        query_start=torch.tensor([0, 1, 3, 4, 5], dtype=torch.int32),
+        table_rows=torch.tensor([-1, 1, 0, 0], dtype=torch.int32),
+        slots=torch.full((5,), -1),
+        ragged=True,
+    )
+    reference = TorchAttention()
+    for planned in (batch, replace(batch, table_rows=torch.full((4,), -1, dtype=torch.int32))):
+        reference.plan(planned)
+        backend.plan(planned)
+        expected = reference.run(0, *rows, pool, 0.3)
+        found = backend.run(0, *rows, pool, 0.3)
+        torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
+        assert not bool(found[[0, 3]].any())
+        assert bool(found[[1, 2, 4]].any()) == (planned is batch)
 
 
 def test_what_it_cannot_do_is_refused_by_name(backend: FlashInferAttention) -> None:

@@ -132,3 +132,14 @@ def test_a_pool_that_does_not_fit_says_what_it_needs() -> None:
 def test_a_page_size_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="page_size"):
         make_pool(page_size=0)
+
+
+def test_scattered_features_are_stored_in_the_plane_and_in_the_slots_state() -> None:
+    pool = KVPool(2, 4, 1, 1, 8, torch.float32, "cpu", feature_size=3)
+    rows, out = torch.randn(3, 3), torch.zeros(2, 2, 3)
+    pool.scatter_features(rows, torch.tensor([5, -1, 2]), torch.tensor([3, -1, 0]), out)
+    assert pool.features is not None
+    stored = pool.features.view(-1, 3)
+    assert torch.equal(stored[[5, 2]], rows[[0, 2]])
+    assert torch.equal(out.view(-1, 3)[[3, 0]], rows[[0, 2]])
+    assert int(stored.any(1).sum()) == int(out.any(2).sum()) == 2

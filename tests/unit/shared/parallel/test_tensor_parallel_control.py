@@ -47,14 +47,16 @@ def test_bytes_that_are_no_command_are_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("words", [0, 1, 3])
+@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize(
     ("token_type", "position_type"),
     [(torch.int32, torch.int64), (torch.int64, torch.int32), (torch.int32, torch.int32)],
 )
 def test_a_steps_inputs_survive_packing(
-    words: int, token_type: torch.dtype, position_type: torch.dtype
+    words: int, mapped: bool, token_type: torch.dtype, position_type: torch.dtype
 ) -> None:
     rows, bs, pages = 5, 3, 7
+    tables = 8 if mapped else bs
 
     def some(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.randint(-(1 << 30), 1 << 30, shape).to(dtype)
@@ -63,7 +65,7 @@ def test_a_steps_inputs_survive_packing(
         tokens=some(rows, dtype=token_type),
         positions=some(2 * rows, dtype=position_type)[::2],  # strided
         batch=AttentionBatch(
-            page_table=some(bs, pages + 2)[:, :pages],
+            page_table=some(tables, pages + 2)[:, :pages],
             prefix_lens=some(bs),
             kv_lens=some(bs),
             query_start=some(bs + 1),
@@ -71,6 +73,8 @@ def test_a_steps_inputs_survive_packing(
             slots=some(rows, dtype=torch.int64) << 20,
             max_query_len=4,
             max_kv_len=99,
+            table_rows=some(bs) if mapped else None,
+            ragged=mapped,
         ),
     )
     command = inputs.command()

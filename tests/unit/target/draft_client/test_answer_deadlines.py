@@ -18,7 +18,6 @@ from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.services.target.draft_client.link import TargetIdentity, Weight
 from outrider.services.target.draft_client.remote_drafter import FAULTS_TO_RECONNECT, RemoteDrafter
 from outrider.services.target.draft_client.transport.carrier import Carrier
-from outrider.services.target.drafting.proposals import Proposal, Proposals
 from outrider.shared.spec.drafter import Commit, Commits, ProposalRequest, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.tree import DraftShape
@@ -219,27 +218,3 @@ def test_faults_in_a_row_end_the_connection(target: Target) -> None:
         target.link.breaker.sign_of_life(target.clock.now)
     assert target.connection.ended.is_set()
     assert target.link.breaker.faults == FAULTS_TO_RECONNECT
-
-
-@pytest.mark.parametrize(
-    ("nodes", "wait_s", "reason", "counts"),
-    [
-        (3, 0.0, "", True),
-        (1, 0.0, "warming", False),
-        (1, 0.0, "draft_down", False),
-        (1, CAP_S, "late", True),
-        (1, 0.0, "empty_tree", True),
-    ],
-)
-def test_a_proposal_that_is_owed_teaches_no_cost(
-    target: Target, nodes: int, wait_s: float, reason: str, counts: bool
-) -> None:
-    """Otherwise the controller would learn that an absent draft is fast, and hardly wait for it."""
-    fence = Fence(1, 1, 4, 0)
-    request = ProposalRequest(1, [ProposalRow(fence, 7, SHAPE)], CAP_S)
-    proposal = Proposal(request, [0], SHAPE.depth, 0.0)
-    drafter = SimpleNamespace(fallback_reason=lambda session_id: reason)
-    proposals = Proposals(drafter, None, None, None)  # type: ignore[arg-type]
-    drafts = SimpleNamespace(tokens=torch.zeros(1, nodes))
-    timed = proposals.timed(proposal, [SimpleNamespace(session_id=1)], drafts, wait_s)  # type: ignore[arg-type, list-item]
-    assert timed is (proposal if counts else None)

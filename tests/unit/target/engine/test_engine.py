@@ -19,6 +19,7 @@ from support.target_harness import (
 from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OverloadedError, UnavailableError
 from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
@@ -40,9 +41,10 @@ def plain(decoder: Decoder) -> list[int]:
     return generate_plain(decoder, NoDrafter(), PROMPT, 60)
 
 
-@pytest.fixture
-def harness(decoder: Decoder) -> Harness:
-    return make_harness(decoder, FakeDrafter(random_plan(VOCAB)), max_running=4, max_queued=6)
+@pytest.fixture(params=[0, 1], ids=["read first", "one ahead"])
+def harness(decoder: Decoder, request: pytest.FixtureRequest) -> Harness:
+    plan = LoopPlan(lookahead=request.param)
+    return make_harness(decoder, FakeDrafter(random_plan(VOCAB)), max_running=4, max_queued=6, plan=plan)
 
 
 def unused(plain: list[int]) -> int:
@@ -167,12 +169,17 @@ def test_a_rejected_node_that_is_not_a_number_harms_nobody(
     ],
 )
 def test_a_failing_step_fails_its_requests_and_the_engine_lives(
-    harness: Harness, plain: list[int], monkeypatch: pytest.MonkeyPatch, error: Exception, code: ErrorCode
+    harness: Harness,
+    decoder: Decoder,
+    plain: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    code: ErrorCode,
 ) -> None:
     harness.submit(PROMPT, 60, request_id="a")
     harness.step()
     with monkeypatch.context() as patch:
-        patch.setattr(harness.runner, "verify", lambda *arguments: (_ for _ in ()).throw(error))
+        patch.setattr(decoder, "forward", lambda *arguments: (_ for _ in ()).throw(error))
         with pytest.raises(type(error)) as failure:
             harness.engine.step()
         harness.engine.step_failed(failure.value)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.target_harness import trees_to_batch
 
+from outrider.kernels.packed_round import PackedTrees
 from outrider.kernels.verify import verify_tree
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance, rates_of_mean
 from outrider.shared.base.errors import ConfigurationError
@@ -110,3 +111,27 @@ def test_a_change_of_rates_keeps_the_tensor() -> None:
     synthetic.set_rates([1.0])
     assert set(accepted(synthetic, drafts, range(20))) == {1}
     assert synthetic._thresholds.data_ptr() == address
+
+
+def test_packed_trees_accept_as_many_drafts_as_padded_trees() -> None:
+    synthetic = of_mean(2.4)
+    drafts = trees_to_batch([(9, BUSH), (8, []), (7, CHAIN)])
+    counts = drafts.num_nodes.tolist()
+    chosen = torch.full(drafts.tokens.shape, VOCAB - 1)
+    positions, seeds = torch.tensor([40, 41, 42]), torch.tensor([5, 6, 7])
+    want = synthetic(chosen, drafts, positions, seeds)
+    real = torch.arange(chosen.shape[1]) < drafts.num_nodes[:, None]
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    trees = PackedTrees(
+        tokens=drafts.tokens[real],
+        parents=drafts.parents[real],
+        depths=drafts.depths[real],
+        ancestors=drafts.ancestors[real],
+        logprobs=torch.zeros(sum(counts)),
+        num_nodes=drafts.num_nodes,
+    )
+    of_rows = (tensor.repeat_interleave(drafts.num_nodes) for tensor in (positions, seeds))
+    planted = synthetic.packed(chosen[real], trees, starts, *of_rows)
+    assert torch.equal(planted, want[real])
+    assert int(planted[counts[0]]) == VOCAB - 1
+    assert not torch.equal(planted, chosen[real])

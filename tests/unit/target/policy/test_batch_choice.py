@@ -57,7 +57,8 @@ class Machine:
         rng = random.Random(self.seed)
         tokens, seconds, shapes = 0, 0.0, []
         for _ in range(rounds):
-            shape = controller.choose_common([RowBound(state, bound, 100, chain) for state in rows])
+            shape, *others = controller.choose_common([RowBound(state, bound, 100, chain) for state in rows])
+            assert all(other == shape for other in others), "rows with equal bounds must get one shape"
             executed = []
             rate = self.chain_acceptance if shape.topk == 1 else self.acceptance
             for state in rows:
@@ -213,3 +214,82 @@ def test_the_other_form_is_tried_ever_more_rarely() -> None:
     gaps = [later - earlier for earlier, later in pairwise(looks)]
     assert len(gaps) >= 3
     assert gaps == sorted(gaps)
+
+
+@dataclass
+class MixedMachine:
+    """Rounds in which some rows are not `auto`. The machine accepts each draft with the given probability."""
+
+    acceptance: float
+    others: int
+    other_nodes: int
+    row_s: float = 0.00001
+    level_s: float = 0.0002
+    seed: int = 0
+
+    def run(
+        self, controller: SpeculationController, groups: list[list[RowBound]], rounds: int
+    ) -> list[list[DraftShape]]:
+        """Run rounds; return for every round the shape of each group of rows with equal bounds."""
+        rng = random.Random(self.seed)
+        chosen = []
+        for _ in range(rounds):
+            rows = [row for group in groups for row in group]
+            shapes = controller.choose_common(rows, len(rows) + self.others, self.other_nodes)
+            executed = [ExecutedRow(None, self.other_nodes // self.others, 0, 0)] * self.others
+            for row, shape in zip(rows, shapes, strict=True):
+                accepted = 0
+                while accepted < shape.depth and rng.random() < self.acceptance:
+                    accepted += 1
+                executed.append(
+                    ExecutedRow(row.state, shape.max_nodes, shape.depth, accepted, shape.topk == 1)
+                )
+            depth = max(shape.depth for shape in shapes)
+            nodes = sum(shape.max_nodes for shape in shapes) + self.other_nodes
+            taken = 0.004 + self.row_s * nodes + self.level_s * depth
+            controller.observe(ExecutedStep(executed, depth, 0.0 if depth else None, 0.0, 0.0, taken))
+            firsts = [sum(map(len, groups[:index])) for index in range(len(groups))]
+            for first, group in zip(firsts, groups, strict=True):
+                assert len(set(shapes[first : first + len(group)])) == 1
+            chosen.append([shapes[first] for first in firsts])
+        return chosen
+
+
+def bounds(controller: SpeculationController, count: int, bound: DraftShape = BOUND) -> list[RowBound]:
+    return [RowBound(controller.new_row(), bound, 100) for _ in range(count)]
+
+
+def test_rows_beside_plain_rows_draft_and_measure_a_plain_round_again() -> None:
+    controller = SpeculationController()
+    machine = MixedMachine(acceptance=0.9, others=4, other_nodes=4)
+    shapes = [shape for (shape,) in machine.run(controller, [bounds(controller, 4)], 400)]
+    assert not shapes[0].drafts, "the plain cost is measured first"
+    assert sum(shape.drafts for shape in shapes) > 350
+    assert any(not shape.drafts for shape in shapes[20:]), "the plain cost must be measured again"
+
+
+def test_no_plain_round_is_probed_for_beside_rows_that_always_draft() -> None:
+    controller = SpeculationController()
+    controller.costs.observe_round(8, 8, 0, 0.004)
+    machine = MixedMachine(acceptance=0.9, others=4, other_nodes=4 * 16)
+    shapes = [shape for (shape,) in machine.run(controller, [bounds(controller, 4)], 300)]
+    assert all(shape.drafts for shape in shapes[20:]), "a round with other trees measures no plain cost"
+
+
+def test_rows_with_other_bounds_get_a_shape_of_their_own() -> None:
+    controller = SpeculationController()
+    machine = MixedMachine(acceptance=0.95, others=1, other_nodes=1)
+    small = DraftShape(2, 2, 5)
+    groups = [bounds(controller, 3), bounds(controller, 2, small)]
+    chosen = machine.run(controller, groups, 300)
+    assert {shapes[1].depth for shapes in chosen} <= {0, 1, 2}
+    assert sum(shapes == [BOUND, small] for shapes in chosen[100:]) > 100
+
+
+@pytest.mark.parametrize(("level_s", "pays"), [(0.00002, True), (0.0004, False)])
+def test_one_row_among_plain_rows_drafts_if_that_delays_the_others_little(level_s: float, pays: bool) -> None:
+    controller = SpeculationController()
+    machine = MixedMachine(acceptance=0.9, others=15, other_nodes=15, row_s=0.000001, level_s=level_s)
+    shapes = [shape for (shape,) in machine.run(controller, [bounds(controller, 1)], 300)]
+    drafted = sum(shape.drafts for shape in shapes[100:])
+    assert drafted > 150 if pays else drafted < 50

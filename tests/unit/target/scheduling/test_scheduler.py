@@ -123,6 +123,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         self.scheduler.check()
         assert len(self.scheduler.active) <= LIMITS.max_running
+        slots = [sequence.slot for sequence in self.scheduler.active]
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= slot < LIMITS.max_running for slot in slots)
+        assert all(sequence.slot == -1 for sequence in self.scheduler.waiting)
         queued = [sequence for sequence in self.scheduler.waiting if not sequence.resumptions]
         assert self.scheduler.gate.requests == len(queued)
 
@@ -196,38 +200,131 @@ def running(num_pages: int, prompts: Seq[int], max_new_tokens: int) -> tuple[Sch
     return scheduler, sequences
 
 
-def test_with_plenty_of_pages_all_leases_of_a_batch_grow_together_and_rarely() -> None:
+def test_with_plenty_of_pages_leases_grow_rarely() -> None:
     scheduler, sequences = running(1000, [4, 5, 6], 300)
-    grown = []
+    grown = [0] * len(sequences)
     for ahead in range(200):
-        before = [len(sequence.lease.pages) for sequence in sequences if sequence.lease]
-        assert scheduler.reserve_all_ahead(
-            [(sequence, sequence.committed_len + ahead) for sequence in sequences]
-        )
-        after = [len(sequence.lease.pages) for sequence in sequences if sequence.lease]
-        if before != after:
-            assert all(now > then for now, then in zip(after, before, strict=True)), "all must grow together"
-            grown.append(ahead)
+        for index, sequence in enumerate(sequences):
+            assert sequence.lease is not None
+            before = len(sequence.lease.pages)
+            assert scheduler.reserve_ahead(sequence, sequence.committed_len + ahead)
+            grown[index] += len(sequence.lease.pages) > before
         assert all(one.reserved_len >= one.committed_len + ahead + one.node_bound for one in sequences)
         scheduler.check()
-    assert 200 // SPARE_TOKENS <= len(grown) <= 200 // SPARE_TOKENS + 1
+    assert all(200 // SPARE_TOKENS <= count <= 200 // SPARE_TOKENS + 1 for count in grown)
 
 
 def test_no_lease_grows_beyond_the_maximum_of_its_sequence() -> None:
     scheduler, sequences = running(1000, [4], 9)
-    assert scheduler.reserve_all_ahead([(sequences[0], sequences[0].committed_len + 4)])
+    assert scheduler.reserve_ahead(sequences[0], sequences[0].committed_len + 4)
     assert sequences[0].reserved_len < sequences[0].max_len + PAGE_SIZE
     scheduler.check()
 
 
 def test_with_few_pages_leases_grow_only_as_needed() -> None:
     scheduler, sequences = running(8, [4, 5], 300)
-    assert scheduler.reserve_all_ahead([(sequence, sequence.committed_len + 4) for sequence in sequences])
+    for sequence in sequences:
+        assert scheduler.reserve_ahead(sequence, sequence.committed_len + 4)
     assert [len(sequence.lease.pages) for sequence in sequences if sequence.lease] == [3, 3]
-    assert not scheduler.reserve_all_ahead(
-        [(sequence, sequence.committed_len + 20) for sequence in sequences]
-    )
+    assert not scheduler.reserve_ahead(sequences[0], sequences[0].committed_len + 20)
     scheduler.check()
+
+
+def submit(scheduler: Scheduler, *sequences: Sequence) -> None:
+    for sequence in sequences:
+        scheduler.gate.enter(sequence.prompt_len)
+        scheduler.add(sequence)
+
+
+def test_a_slot_is_owned_from_admission_to_the_end_and_reused() -> None:
+    scheduler = Scheduler(PageAllocator(64), PAGE_SIZE, SchedulerLimits(max_running=2))
+    first, second, third = (make_sequence(session_id, 4, 40) for session_id in (1, 2, 3))
+    submit(scheduler, first, second, third)
+    execute(scheduler, scheduler.schedule(0.0))
+    assert {first.slot, second.slot} == {0, 1}
+    assert third.slot == -1
+    assert first.residence == second.residence == 1
+    left = first.slot
+    scheduler.release(first, 0.0)
+    assert first.slot == -1
+    scheduler.schedule(0.0)
+    assert third.slot == left
+    scheduler.release(first, 0.0)
+    assert third.slot == left, "a second release must not free the slot of the next owner"
+
+
+def test_every_return_to_a_slot_is_a_new_residence() -> None:
+    scheduler = Scheduler(PageAllocator(6), PAGE_SIZE, SchedulerLimits())
+    old, young = (make_sequence(session_id, 6, 14) for session_id in (1, 2))
+    for sequence in (old, young):
+        submit(scheduler, sequence)
+        execute(scheduler, scheduler.schedule(0.0))
+    assert (old.residence, young.residence) == (1, 1)
+    while not (plan := scheduler.schedule(0.0)).retracted:
+        execute(scheduler, plan)
+    assert plan.retracted == [young]
+    assert young.slot == -1
+    execute(scheduler, plan)
+    while young.slot < 0:
+        execute(scheduler, scheduler.schedule(0.0))
+    assert (old.residence, young.residence) == (1, 2)
+
+
+def test_the_results_in_flight_of_a_recomputed_sequence_are_void() -> None:
+    scheduler, (sequence,) = running(64, [4], 30)
+    slot = sequence.slot
+    sequence.tokens_ahead, sequence.passes_ahead = 5, 1
+    scheduler.recompute(sequence)
+    assert sequence.slot == slot
+    assert sequence.residence == 2
+    assert (sequence.tokens_ahead, sequence.passes_ahead, sequence.cached_len) == (0, 0, 0)
+    plan = scheduler.schedule(0.0)
+    assert [(chunk.start, chunk.stop) for chunk in plan.prefills] == [(0, 5)]
+    assert not plan.decodes
+
+
+def test_a_released_sequence_has_nothing_in_flight() -> None:
+    scheduler, (sequence,) = running(64, [4], 30)
+    sequence.tokens_ahead, sequence.passes_ahead = 5, 1
+    scheduler.release(sequence, 0.0)
+    assert (sequence.tokens_ahead, sequence.passes_ahead) == (0, 0)
+
+
+def test_pages_cover_what_the_passes_in_flight_may_add() -> None:
+    scheduler, (sequence,) = running(64, [4], 300)
+    sequence.tokens_ahead, sequence.passes_ahead = 100, 1
+    assert sequence.committed_upper == 5 + 100
+    assert scheduler.schedule(0.0).decodes == [sequence]
+    assert sequence.reserved_len >= 105 + sequence.node_bound
+    sequence.tokens_ahead = 1000
+    assert sequence.committed_upper == sequence.end_len == 304
+
+
+def test_a_sequence_whose_last_token_is_in_flight_does_not_decode() -> None:
+    scheduler, (sequence,) = running(64, [4], 3)
+    assert sequence.remaining == 2
+    sequence.passes_ahead = sequence.tokens_ahead = 1
+    assert scheduler.decoding() == scheduler.schedule(0.0).decodes == [sequence]
+    sequence.passes_ahead = sequence.tokens_ahead = 2
+    assert scheduler.decoding() == scheduler.schedule(0.0).decodes == []
+
+
+def test_the_prompt_budget_applies_only_beside_decoding_sequences() -> None:
+    scheduler = Scheduler(PageAllocator(64), PAGE_SIZE, SchedulerLimits(prefill_chunk=50))
+    submit(scheduler, make_sequence(1, 30, 20))
+    plan = scheduler.schedule(0.0, 8)
+    assert [(chunk.start, chunk.stop) for chunk in plan.prefills] == [(0, 30)], "nobody waits for a token"
+    execute(scheduler, plan)
+    submit(scheduler, make_sequence(2, 20, 20), make_sequence(3, 20, 20))
+    spans = []
+    for _ in range(3):
+        plan = scheduler.schedule(0.0, 8)
+        assert next(sequence.session_id for sequence in plan.decodes) == 1
+        spans.append([(chunk.sequence.session_id, chunk.start, chunk.stop) for chunk in plan.prefills])
+        execute(scheduler, plan)
+    assert spans == [[(2, 0, 8)], [(2, 8, 16)], [(2, 16, 20), (3, 0, 4)]]
+    plan = scheduler.schedule(0.0, 1000)
+    assert [(chunk.start, chunk.stop) for chunk in plan.prefills] == [(4, 20)]
 
 
 def test_the_gate_bounds_requests_and_prompt_tokens() -> None:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from support.toys import make_toy_target
 
 from outrider.services.target import app
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.engine.device_loop import OverlapPlan
 from outrider.services.target.engine.engine import LOOK_S
+from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup.graph_plan import GraphPlan, await_draft, plan_graphs
-from outrider.shared.engine.buckets import Buckets
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState, FeatureSpec
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -53,17 +53,19 @@ def spec_of(decoder: Decoder, name: str) -> FeatureSpec:
 
 
 def pieces(harness: Harness) -> list[Any]:
-    return [record for shape in (NO_DRAFT, TREE) for record in harness.engine.recordings(1, shape)] + [
-        harness.engine.prefill_recording(32)
-    ]
+    recordings = harness.engine.recordings([(1, NO_DRAFT), (1, TREE)])
+    return [record for _description, record in recordings] + [harness.engine.prefill_recording(32)]
+
+
+def of_a_draft(key: Hashable) -> bool:
+    return isinstance(key, GraphKey) and key.draft_dependent
 
 
 def recorded(decoder: Decoder, drafter: AnswerDrafter) -> tuple[Harness, BoundedGraphs]:
     """Return an engine that has recorded its startup graphs."""
     graphs = BoundedGraphs(8)
-    harness = make_harness(
-        decoder, drafter, overlap=OverlapPlan((1, 2), 6), graphs=graphs, buckets=Buckets.make(2, 8)
-    )
+    plan = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=5, max_nodes=8)
+    harness = make_harness(decoder, drafter, plan=plan, graphs=graphs, max_running=2)
     with graphs.keeping():
         for record in pieces(harness):
             record()
@@ -98,9 +100,10 @@ def test_graphs_of_another_draft_are_recorded_while_idle(decoder: Decoder) -> No
     assert asked.is_set()
     assert not engine.has_work()
     assert set(graphs.keys) == set(start)
-    assert graphs.captured[len(start) :] == [key for key in start if key[-1] is True], (
+    assert {of_a_draft(key) for key in start} == {True, False}
+    assert graphs.captured[len(start) :] == [key for key in start if of_a_draft(key)], (
         "graphs of plain decoding must stay, since they contain nothing of a draft"
-    )  # type: ignore[index]
+    )
 
     drafter.spec = spec_of(decoder, "three")
     harness.submit(PROMPT, 30, request_id="first", shape=(3, 2, 7))
@@ -108,7 +111,8 @@ def test_graphs_of_another_draft_are_recorded_while_idle(decoder: Decoder) -> No
     while harness.engine.num_live:
         engine.step()
     assert harness.sink.tokens["first"] == plain
-    assert len(graphs.captured) - before <= 1, "while a request is live, only frequent keys may be recorded"
+    kinds = [key.kind for key in graphs.captured[before:] if isinstance(key, GraphKey)]
+    assert sorted(kinds) == ["draft", "verify"], "while a request is live, only frequent keys may be recorded"
     harness.run()
     assert set(start) <= set(graphs.keys)
 
@@ -174,8 +178,8 @@ def test_graphs_for_the_draft_are_recorded_before_the_target_is_ready(
         asyncio.run(target.wait_for_draft(20.0))
         assert drafter.left < 0, "the draft must have connected"
         assert not graphs.observer.gone, "no recorded graph may be dropped"
-        held = [key for key in graphs.keys if key[-1] is True]  # type: ignore[index]
-        assert {key[0] for key in held} == {"verify", "round", "prefill"}
+        kinds = {key.kind for key in graphs.keys if isinstance(key, GraphKey) and key.draft_dependent}
+        assert kinds == {"verify", "prefill"}
     finally:
         target.shutdown()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.engine.recordings import Recording
 from outrider.services.target.engine.rerecording import Rerecording
 from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.services.target.settings import TargetSettings
@@ -23,7 +24,7 @@ from outrider.services.target.startup.graph_plan import (
     record_graphs,
 )
 from outrider.shared.base.generation import SpeculationMode
-from outrider.shared.engine.buckets import Buckets, batch_buckets
+from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -32,29 +33,41 @@ def settings(**values: Any) -> TargetSettings:
     return TargetSettings.load({"model": Path("model"), "device": "cpu", **values})
 
 
-def test_a_cpu_records_nothing_and_uses_host_rounds() -> None:
+def test_a_cpu_records_nothing_and_reads_each_round_first() -> None:
     plan = plan_graphs(settings(), cuda=False, waits=True)
-    assert (plan.graphs, plan.overlap, plan.buckets) == (False, None, None)
+    assert not plan.graphs
+    assert (plan.loop.lookahead, plan.loop.drafts_on_device) == (0, False)
 
 
-def test_the_device_loop_can_be_enabled_on_a_cpu() -> None:
+def test_rounds_ahead_can_be_enabled_on_a_cpu() -> None:
     plan = plan_graphs(settings(overlap_schedule="on"), cuda=False, waits=True)
-    assert plan.overlap is not None
-    assert (plan.graphs, plan.buckets) == (False, None)
+    assert (plan.loop.lookahead, plan.loop.drafts_on_device) == (1, True)
+    assert not plan.graphs
 
 
 def test_a_gpu_records_the_usual_shapes() -> None:
     given = settings(max_running_requests=48, num_steps=5, topk=8, num_draft_tokens=32)
     plan = plan_graphs(given, cuda=True, waits=False, offers=False)
     assert plan.graphs
-    assert plan.overlap is not None
-    assert plan.overlap.batch_sizes == plan.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 48)
-    assert plan.overlap.columns == 6
-    assert plan.buckets is not None
-    assert plan.buckets.nodes == (1, 2, 4, 6, 8, 16, 32, 64, 128)
+    assert (plan.loop.lookahead, plan.loop.drafts_on_device) == (1, True)
+    assert plan.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 48)
     assert plan.shapes == (NO_DRAFT, DraftShape(5, 8, 32), DraftShape(5, 1, 6))
     assert plan.shapes_at(16) == plan.shapes
     assert plan.shapes_at(48) == (NO_DRAFT, DraftShape(5, 1, 6)), "1536 rows are recorded on demand only"
+
+
+def test_the_loop_serves_every_shape_that_requests_may_ask_for() -> None:
+    given = settings(max_steps=12, max_nodes=100, num_steps=5, max_packed_rows=600, prefill_budget_ms=35)
+    loop = plan_graphs(given, cuda=True, waits=False).loop
+    assert (loop.max_depth, loop.max_nodes, loop.columns) == (12, 100, 6)
+    assert loop.max_packed_rows == 600
+    assert loop.prefill_budget_s == pytest.approx(0.035)
+
+
+def test_the_loops_limits_have_defaults() -> None:
+    loop = plan_graphs(settings(), cuda=True, waits=False).loop
+    assert loop.max_packed_rows == 2048
+    assert loop.prefill_budget_s == pytest.approx(0.02)
 
 
 def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
@@ -73,8 +86,8 @@ def test_the_shapes_of_auto_are_recorded_at_startup() -> None:
     class Engine:
         rerecording = Rerecording(GraphCache("cpu"))
 
-        def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
-            return [lambda: asked.append((bs, shape))]
+        def recordings(self, batches: list[tuple[int, DraftShape]]) -> list[Recording]:
+            return [("a round", lambda batch=batch: asked.append(batch)) for batch in batches]  # type: ignore[misc]
 
         def prefill_recording(self, size: int) -> Callable[[], None]:
             return lambda: None
@@ -120,7 +133,8 @@ def test_chains_stay_within_explicit_bounds(given: dict[str, Any], longest: int)
 )
 def test_each_can_be_turned_off(values: dict[str, Any], graphs: bool, overlaps: bool) -> None:
     plan = plan_graphs(settings(**values), cuda=True, waits=False)
-    assert (plan.graphs, plan.overlap is not None) == (graphs, overlaps)
+    assert (plan.graphs, bool(plan.loop.lookahead)) == (graphs, overlaps)
+    assert plan.loop.drafts_on_device == overlaps
 
 
 @pytest.mark.parametrize(
@@ -135,29 +149,29 @@ def test_short_prompts_are_recorded_where_that_changes_nothing(values: dict[str,
 
 def test_a_backend_that_waits_for_the_device_is_not_recorded() -> None:
     plan = plan_graphs(settings(), cuda=True, waits=True)
-    assert (plan.graphs, plan.overlap) == (False, None)
+    assert (plan.graphs, plan.loop.lookahead) == (False, 0)
 
 
 @pytest.mark.parametrize(
-    ("values", "waits", "observed", "rounds"),
+    ("values", "waits", "observed", "compiles"),
     [
         ({}, False, False, True),
         ({"disable_cuda_graph": True}, False, False, True),
-        ({"disable_cuda_graph": True, "disable_overlap_schedule": True}, False, False, False),
-        ({"tp": 2}, False, True, None),
-        ({"attention_backend": "flashinfer"}, True, False, None),
+        ({"disable_cuda_graph": True, "disable_overlap_schedule": True}, False, False, True),
+        ({"tp": 2}, False, True, False),
+        ({"attention_backend": "flashinfer"}, True, False, False),
     ],
-    ids=["graphs", "overlap alone", "prompts alone", "tp", "flashinfer"],
+    ids=["graphs", "no graphs", "no graphs and no overlap", "tp", "flashinfer"],
 )
 def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
-    values: dict[str, Any], waits: bool, observed: bool, rounds: bool | None, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, Any], waits: bool, observed: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearsed: list[int] = []
     said: list[str] = []
 
     class Engine:
-        def recordings(self, bs: int, shape: DraftShape) -> list[Callable[[], None]]:
-            return [lambda: None]
+        def recordings(self, batches: list[tuple[int, DraftShape]]) -> list[Recording]:
+            return [("a round", lambda: None) for _batch in batches]
 
         def prefill_recording(self, size: int) -> Callable[[], None]:
             return lambda: None
@@ -171,20 +185,20 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
     plan = plan_graphs(settings(**values), cuda=True, waits=waits, offers=False)
     graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=observed, enabled=plan.graphs)
     compile_kernels(cast(TargetEngine, Engine()), graphs, plan, [lambda: None], to_console=False)
-    if rounds is None:
+    if compiles:
+        rounds = sum(len(plan.shapes_at(size)) for size in plan.batch_sizes)
+        assert rounds > 0
+        assert rehearsed == [1 + len(plan.prefills) + rounds]
+        assert not said
+    else:
         assert not rehearsed
         assert len(said) == 1
-    else:
-        pieces = len(plan.prefills) + sum(len(plan.shapes_at(bs)) for bs in plan.batch_sizes)
-        assert rehearsed == [1 + pieces]
-        assert (pieces > 0) == rounds
-        assert not said
 
 
 def test_recordings_that_a_late_draft_adds_are_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
-        def recordings(self, bs: int, shape: DraftShape) -> list[Any]:
-            return [(bs, shape)]
+        def recordings(self, batches: list[tuple[int, DraftShape]]) -> list[Any]:
+            return [("a round", batch) for batch in batches]
 
         def prefill_recording(self, size: int) -> Any:
             return size
@@ -207,18 +221,15 @@ def test_a_default_tree_that_is_a_chain_is_listed_once() -> None:
 
 
 @pytest.mark.parametrize("disabled", [False, True])
-def test_recording_limits_do_not_limit_device_rounds(disabled: bool) -> None:
+def test_recording_limits_do_not_limit_rounds_ahead(disabled: bool) -> None:
     given = settings(max_running_requests=48, cuda_graph_max_bs=4, disable_cuda_graph=disabled)
     plan = plan_graphs(given, cuda=True, waits=False)
-    assert plan.overlap is not None
-    assert plan.overlap.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 48)
-    assert plan.overlap.recorded == 4
-    assert plan.batch_sizes == (plan.overlap.batch_sizes if disabled else (1, 2, 4))
+    assert plan.loop.lookahead == 1
+    assert plan.loop.recorded_entries == 4
+    assert plan.batch_sizes == (1, 2, 4)
 
 
-def test_sizes_are_rounded_up_to_buckets() -> None:
-    buckets = Buckets.make(20, 128, [6, 32])
-    assert buckets.batch_sizes == (1, 2, 4, 8, 16, 20)
+def test_batch_sizes_are_rounded_up_to_buckets() -> None:
     assert batch_buckets(100) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100)
     assert [batch_buckets(limit) for limit in (1, 8, 24, 64)] == [
         (1,),
@@ -226,9 +237,4 @@ def test_sizes_are_rounded_up_to_buckets() -> None:
         (1, 2, 4, 8, 16, 24),
         batch_buckets(100)[:9],
     ]
-    large = Buckets.make(64, 128, [32])
-    assert large.batch_size(17) == 24, "17 trees of 32 nodes must need 768 rows, not 1024"
-    assert large.batch_size(33) == 48, "33 trees of 32 nodes must need 1536 rows, not 2048"
-    assert [buckets.batch_size(count) for count in (1, 3, 17, 20, 21)] == [1, 4, 20, 20, None]
-    assert [buckets.num_nodes(count) for count in (1, 5, 6, 7, 33, 129)] == [1, 6, 6, 8, 64, None]
-    assert Buckets.make(1, 1).batch_sizes == (1,)
+    assert [bucket(batch_buckets(20), count) for count in (1, 3, 17, 20, 21)] == [1, 4, 20, 20, None]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from support.parity_faults import FAULTS, planted
 from support.target_harness import FakeDrafter, Harness, load_toy, make_harness, random_plan
 from support.toys import make_toy_target
 
@@ -30,21 +31,13 @@ def harness(decoder: Decoder) -> Harness:
     return make_harness(decoder, FakeDrafter(random_plan(VOCAB)), max_running=4, max_queued=6)
 
 
-def test_the_parity_check_passes_and_can_fail(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_parity(harness.runner, harness.engine.controller)
-    assert harness.engine.controller.costs.plain_step(1) is not None
+def test_the_parity_check_passes_and_can_fail(harness: Harness) -> None:
+    result = check_parity(harness.runner)
+    assert result is not None
+    assert 0 < result.error < result.bound
     assert harness.scheduler.allocator.held_pages == 0
-    attention = harness.runner.attention
-    plan = attention.plan
-
-    def causal_only(batch: object) -> None:
-        from dataclasses import replace
-
-        plan(replace(batch, ancestors=None))  # type: ignore[type-var]
-
-    monkeypatch.setattr(attention, "plan", causal_only)
-    with pytest.raises(UnavailableError) as failed:
-        check_parity(harness.runner, harness.engine.controller)
+    with planted(harness.runner, FAULTS["no mask"]), pytest.raises(UnavailableError) as failed:
+        check_parity(harness.runner)
     assert failed.value.reason == "parity_check_failed"
     assert harness.scheduler.allocator.held_pages == 0
 

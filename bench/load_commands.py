@@ -1,0 +1,295 @@
+"""The commands that load a server: `outrider bench serve` and `outrider bench mixed`, with their flags."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from outrider.bench.options import (
+    Device,
+    DraftDir,
+    Dtype,
+    Force,
+    Output,
+    Prompts,
+    StackTransport,
+    TargetDir,
+    choice,
+    draft_folder,
+    leave_on_terminate,
+    numbers,
+    result_file,
+)
+from outrider.services.stack.launch import free_port
+from outrider.services.stack.options import DEMO_TARGET, StackOptions, Transport
+from outrider.shared.base.errors import ConfigurationError
+
+OMITTABLE = ("ignore_eos", "min_p", "seed", "speculation", "stream_options", "top_k", "top_p")
+ApiKey = Annotated[str | None, typer.Option(help="API key to send, if the server requires one.")]
+Omit = Annotated[
+    str,
+    typer.Option(
+        help="Comma-separated fields to leave out of the requests, such as ignore_eos, for servers that "
+        "refuse them.",
+        show_default="none",
+    ),
+]
+
+
+def serve(
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a running server: Outrider, or any server with OpenAI's API.",
+            show_default="a stack is started",
+        ),
+    ] = None,
+    grpc_address: Annotated[
+        str | None, typer.Option("--grpc", help="gRPC address of a running gateway.", metavar="ADDRESS")
+    ] = None,
+    api: Annotated[str, typer.Option(help="Endpoint of the stack started here: rest or grpc.")] = "rest",
+    api_key: ApiKey = None,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(help="Open loop: requests per second on average (Poisson).", show_default="2.0"),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Closed loop: number of clients that each send one request after the other.",
+            show_default="an open loop",
+        ),
+    ] = None,
+    duration: Annotated[float, typer.Option(help="Seconds during which requests are sent.")] = 30.0,
+    warm_up: Annotated[
+        float, typer.Option(min=0.0, help="Seconds of the same load beforehand, not counted.")
+    ] = 0.0,
+    prompts: Prompts = None,
+    route: Annotated[
+        str,
+        typer.Option(
+            help="Route for the prompts of --prompts: chat (messages), or completions (their text, for "
+            "models without a chat template)."
+        ),
+    ] = "chat",
+    prompt_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Use random prompts of token ids. Each request draws one of these lengths: 16,256,2048.",
+            show_default="the prompts of --prompts",
+        ),
+    ] = None,
+    vocab: Annotated[
+        int, typer.Option(min=16, help="The token ids of random prompts are below this number.")
+    ] = 200,
+    max_tokens: Annotated[
+        str, typer.Option(help="Tokens per answer. Each request draws one of these lengths.")
+    ] = "128",
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy.", show_default="0.0")
+    ] = None,
+    sampling: Annotated[
+        str | None,
+        typer.Option(
+            help="Samplings, of which each request draws one: greedy, temperature, top_k, top_p, min_p, "
+            "filters, seed.",
+            show_default="the one of --temperature",
+        ),
+    ] = None,
+    speculation_mode: Annotated[
+        str, typer.Option("--speculation", help="auto, on or off. Other servers than Outrider need auto.")
+    ] = "auto",
+    omit: Omit = "",
+    first_token_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Goodput: longest time to the first token, in milliseconds.", show_default="no limit"
+        ),
+    ] = None,
+    per_token_limit: Annotated[
+        float | None,
+        typer.Option(
+            help="Goodput: longest time per token after the first, in milliseconds.", show_default="no limit"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the arrival times and of the requests.")] = 0,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    transport: StackTransport = Transport.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Measure client latency under a load on any server: tokens/s, TTFT, ITL, e2e, goodput, accept length."""
+    from outrider.bench.load.open_loop import Load
+    from outrider.bench.load.rest import Route
+    from outrider.bench.load.samplings import named_samplings
+    from outrider.bench.load.serve import Api, ServeOptions, run_serve
+
+    leave_on_terminate()
+    for first, second, both in (
+        ("--url", "--grpc", url is not None and grpc_address is not None),
+        ("--request-rate", "--concurrency", request_rate is not None and concurrency is not None),
+        ("--temperature", "--sampling", temperature is not None and sampling is not None),
+        ("--prompts", "--prompt-tokens", prompts is not None and prompt_tokens is not None),
+    ):
+        if both:
+            raise ConfigurationError(f"{first} and {second} exclude each other; give only one.", field=first)
+    rate = 2.0 if request_rate is None else request_rate
+    if not rate > 0 or not duration > 0:
+        raise ConfigurationError("--request-rate and --duration must be above 0.", field="--request-rate")
+    speculation = {"mode": choice(speculation_mode, ("auto", "on", "off"), "--speculation")}
+    endpoint = Api(choice(api, [kind.value for kind in Api], "--api"))
+    path_of_text = Route(choice(route, [kind.value for kind in Route], "--route"))
+    own = url is None and grpc_address is None
+    options = ServeOptions(
+        stack=StackOptions(
+            target=target or DEMO_TARGET,
+            draft=draft_folder(target, draft),
+            device=device,
+            dtype=dtype,
+            port=free_port(),
+            transport=transport,
+        ),
+        url=url,
+        grpc=grpc_address,
+        api=endpoint,
+        api_key=api_key,
+        load=Load(rate, duration, seed),
+        concurrency=concurrency,
+        warm_up_s=warm_up,
+        prompts=prompts,
+        prompt_tokens=[] if prompt_tokens is None else numbers(prompt_tokens, "--prompt-tokens"),
+        vocab=vocab,
+        max_tokens=numbers(max_tokens, "--max-tokens"),
+        samplings=[{"temperature": temperature or 0.0}] if sampling is None else named_samplings(sampling),
+        route=path_of_text,
+        omitted=_fields(omit),
+        speculation=speculation,
+        first_token_limit_ms=first_token_limit,
+        per_token_limit_ms=per_token_limit,
+        output=result_file(output, "serve", device if own else "remote", force),
+    )
+    raise typer.Exit(run_serve(options))
+
+
+def mixed(
+    url: Annotated[
+        str | None, typer.Option(help="Address of a running server.", show_default="a stack is started")
+    ] = None,
+    api: Annotated[
+        str,
+        typer.Option(
+            help="Format of the requests: outrider (/generate, all cases), or openai (/v1/completions with "
+            "token ids, the cases without the speculation field)."
+        ),
+    ] = "outrider",
+    api_key: ApiKey = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Parts to run, each with an optional pattern of names, such as odd:*tree*,soak. odd: speed "
+            "beside one request that differs. auto: auto against off. gap: longest pause of streams while a "
+            "long prompt prefills. ttft: time to first token by prompt length. soak: clients that differ in "
+            "everything."
+        ),
+    ] = "odd,auto,gap,ttft,soak",
+    omit: Omit = "",
+    vocab: Annotated[
+        int | None,
+        typer.Option(
+            help="The token ids of the prompts are below this number.",
+            show_default="the vocabulary if the server states it, else 1000",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="odd: number of equal requests.", show_default="32")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of runs; the figures are their medians.")] = 5,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="odd and auto: tokens per prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=1, help="odd: tokens per answer.")] = 300,
+    auto_batch: Annotated[str | None, typer.Option(help="auto: batch sizes.", show_default="1,16,64")] = None,
+    auto_tokens: Annotated[
+        str | None, typer.Option(help="auto: tokens per answer.", show_default="256,1500")
+    ] = None,
+    longest: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="gap: tokens of the long prompt; soak: longest prompt.", show_default="12000"
+        ),
+    ] = None,
+    ttft: Annotated[
+        str | None,
+        typer.Option(help="ttft: prompt lengths.", show_default="16,256,300,512,1024,2048,8192,32768"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="soak: seconds per mix of requests.")] = 150.0,
+    clients: Annotated[int, typer.Option(min=1, help="soak: number of clients.")] = 120,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the soak's choices.")] = 1,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    transport: StackTransport = Transport.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Measure how much of a server's speed is left when requests differ: samplings, shapes, lengths.
+
+    Defaults that a server cannot run, such as prompts beyond its context, are reduced or left out.
+    """
+    from outrider.bench.mixed.client import Api
+    from outrider.bench.mixed.command import MixedOptions, run_mixed
+    from outrider.bench.mixed.plan import Wishes, parse_only
+
+    leave_on_terminate()
+    if not seconds > 0:
+        raise ConfigurationError(f"--seconds {seconds:g}: expected a number above 0.", field="--seconds")
+    form = Api(choice(api, [kind.value for kind in Api], "--api"))
+    if url is None and form is Api.OPENAI:
+        raise ConfigurationError("--api openai needs the --url of a running server.", field="--url")
+    options = MixedOptions(
+        stack=StackOptions(
+            target=target or DEMO_TARGET,
+            draft=draft_folder(target, draft),
+            device=device,
+            dtype=dtype,
+            port=free_port(),
+            transport=transport,
+        ),
+        url=url,
+        api=form,
+        api_key=api_key,
+        only=parse_only(only),
+        omitted=_fields(omit),
+        vocab=vocab,
+        wishes=Wishes(
+            batch=batch,
+            pairs=pairs,
+            prompt=prompt_tokens,
+            new=new_tokens,
+            auto_batches=None if auto_batch is None else numbers(auto_batch, "--auto-batch"),
+            auto_new=None if auto_tokens is None else numbers(auto_tokens, "--auto-tokens"),
+            longest=longest,
+            ttft=None if ttft is None else numbers(ttft, "--ttft"),
+            seconds=seconds,
+            clients=clients,
+            seed=seed,
+        ),
+        output=result_file(output, "mixed", device if url is None else "remote", force),
+    )
+    raise typer.Exit(run_mixed(options))
+
+
+def _fields(text: str) -> tuple[str, ...]:
+    """Parse the value of `--omit`.
+
+    Raises:
+        ConfigurationError: A field is none of the fields that can be left out.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        choice(name, OMITTABLE, "--omit")
+    return names

@@ -1,0 +1,1 @@
+"""`outrider bench mixed`: how much of a server's speed is left when its requests differ."""

@@ -1,0 +1,174 @@
+"""The cases of `outrider bench mixed` as data: kinds of requests, pairings, mixes and their goals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from outrider.bench.load.samplings import GREEDY, SAMPLINGS, Sampling
+
+OFF: Mapping[str, Any] = {"mode": "off"}
+
+
+class Section(Enum):
+    """The parts of the benchmark, in the order in which they run."""
+
+    ODD = "odd"
+    AUTO = "auto"
+    GAP = "gap"
+    TTFT = "ttft"
+    SOAK = "soak"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What distinguishes one kind of request from others. Prompt and length do not belong to it.
+
+    Attributes:
+        speculation: Outrider's `speculation` object.
+        sampling: Fields of the sampling.
+    """
+
+    speculation: Mapping[str, Any] = field(default_factory=lambda: OFF)
+    sampling: Sampling = field(default_factory=lambda: GREEDY)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the request is the same on a server that has no `speculation` object."""
+        return self.speculation == OFF
+
+    @property
+    def drafts(self) -> bool:
+        """True if the request may use a draft."""
+        return bool(self.speculation["mode"] != "off")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the kind as JSON values."""
+        return {"speculation": dict(self.speculation), "sampling": dict(self.sampling)}
+
+    def sampled(self, sampling: Sampling) -> Kind:
+        """Return this kind with another sampling."""
+        return replace(self, sampling=sampling)
+
+    def traced(self) -> Kind:
+        """Return this kind with a trace of every round."""
+        return replace(self, speculation={**self.speculation, "trace": True})
+
+
+def _tree(depth: int, topk: int, max_nodes: int) -> Kind:
+    return Kind({"mode": "on", "depth": depth, "topk": topk, "max_nodes": max_nodes})
+
+
+PLAIN = Kind()
+AUTO = Kind({"mode": "auto"})
+CHAIN = _tree(3, 1, 4)
+TREE = _tree(5, 8, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the cases, in tokens unless said otherwise.
+
+    Attributes:
+        batch: Number of equal requests in a case of `odd`.
+        pairs: Number of pairs of runs. The figures are medians over pairs.
+        prompt, new: Prompt and answer of the requests of `odd`, and of the prompts of `auto`.
+        auto_batches: Numbers of requests at the same time in `auto`.
+        auto_new: Answers of `auto`.
+        longest: The long prompt of `gap`, and the longest prompt of `soak`.
+        stream: Longest answer of the running streams of `gap`.
+        ttft: Prompts of `ttft`.
+        soak_prompts, soak_answers: Prompts and answers among which the clients of `soak` choose.
+        seconds: Seconds during which the clients of a mix of `soak` send requests.
+        clients: Number of clients of `soak`.
+        seed: Seed of the prompts and of the soak's choices.
+    """
+
+    batch: int
+    pairs: int
+    prompt: int
+    new: int
+    auto_batches: Sequence[int]
+    auto_new: Sequence[int]
+    longest: int
+    stream: int
+    ttft: Sequence[int]
+    soak_prompts: Sequence[int]
+    soak_answers: Sequence[int]
+    seconds: float
+    clients: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """A batch of equal requests, beside which one other request always runs.
+
+    Attributes:
+        name: Name of the case. It names both kinds.
+        usual: Kind of the equal requests.
+        odd: Kind of the other request. It is compared with one more request of the usual kind.
+        goal: Smallest ratio of the batch's speed that is good enough. None if no goal was set, because the
+            odd request has costs of its own: its nodes and the time of its draft.
+    """
+
+    name: str
+    usual: Kind
+    odd: Kind
+    goal: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Kinds of speculation among which the clients of the soak choose."""
+
+    name: str
+    kinds: Sequence[Kind]
+
+
+NO_COST_GOAL = 0.97
+"""Goal for an odd request that needs no more work than one more usual request."""
+BESIDE_CHAIN_GOAL, BESIDE_TREE_GOAL, CHAINS_BESIDE_TREE_GOAL = 0.85, 0.76, 0.83
+"""Goals beside one request that drafts. The time of its draft pass is part of every sequence's round."""
+AUTO_GOAL = 0.985
+"""Goal of `auto` ÷ `off`, i.e. of the cost of finding out whether a draft pays."""
+
+PAIRINGS: Sequence[Pairing] = (
+    *(
+        Pairing(f"greedy beside one with {name}", PLAIN, PLAIN.sampled(sampling), NO_COST_GOAL)
+        for name, sampling in SAMPLINGS.items()
+    ),
+    *(
+        Pairing(f"chain 3 beside one with {name}", CHAIN, CHAIN.sampled(sampling), NO_COST_GOAL)
+        for name, sampling in SAMPLINGS.items()
+    ),
+    Pairing("sampled beside one greedy", PLAIN.sampled(SAMPLINGS["temperature"]), PLAIN, NO_COST_GOAL),
+    Pairing("plain beside one traced", PLAIN, PLAIN.traced(), NO_COST_GOAL),
+    Pairing("chain 3 beside one traced", CHAIN, CHAIN.traced(), NO_COST_GOAL),
+    Pairing("chain 3 beside one off", CHAIN, PLAIN, NO_COST_GOAL),
+    Pairing("tree beside one off", TREE, PLAIN, NO_COST_GOAL),
+    Pairing("plain beside one chain 3", PLAIN, CHAIN, BESIDE_CHAIN_GOAL),
+    Pairing("plain beside one tree", PLAIN, TREE, BESIDE_TREE_GOAL),
+    Pairing("plain beside one traced tree", PLAIN, TREE.traced(), BESIDE_TREE_GOAL),
+    Pairing("auto beside one chain 3", AUTO, CHAIN, BESIDE_CHAIN_GOAL),
+    Pairing("auto beside one tree", AUTO, TREE, BESIDE_TREE_GOAL),
+    Pairing("auto beside one traced tree", AUTO, TREE.traced(), BESIDE_TREE_GOAL),
+    Pairing("chain 3 beside one tree", CHAIN, TREE, CHAINS_BESIDE_TREE_GOAL),
+)
+"""The cases of `odd`."""
+
+STREAMS: Mapping[str, Kind] = {"plain": PLAIN, "tree": TREE}
+"""The cases of `gap`: the kinds of the running streams and of the long prompt."""
+
+MIXES: Sequence[Mix] = (
+    Mix("plain", (PLAIN,)),
+    Mix("off and auto", (PLAIN, AUTO, AUTO, AUTO)),
+    Mix("every shape", (PLAIN, AUTO, AUTO, AUTO, CHAIN, TREE, _tree(2, 3, 8), _tree(4, 2, 10).traced())),
+)
+"""The cases of `soak`. A server without the `speculation` object, or without a draft, gets the first one."""
+
+SOAK_SAMPLINGS: Sequence[Sampling] = (GREEDY, *SAMPLINGS.values())
+SOAK_PROMPTS = (1, 5, 60, 300, 700, 2000)
+SOAK_ANSWERS = (1, 2, 16, 64, 200, 500)

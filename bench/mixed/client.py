@@ -1,0 +1,255 @@
+"""The client of `outrider bench mixed`: sends one kind of request in the format of either API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, Iterable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+import httpx
+
+from outrider.bench.load.server import QUOTED_CHARS, Server, key_headers, refusal
+from outrider.bench.mixed.cases import Kind
+from outrider.shared.base.errors import UnavailableError
+
+TIMEOUT_S = 600.0
+LENGTHS = "--prompt-tokens, --new-tokens, --longest, --ttft or --auto-tokens"
+FIRST_ID = 10
+"""Lowest token id of the random prompts. Lower ids are often special tokens."""
+NO_CHOICES = re.compile(r'"choices": ?\[\]')
+JSON_TYPE = {"content-type": "application/json"}
+
+T = TypeVar("T")
+
+
+class Api(Enum):
+    """Format of the requests."""
+
+    OUTRIDER = "outrider"
+    OPENAI = "openai"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that did not stream: seconds from sending the request, and number of tokens."""
+
+    seconds: float
+    tokens: int
+
+
+class Format(Protocol):
+    """Format of requests and answers of one API."""
+
+    path: str
+
+    def body(self, prompt: list[int], new: int, kind: Kind, ignore_eos: bool, stream: bool) -> dict[str, Any]:
+        """Return the request."""
+        ...
+
+    def without(self, body: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:
+        """Return the request without these fields."""
+        ...
+
+    def tokens(self, answer: dict[str, Any]) -> int | None:
+        """Return the number of tokens in an answer or up to an event; None if it does not say."""
+        ...
+
+
+class NativeFormat:
+    """``/generate`` of an Outrider server. Prompts are token ids."""
+
+    path = "/generate"
+
+    def body(self, prompt: list[int], new: int, kind: Kind, ignore_eos: bool, stream: bool) -> dict[str, Any]:
+        sampling = {**kind.sampling, "max_new_tokens": new, "ignore_eos": ignore_eos}
+        return {
+            "input_ids": prompt,
+            "sampling_params": sampling,
+            "speculation": dict(kind.speculation),
+            "stream": stream,
+        }
+
+    def without(self, body: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:
+        return {**body, "sampling_params": _without(body["sampling_params"], omitted)}
+
+    def tokens(self, answer: dict[str, Any]) -> int | None:
+        return (answer.get("meta_info") or {}).get("completion_tokens")
+
+
+class OpenAIFormat:
+    """``/v1/completions`` of any server. Prompts are token ids, and there is no `speculation` object."""
+
+    path = "/v1/completions"
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def body(self, prompt: list[int], new: int, kind: Kind, ignore_eos: bool, stream: bool) -> dict[str, Any]:
+        body = {"model": self._model, "prompt": prompt, "max_tokens": new, **kind.sampling}
+        body |= {"ignore_eos": ignore_eos, "stream": stream}
+        return body | ({"stream_options": {"include_usage": True}} if stream else {})
+
+    def without(self, body: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:
+        return _without(body, omitted)
+
+    def tokens(self, answer: dict[str, Any]) -> int | None:
+        return (answer.get("usage") or {}).get("completion_tokens")
+
+
+class Stream:
+    """An answer that arrives in pieces."""
+
+    def __init__(self, response: httpx.Response, form: Format) -> None:
+        self._response = response
+        self._form = form
+        self._last = ""
+        self.pieces = 0
+
+    async def arrivals(self) -> AsyncGenerator[float, None]:
+        """Yield `time.perf_counter()` at each piece. Close the generator if it is not read to its end.
+
+        Raises:
+            UnavailableError: The server reports an error in the stream.
+        """
+        async with aclosing(self._response.aiter_lines()) as lines:  # type: ignore[type-var]
+            async for line in lines:
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:") or data == "[DONE]":
+                    continue
+                now = time.perf_counter()
+                if data.startswith('{"error"'):
+                    raise UnavailableError(data[:QUOTED_CHARS])
+                self._last = data
+                if not NO_CHOICES.search(data):  # the event with the usage has no choice
+                    self.pieces += 1
+                    yield now
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens so far. Pieces are counted if the server has not reported its count yet."""
+        # Events of /generate repeat all tokens, so only the last event is parsed.
+        counted = self._form.tokens(json.loads(self._last)) if self._last else None
+        return self.pieces if counted is None else counted
+
+
+class MixedClient:
+    """Sends requests with random prompts. Create it inside the running event loop, and close it.
+
+    Args:
+        server: The server.
+        api: Format of the requests.
+        vocab: The prompts' token ids are below this number.
+        omitted: Fields to leave out of every request.
+        api_key: API key to send, or None.
+        seed: Seed of the prompts.
+    """
+
+    def __init__(
+        self, server: Server, api: Api, vocab: int, omitted: Collection[str], api_key: str | None, seed: int
+    ) -> None:
+        self._form: Format = NativeFormat() if api is Api.OUTRIDER else OpenAIFormat(server.model)
+        self._draw = random.Random(seed)
+        self._vocab = vocab
+        self._omitted = omitted
+        self._http = httpx.AsyncClient(
+            base_url=server.url,
+            headers=key_headers(api_key),
+            timeout=TIMEOUT_S,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,
+        )
+
+    def body(
+        self, length: int, new: int, kind: Kind, *, ignore_eos: bool = True, stream: bool = False
+    ) -> bytes:
+        """Return an encoded request with a new random prompt.
+
+        Args:
+            length: Tokens of the prompt.
+            new: Tokens of the answer, or its limit if `ignore_eos` is False.
+            kind: Kind of the request.
+            ignore_eos: Go on after the end of the text.
+            stream: Ask for the answer in pieces.
+        """
+        prompt = [self._draw.randrange(FIRST_ID, self._vocab) for _ in range(length)]
+        body = self._form.body(prompt, new, kind, ignore_eos, stream)
+        return json.dumps(self._form.without(body, self._omitted)).encode()
+
+    async def send(self, body: bytes) -> Answer:
+        """Send a request and return its answer.
+
+        Raises:
+            ConfigurationError: The server refuses the request. The message names the option to change.
+            UnavailableError: The server fails.
+        """
+        started = time.perf_counter()
+        try:
+            response = await self._http.post(self._form.path, content=body, headers=JSON_TYPE)
+        except httpx.TransportError as error:
+            raise _broken(error) from None
+        seconds = time.perf_counter() - started
+        if response.status_code != httpx.codes.OK:
+            raise _refusal(response.status_code, response.text, body)
+        return Answer(seconds, self._form.tokens(response.json()) or 0)
+
+    @asynccontextmanager
+    async def stream(self, body: bytes) -> AsyncIterator[Stream]:
+        """Send a request and yield the stream of its answer. Leaving the context early cancels the request.
+
+        Raises:
+            ConfigurationError: The server refuses the request. The message names the option to change.
+            UnavailableError: The server fails.
+        """
+        try:
+            async with self._http.stream(
+                "POST", self._form.path, content=body, headers=JSON_TYPE
+            ) as response:
+                if response.status_code != httpx.codes.OK:
+                    text = (await response.aread()).decode(errors="replace")
+                    raise _refusal(response.status_code, text, body)
+                yield Stream(response, self._form)
+        except httpx.TransportError as error:
+            raise _broken(error) from None
+
+    async def metrics(self) -> str:
+        """Return the text of ``/metrics``. It is empty if the server has no such route."""
+        try:
+            response = await self._http.get("/metrics")
+        except httpx.TransportError:
+            return ""
+        return response.text if response.status_code == httpx.codes.OK else ""
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines at the same time and return their results. If one raises, the others are cancelled."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _without(body: dict[str, Any], omitted: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name not in omitted}
+
+
+def _refusal(status: int, text: str, body: bytes) -> Exception:
+    sent = json.loads(body)
+    return refusal(status, text, [*sent, *sent.get("sampling_params", ())], LENGTHS, "--api")
+
+
+def _broken(error: httpx.TransportError) -> UnavailableError:
+    return UnavailableError(f"The connection broke: {type(error).__name__} {error}", field="--url")

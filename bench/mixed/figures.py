@@ -1,0 +1,74 @@
+"""The figures of `outrider bench mixed`, each with a name, a ratio and a goal, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from outrider.bench.mixed.cases import Section
+from outrider.bench.report.record import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of a case.
+
+    Attributes:
+        section, name: Part of the benchmark, and name of the figure. Unique together.
+        value: The figure, in `unit`.
+        unit: ``tok/s``, ``ms``, ``s`` or ``requests``.
+        ratio: The figure ÷ the figure that it is compared with. None if it is compared with none.
+        goal: Limit of `ratio`, or of `value` if there is no ratio. None if no goal was set.
+        at_least: True if `goal` is a lower limit.
+        more: Further entries for the JSON.
+    """
+
+    section: Section
+    name: str
+    value: float
+    unit: str
+    ratio: float | None = None
+    goal: float | None = None
+    at_least: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met. None without a goal."""
+        if self.goal is None:
+            return None
+        compared = self.value if self.ratio is None else self.ratio
+        return compared >= self.goal if self.at_least else compared <= self.goal
+
+    def as_row(self) -> Row:
+        """Return the row of the result file.
+
+        Its `ratio` is this figure's ratio, not a distance from a floor: no case has a floor.
+        """
+        more = {
+            "section": self.section.value,
+            "name": self.name,
+            "ratio": None if self.ratio is None else round(self.ratio, 4),
+            "goal": self.goal,
+            "goal_is": None if self.goal is None else "at least" if self.at_least else "at most",
+            "met": self.met,
+            **self.more,
+        }
+        return Row(f"{self.section.value}: {self.name}", round(self.value, 4), self.unit, more=more)
+
+
+def figure_table(title: str, figures: Sequence[Figure]) -> Table:
+    """Return the table that the command prints."""
+    table = Table(title=title)
+    for name in ("part", "case", "figure", "ratio", "goal", "met"):
+        table.add_column(name, justify="left" if name in ("part", "case") else "right")
+    for figure in figures:
+        goal = "–" if figure.goal is None else f"{'≥' if figure.at_least else '≤'} {figure.goal:g}"
+        met = "–" if figure.met is None else "yes" if figure.met else "no"
+        ratio = "–" if figure.ratio is None else f"{figure.ratio:.3f}"
+        shown = f"{figure.value:,.0f}" if abs(figure.value) >= 1000 else f"{figure.value:.4g}"
+        table.add_row(figure.section.value, figure.name, f"{shown} {figure.unit}", ratio, goal, met)
+    return table

@@ -1,0 +1,127 @@
+"""Cases about waiting: `gap` (what a long prompt does to running streams, and they to it) and `ttft`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from outrider.bench.mixed.cases import PLAIN, Kind, Section, Sizes
+from outrider.bench.mixed.client import MixedClient, together
+from outrider.bench.mixed.figures import Figure
+from outrider.shared.base.errors import UnavailableError
+
+NUM_STREAMS = 4
+PIECES_BEFORE = 16
+"""Number of pieces that each stream must have delivered before the long prompt is sent."""
+LONG_ALONE = 3
+"""Number of long prompts that are sent alone. The fastest one counts."""
+TTFT_WARM_UP, TTFT_COUNTED = 9, 5
+"""Number of prompts of one length before any is counted, and of those that count.
+
+Passes that a server does not record at start are recorded after some uses.
+"""
+
+
+async def measure_gap(client: MixedClient, name: str, kind: Kind, sizes: Sizes) -> list[Figure]:
+    """Measure the longest pause of running streams while a long prompt is answered, and that prompt's TTFT.
+
+    Raises:
+        UnavailableError: No stream had two pieces around the time of the long prompt.
+    """
+    alone = min([(await client.send(client.body(sizes.longest, 1, kind))).seconds for _ in range(LONG_ALONE)])
+    longest, usual, beside = [], [], []
+    for _ in range(sizes.pairs):
+        arrivals, sent, answered = await _streams_beside_prompt(client, kind, sizes)
+        pauses = [pause for times in arrivals for pause in _pauses(times, sent, answered)]
+        if not pauses:
+            raise UnavailableError("The streams ended too early. Raise --new-tokens.", field="--new-tokens")
+        longest.append(max(pauses))
+        for times in arrivals:
+            usual += _pauses([moment for moment in times if moment <= sent], 0.0, sent)
+        beside.append(answered - sent)
+    pause, usually, ttft = (statistics.median(values) for values in (longest, usual, beside))
+    more = {"long_prompt": sizes.longest, "streams": NUM_STREAMS}
+    return [
+        Figure(
+            Section.GAP,
+            f"longest pause of {name} streams",
+            pause * 1e3,
+            "ms",
+            pause / usually,
+            more={**more, "usual_ms": round(usually * 1e3, 3), "runs_ms": _milliseconds(longest)},
+        ),
+        Figure(
+            Section.GAP,
+            f"TTFT of the long prompt beside {name} streams",
+            ttft * 1e3,
+            "ms",
+            ttft / alone,
+            more={**more, "alone_ms": round(alone * 1e3, 3), "runs_ms": _milliseconds(beside)},
+        ),
+    ]
+
+
+async def measure_ttft(client: MixedClient, length: int) -> list[Figure]:
+    """Measure the time from sending a prompt to the whole answer of one token."""
+    bodies = [client.body(length, 1, PLAIN) for _ in range(TTFT_WARM_UP + TTFT_COUNTED)]
+    seconds = [(await client.send(body)).seconds for body in bodies][TTFT_WARM_UP:]
+    more = {"prompt": length, "best_ms": round(min(seconds) * 1e3, 3), "runs_ms": _milliseconds(seconds)}
+    return [Figure(Section.TTFT, f"prompt of {length}", statistics.median(seconds) * 1e3, "ms", more=more)]
+
+
+async def _streams_beside_prompt(
+    client: MixedClient, kind: Kind, sizes: Sizes
+) -> tuple[Sequence[Sequence[float]], float, float]:
+    """Send a long prompt while streams run. A stream that ends is followed by another one.
+
+    Returns:
+        The arrival times of each answer's pieces, when the prompt was sent, and when it was answered. Each
+        stream has a piece after the answer.
+    """
+    answers: list[list[float]] = []
+    pieces = [0] * NUM_STREAMS
+    moved = asyncio.Condition()
+    sent = answered = 0.0
+
+    async def read(number: int) -> None:
+        # Different lengths, so that the streams do not all end while the long prompt runs.
+        length = sizes.stream - number * sizes.stream // (2 * NUM_STREAMS)
+        while True:
+            times: list[float] = []
+            answers.append(times)
+            body = client.body(sizes.prompt, length, kind, stream=True)
+            async with client.stream(body) as stream, aclosing(stream.arrivals()) as arrivals:
+                async for moment in arrivals:
+                    times.append(moment)
+                    pieces[number] += 1
+                    async with moved:
+                        moved.notify_all()
+                    if answered and moment > answered:
+                        return
+
+    async def interrupt() -> None:
+        nonlocal sent, answered
+        prompt = client.body(sizes.longest, 1, kind)
+        async with moved:
+            await moved.wait_for(lambda: min(pieces) >= PIECES_BEFORE)
+        sent = time.perf_counter()
+        await client.send(prompt)
+        answered = time.perf_counter()
+
+    await together([interrupt(), *(read(number) for number in range(NUM_STREAMS))])
+    return answers, sent, answered
+
+
+def _pauses(times: Sequence[float], begin: float, end: float) -> list[float]:
+    """Return the times between pieces that overlap with the span from `begin` to `end`."""
+    return [
+        later - earlier for earlier, later in itertools.pairwise(times) if later > begin and earlier < end
+    ]
+
+
+def _milliseconds(seconds: Sequence[float]) -> list[float]:
+    return [round(value * 1e3, 3) for value in seconds]

@@ -1,0 +1,213 @@
+"""Decides which cases of `outrider bench mixed` run against a server, with which sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+
+from outrider.bench.load.samplings import Sampling
+from outrider.bench.load.server import Server
+from outrider.bench.mixed.cases import (
+    AUTO,
+    MIXES,
+    PAIRINGS,
+    PLAIN,
+    SOAK_ANSWERS,
+    SOAK_PROMPTS,
+    SOAK_SAMPLINGS,
+    STREAMS,
+    Kind,
+    Section,
+    Sizes,
+)
+from outrider.bench.mixed.client import Api, MixedClient
+from outrider.bench.mixed.figures import Figure
+from outrider.bench.mixed.pauses import measure_gap, measure_ttft
+from outrider.bench.mixed.ratios import measure_auto, measure_odd
+from outrider.bench.mixed.soak import measure_soak
+from outrider.shared.base.errors import ConfigurationError
+
+BATCH, AUTO_BATCHES, AUTO_NEW = 32, (1, 16, 64), (256, 1500)
+LONGEST = 12_000
+TTFT = (16, 256, 300, 512, 1024, 2048, 8192, 32_768)
+SHORTEST_STREAM = 64
+UNLIMITED = 1 << 31
+"""Stands for a limit that the server does not state."""
+VOCAB = 1000
+"""Size of the vocabulary that is assumed of a server that does not say. Most models have more ids."""
+
+Only = Mapping[Section, Sequence[str]]
+"""Parts to run → patterns of the names of their cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Sizes given on the command line. None selects a default, which is reduced to what the server allows."""
+
+    batch: int | None
+    pairs: int
+    prompt: int
+    new: int
+    auto_batches: Sequence[int] | None
+    auto_new: Sequence[int] | None
+    longest: int | None
+    ttft: Sequence[int] | None
+    seconds: float
+    clients: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case.
+
+    Attributes:
+        section, name: Part of the benchmark and name of the case.
+        kinds: Kinds of requests that the case sends.
+        measure: Runs the case.
+    """
+
+    section: Section
+    name: str
+    kinds: Sequence[Kind]
+    measure: Callable[[MixedClient], Awaitable[list[Figure]]]
+
+
+def parse_only(text: str) -> Only:
+    """Parse `--only`: parts such as ``odd``, or parts with a pattern of names such as ``odd:*tree*``.
+
+    Raises:
+        ConfigurationError: A part is unknown.
+    """
+    wanted: dict[Section, list[str]] = {}
+    for entry in text.split(","):
+        part, _, pattern = entry.strip().partition(":")
+        try:
+            section = Section(part)
+        except ValueError:
+            known = ", ".join(section.value for section in Section)
+            raise ConfigurationError(
+                f"--only {entry.strip()}: expected a comma-separated list of {known}, each with an optional "
+                "pattern of names such as odd:*tree*.",
+                field="--only",
+            ) from None
+        wanted.setdefault(section, []).append(pattern or "*")
+    return wanted
+
+
+def sizes_for(wishes: Wishes, server: Server, only: Only) -> Sizes:
+    """Return the sizes of the cases. Defaults are reduced to what fits, and given values must fit.
+
+    Raises:
+        ConfigurationError: A given value does not fit into the server's context or its running requests.
+    """
+    # 1. What is given must fit.
+    context, running = server.max_model_len or UNLIMITED, server.max_running or UNLIMITED
+    prompt, new = wishes.prompt, wishes.new
+    answers = [length for length in SOAK_ANSWERS if length <= min(2 * new, context - prompt)]
+    longest_answer = max(answers, default=1)
+    checks = (
+        ("--prompt-tokens plus --new-tokens", prompt + new, context),
+        ("--auto-tokens plus --prompt-tokens", max(wishes.auto_new or (0,)) + prompt, context),
+        ("--ttft plus one", max(wishes.ttft or (0,)) + 1, context),
+        (f"--longest plus {longest_answer}", (wishes.longest or 0) + longest_answer, context),
+    )
+    for flag, tokens, limit in checks:
+        _check(flag, tokens, limit, "tokens of context", "")
+    fix = " or start the server with a higher --max-running-requests"
+    if Section.ODD in only:
+        _check("--batch plus one", (wishes.batch or 0) + 1, running, "running requests", fix)
+    if Section.AUTO in only:
+        _check("--auto-batch", max(wishes.auto_batches or (0,)), running, "running requests", fix)
+
+    # 2. Defaults are reduced to what fits.
+    return Sizes(
+        batch=wishes.batch or max(1, min(BATCH, running - 1)),
+        pairs=wishes.pairs,
+        prompt=prompt,
+        new=new,
+        auto_batches=wishes.auto_batches or _fitting(AUTO_BATCHES, running),
+        auto_new=wishes.auto_new or _fitting(AUTO_NEW, context - prompt),
+        longest=wishes.longest or min(LONGEST, context - longest_answer),
+        stream=min(max(2 * new, SHORTEST_STREAM), context - prompt),
+        ttft=wishes.ttft or _fitting(TTFT, context - 1),
+        soak_prompts=_fitting(SOAK_PROMPTS, min(8 * prompt, context - longest_answer)),
+        soak_answers=answers,
+        seconds=wishes.seconds,
+        clients=wishes.clients,
+        seed=wishes.seed,
+    )
+
+
+def plan_cases(
+    only: Only, sizes: Sizes, server: Server, api: Api, omitted: Collection[str]
+) -> tuple[list[Case], dict[str, str]]:
+    """Return the cases to run, and the reason for each case that is left out.
+
+    Raises:
+        ConfigurationError: No case is left.
+    """
+    samplings = [one for one in SOAK_SAMPLINGS if not set(one) & set(omitted)]
+    chosen = [
+        case
+        for case in _all_cases(sizes, samplings)
+        if any(fnmatchcase(case.name, pattern) for pattern in only.get(case.section, ()))
+    ]
+    cases, skipped = [], {}
+    for case in chosen:
+        reason = next(filter(None, (_hindrance(kind, server, api, omitted) for kind in case.kinds)), None)
+        if reason is None:
+            cases.append(case)
+        else:
+            skipped[f"{case.section.value}: {case.name}"] = reason
+    if not cases:
+        reasons = ", ".join(sorted(set(skipped.values()))) or "no case has such a name"
+        raise ConfigurationError(
+            f"--only leaves no case to run: {reasons}. Choose other parts or another server.", field="--only"
+        )
+    return cases, skipped
+
+
+def _all_cases(sizes: Sizes, samplings: Sequence[Sampling]) -> Iterable[Case]:
+    for pairing in PAIRINGS:
+        kinds = (pairing.usual, pairing.odd)
+        yield Case(Section.ODD, pairing.name, kinds, partial(measure_odd, pairing=pairing, sizes=sizes))
+    for batch in sizes.auto_batches:
+        for new in sizes.auto_new:
+            measure = partial(measure_auto, batch=batch, new=new, sizes=sizes)
+            yield Case(Section.AUTO, f"batch {batch}, {new} tokens", (AUTO, PLAIN), measure)
+    for name, kind in STREAMS.items():
+        yield Case(Section.GAP, name, (kind,), partial(measure_gap, name=name, kind=kind, sizes=sizes))
+    for length in sizes.ttft:
+        yield Case(Section.TTFT, f"prompt of {length}", (PLAIN,), partial(measure_ttft, length=length))
+    for mix in MIXES:
+        measure = partial(measure_soak, mix=mix, samplings=samplings, sizes=sizes)
+        yield Case(Section.SOAK, mix.name, mix.kinds, measure)
+
+
+def _hindrance(kind: Kind, server: Server, api: Api, omitted: Collection[str]) -> str | None:
+    """Return why a server cannot get requests of a kind, or None if it can."""
+    if (api is Api.OPENAI or "speculation" in omitted) and not kind.is_plain:
+        return "the case needs Outrider's speculation field"
+    if left_out := set(kind.sampling) & set(omitted):
+        return f"--omit {min(left_out)}"
+    if kind.drafts and server.draft_state == "none":
+        return "the server has no draft"
+    for name, limit in server.shape_limits.items():
+        if kind.speculation.get(name, 0) > limit:
+            return f"the server allows {name} up to {limit}"
+    return None
+
+
+def _fitting(defaults: Sequence[int], limit: int) -> Sequence[int]:
+    return [size for size in defaults if size <= limit]
+
+
+def _check(flag: str, value: int, limit: int, what: str, fix: str) -> None:
+    if value > limit:
+        raise ConfigurationError(
+            f"{flag} is {value}, but the server allows {limit} {what}. Give a smaller number{fix}.",
+            field=flag.split()[0],
+        )

@@ -1,0 +1,1 @@
+"""Merging of splits: partial results of the same pairs over different token indices."""

@@ -1,0 +1,141 @@
+"""Drafts for sessions whose newest tokens and features are in the slots of a target in the same process.
+
+In every round, some sessions draft and others do not. The input of a round is the tokens and features that
+the previous round chose. They are on the device, and the host learns the tokens one round late. Meanwhile,
+the fields of a session mean:
+
+    tokens       tokens of the rounds that the host has read
+    cached_rows  number of rows that the rounds read so far have written to the KV
+    features     rows that the target has supplied and that are not in the KV yet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from outrider.kernels.packed_round import GroupRows
+from outrider.services.draft.growth.device_rounds import RoundMemory
+from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize
+from outrider.services.draft.growth.page_tables import PageTable
+from outrider.services.draft.sessions.feature_queue import FeatureQueue
+from outrider.services.draft.sessions.session import RowSource, Session
+from outrider.shared.kv.pages import PageLease
+from outrider.shared.spec.device_drafter import SeatedGroup
+from outrider.shared.spec.fence import extend_prefix_hash
+from outrider.shared.spec.tree import DraftBatch, DraftShape
+
+
+class SlotRounds:
+    """Drafts for sessions whose state stays on the target's device (`shared.spec.device_drafter`).
+
+    Args:
+        memory: Resources shared by all rounds.
+        now: Returns monotonic seconds.
+    """
+
+    def __init__(self, memory: RoundMemory, now: Callable[[], float]) -> None:
+        self._memory = memory
+        self._now = now
+
+    def lacking(self, session: Session) -> range:
+        """Return the positions of the feature rows that a session needs; see `DeviceDrafter.lacking`."""
+        if session.row_source is not RowSource.FEATURES:
+            return range(0)
+        return range(min(session.features.contiguous, session.num_rows), session.num_rows)
+
+    @torch.inference_mode()
+    def seat(
+        self,
+        sessions: Sequence[Session | None],
+        committed_upper: Sequence[int],
+        shape: DraftShape,
+        batch_size: int,
+        columns: int,
+    ) -> SessionGroup:
+        """Prepare sessions for one round; see `DeviceDrafter.seat`."""
+        memory, bounded, longest = self._memory, shape.bounded(), 1
+        leases: list[PageLease | None] = []
+        refused: list[int] = []
+        for index, (session, upper) in enumerate(zip(sessions, committed_upper, strict=True)):
+            needed = memory.tokens_needed(upper, bounded)
+            lease = None if session is None else session.lease
+            if (
+                session is None
+                or lease is None
+                or memory.tables.width_for(needed) is None
+                or not memory.reserve(lease, needed)
+            ):
+                refused.append(index)
+                leases.append(None)
+                continue
+            session.engaged = True
+            session.last_state = None
+            longest = max(longest, needed)
+            leases.append(lease)
+        width = memory.tables.width_for(longest)
+        assert width is not None, "sessions that the pool cannot hold are refused"
+        table = memory.tables.find(batch_size, width)
+        size = GrowthSize(batch_size, columns, bounded.depth, bounded.topk, shape.max_nodes)
+        budgets = memory.budgets(batch_size, bounded.max_nodes)
+        return SessionGroup(memory, size, table, leases, budgets, refused)
+
+    def committed(self, session: Session, tokens: Sequence[int], *, drafted: bool) -> None:
+        """Receive the tokens of a pass; see `DeviceDrafter.committed`."""
+        if drafted:
+            # The round has added all rows before these tokens to the KV.
+            session.cached_rows = session.num_rows
+        session.tokens.extend(tokens)
+        session.prefix_hash = extend_prefix_hash(session.prefix_hash, tokens)
+        if session.row_source is RowSource.FEATURES:
+            session.features = FeatureQueue(session.cached_rows)
+        session.last_used_s = self._now()
+
+
+class SessionGroup(SeatedGroup):
+    """Sessions that draft together in one round.
+
+    Args:
+        memory: Resources shared by all rounds.
+        size: Sizes of the round.
+        table: Page table of the group. Groups of equal sizes share it in turn.
+        leases: The lease of each session; None for a refused session.
+        budgets: ``[G] int32``, the node limit of every row.
+        refused: Indices of the sessions that cannot draft in this round.
+    """
+
+    def __init__(
+        self,
+        memory: RoundMemory,
+        size: GrowthSize,
+        table: PageTable,
+        leases: Sequence[PageLease | None],
+        budgets: torch.Tensor,
+        refused: Sequence[int],
+    ) -> None:
+        self._memory = memory
+        self._size = size
+        self._table = table
+        self._leases = leases
+        self._budgets = budgets
+        self.refused = refused
+        self.key: Hashable = table.tensor.data_ptr()
+
+    def load(self) -> None:
+        self._table.update(self._leases)
+
+    @torch.inference_mode()
+    def draft(self, rows: GroupRows) -> DraftBatch:
+        inputs = GrowthInputs(
+            committed_lens=rows.committed_lens,
+            counts=rows.counts,
+            tokens=rows.tokens,
+            features=rows.features,
+            max_nodes=self._budgets,
+            page_table=self._table.tensor,
+            temperature=rows.temperature,
+            seeds=rows.seeds,
+            choices=rows.choices,
+        )
+        return self._memory.drafter.draft(inputs, self._size).trees

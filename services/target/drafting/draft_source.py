@@ -1,0 +1,112 @@
+"""The interface through which a round gets its draft trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.services.target.model.outcome import Outcome
+from outrider.services.target.model.packed_batch import Entry
+from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.spec.tree import DraftShape
+
+Draft = Callable[[], None]
+"""Enqueues the drafting of a round whose entries have been uploaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDrafts:
+    """The drafting of a round.
+
+    Attributes:
+        entries: The entries of the round, in which rows that get no tree have `NO_DRAFT`.
+        enqueue: Enqueues the drafting. None if no row drafts.
+        may_run_ahead: True if the next round can be enqueued before this round has been read.
+    """
+
+    entries: Seq[Entry]
+    enqueue: Draft | None
+    may_run_ahead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalWait:
+    """Measured times of a proposal through the host.
+
+    Attributes:
+        wait_s: Seconds for which the round waited for its trees.
+        answer_s: Seconds from the announcement until the trees had arrived.
+        depth: Depth of the deepest tree that was requested. The answer may contain smaller trees.
+        draft_s: Seconds for which the drafter has worked on the trees, as it reports.
+    """
+
+    wait_s: float
+    answer_s: float
+    depth: int
+    draft_s: float = 0.0
+
+
+class DraftSource(Protocol):
+    """Supplies the draft trees of rounds. Engine thread only."""
+
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
+        """Return the shape of each row if it was already chosen for the next round, else None."""
+        ...
+
+    def waits_for_host(self, entries: Seq[Entry]) -> bool:
+        """Return True if the results of all earlier rounds must be read before this round is drafted."""
+        ...
+
+    def postponed(self, entries: Seq[Entry]) -> None:
+        """Keep the shapes of a round that is launched only after earlier rounds have been read."""
+        ...
+
+    def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
+        """Prepare the drafting of a round."""
+        ...
+
+    def launched(self) -> None:
+        """Do the host's work for the round that was just enqueued, before the previous round is read."""
+        ...
+
+    def carry(self) -> None:
+        """Do the host's remaining work for the last enqueued round, which may wait for a drafter.
+
+        Called after the previous round has been read, and before the last enqueued round is read.
+        """
+        ...
+
+    def take_wait(self) -> ProposalWait | None:
+        """Return how long the last round's trees took through the host; None if that was not measured."""
+        ...
+
+    def prefilled(self, chunk: PrefillChunk) -> None:
+        """Pass on the feature rows of a prompt chunk that was enqueued."""
+        ...
+
+    def first_token(self, sequence: Sequence, token: int) -> None:
+        """Pass on the first token after a prompt. The sequence already contains the token."""
+        ...
+
+    def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
+        """Pass on the tokens that a round chose for a sequence that continues."""
+        ...
+
+    def read(self, ended: Set[int]) -> None:
+        """Called after all entries of a round were passed to `committed`, before the tokens are delivered.
+
+        Args:
+            ended: Ids of the sessions that end with this round but still run.
+        """
+        ...
+
+    def ended(self, sequence: Sequence) -> None:
+        """Forget a sequence that is about to end or to be retracted."""
+        ...
+
+    def abandon(self) -> None:
+        """Forget all rounds after a failure that has ended all sequences."""
+        ...

@@ -1,0 +1,292 @@
+"""Draft trees that come from the host: from n-grams, or from a draft in another process.
+
+A round with such trees can start only after the host has read the previous round:
+
+    target device   | verify n      |                       | verify n + 1
+    host            wait for n · commit n, announce n + 1 · deliver n … wait for the trees · launch n + 1
+    remote draft                           | extend by n, draft n + 1  |
+
+The announcement is sent immediately after a round was read, because a draft in another process idles until
+the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter then
+learns their tokens later, in larger commits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from collections.abc import Set
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.kernels.packed_round import pack_trees
+from outrider.services.target.drafting.draft_sessions import DraftSessions
+from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
+from outrider.services.target.drafting.planner import DraftPlanner, bound_of
+from outrider.services.target.model.outcome import Outcome
+from outrider.services.target.model.packed_batch import Entry
+from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.kv.upload import upload
+from outrider.shared.spec.drafter import Commit, Commits, Drafter, EagerDrafter, ProposalRequest, ProposalRow
+from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
+
+CATCH_UP_TOKENS = 128
+"""Number of tokens after which rounds without drafts send a commit to the drafter."""
+ANSWERED = ("", "empty_tree")
+"""Fallback reasons of a drafter that has answered, but with a single-node tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """An announced request for trees.
+
+    Attributes:
+        request: The request as sent to the drafter.
+        announced_at: Time of the announcement, from `time.monotonic()`.
+    """
+
+    request: ProposalRequest
+    announced_at: float
+
+    def among(self, session_ids: Set[int]) -> _Proposal | None:
+        """Return the part of the proposal for these sessions; None if there is none."""
+        rows = [row for row in self.request.rows if row.fence.session_id in session_ids]
+        if len(rows) == len(self.request.rows):
+            return self
+        return replace(self, request=replace(self.request, rows=rows)) if rows else None
+
+    def without(self, session_id: int) -> _Proposal | None:
+        """Return the proposal without a session, which the drafter has forgotten or opened again."""
+        return self.among({row.fence.session_id for row in self.request.rows} - {session_id})
+
+
+class HostSource(DraftSource):
+    """Requests trees from a drafter through the host. Engine thread only.
+
+    Args:
+        drafter: Proposes trees.
+        sessions: The drafter's sessions.
+        planner: Chooses the shapes of the next round for the early announcement.
+        scheduler: Knows which sequences decode next.
+        controller: Limits the wait for trees, and learns how long the drafter takes.
+        rounds: Owns the slots and the packed trees.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        sessions: DraftSessions,
+        planner: DraftPlanner,
+        scheduler: Scheduler,
+        controller: SpeculationController,
+        rounds: RoundRunner,
+    ) -> None:
+        self._drafter = drafter
+        self._sessions = sessions
+        self._planner = planner
+        self._scheduler = scheduler
+        self._controller = controller
+        self._rounds = rounds
+        self._round = 0
+        self._announced: _Proposal | None = None
+        # Shapes that were chosen for the next round already, by session.
+        self._planned: dict[int, DraftShape] = {}
+        self._told: dict[int, int] = {}
+        # Sequences with new tokens since the last `read`, by session.
+        self._moved: dict[int, Sequence] = {}
+        self._wait: ProposalWait | None = None
+
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
+        planned, self._planned = self._planned, {}
+        # Once trees are on their way, rows that join must wait for the next round.
+        others = None if self._announced is None else NO_DRAFT
+        return [planned.get(sequence.session_id, others) for sequence in decodes]
+
+    def waits_for_host(self, entries: Seq[Entry]) -> bool:
+        return any(entry.shape.drafts for entry in entries)
+
+    def postponed(self, entries: Seq[Entry]) -> None:
+        self._planned = {entry.sequence.session_id: entry.shape for entry in entries}
+
+    def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
+        # 1. Request the trees, unless the early announcement has done so.
+        places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
+        announced, self._announced = self._announced, None
+        proposal = None if announced is None else announced.among(places.keys())
+        wanting = [(entry.sequence, entry.shape) for entry in entries if entry.shape.drafts]
+        if not wanting:
+            return PreparedDrafts(entries, None)
+        if proposal is None:
+            proposal = self._announce(wanting, len(entries))
+        # 2. Collect the trees. A row without a tree verifies its root alone.
+        started, rows = time.monotonic(), proposal.request.rows
+        drafts = self._drafter.propose(proposal.request)
+        num_nodes, depths = drafts.num_nodes.tolist(), drafts.depths.amax(dim=1).tolist()
+        placed = [replace(entry, shape=NO_DRAFT) if entry.shape.drafts else entry for entry in entries]
+        members: list[int] = []
+        for row, nodes, depth in zip(rows, num_nodes, depths, strict=True):
+            index = places[row.fence.session_id]
+            if nodes == 1:
+                reason = self._drafter.fallback_reason(row.fence.session_id) or "no_proposal"
+                self._planner.fell_back(entries[index].sequence, reason)
+                members.append(-1)
+            else:
+                # The shape of the answer, which may have fewer levels and nodes than requested.
+                shape = replace(row.shape, depth=depth, max_nodes=nodes)
+                placed[index] = replace(placed[index], shape=shape)
+                members.append(index)
+        self._measure(
+            proposal, time.monotonic() - started, drafts.draft_ms / 1e3, answered=max(num_nodes) > 1
+        )
+        if max(num_nodes) == 1:
+            return PreparedDrafts(placed, None, may_run_ahead=False)
+        return PreparedDrafts(placed, lambda: self._pack(drafts, members), may_run_ahead=False)
+
+    def launched(self) -> None:
+        """Do nothing, because the trees have arrived before the launch."""
+
+    def carry(self) -> None:
+        """Do nothing, because the trees have arrived before the launch."""
+
+    def take_wait(self) -> ProposalWait | None:
+        wait, self._wait = self._wait, None
+        return wait
+
+    def prefilled(self, chunk: PrefillChunk) -> None:
+        """Send the stored feature rows of a chunk, without the prompt's last row."""
+        self._sessions.send_prefill_features(chunk)
+        sequence = chunk.sequence
+        if isinstance(self._drafter, EagerDrafter) and sequence.drafted and sequence.remaining > 1:
+            self._drafter.absorb([sequence.session_id])
+
+    def first_token(self, sequence: Sequence, token: int) -> None:
+        self._told[sequence.session_id] = sequence.committed_len - 1
+        self._moved[sequence.session_id] = sequence
+
+    def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
+        sequence = entry.sequence
+        self._told.setdefault(sequence.session_id, sequence.committed_len - len(kept))
+        self._moved[sequence.session_id] = sequence
+
+    def read(self, ended: Set[int]) -> None:
+        self.learn(ended, announces=True)
+
+    def learn(self, ended: Set[int], *, announces: bool) -> None:
+        """Process the tokens that `committed` has noted.
+
+        Args:
+            ended: Ids of the sessions that end with this round but still run.
+            announces: True to announce the next round if no round is in flight.
+        """
+        self._round += 1
+        moved, self._moved = self._moved, {}
+        late = [
+            one
+            for one in moved.values()
+            if one.session_id not in ended
+            and one.committed_len - self._told[one.session_id] >= CATCH_UP_TOKENS
+        ]
+        if not announces or any(one.passes_ahead for one in self._scheduler.active):
+            self.commit(late)
+            return
+        # Nothing is in flight, so the next round may draft: announce it before anything that can wait.
+        decodes = [one for one in self._scheduler.decoding() if one.session_id not in ended]
+        shapes = self._planner.shapes(decodes, [self._planned.get(one.session_id) for one in decodes])
+        self._planned = {one.session_id: shape for one, shape in zip(decodes, shapes, strict=True)}
+        wanting = [(one, shape) for one, shape in zip(decodes, shapes, strict=True) if shape.drafts]
+        if wanting:
+            self._announced = self._announce(wanting, len(decodes))
+        self.commit(late)
+
+    def ended(self, sequence: Sequence) -> None:
+        for by_session in (self._told, self._moved, self._planned):
+            by_session.pop(sequence.session_id, None)
+        if self._announced is not None:
+            self._announced = self._announced.without(sequence.session_id)
+
+    def abandon(self) -> None:
+        self._announced, self._wait = None, None
+        for by_session in (self._told, self._moved, self._planned):
+            by_session.clear()
+
+    def _announce(self, wanting: Seq[tuple[Sequence, DraftShape]], batch_size: int) -> _Proposal:
+        """Send the tokens that the drafter lacks, then request trees."""
+        self.commit([sequence for sequence, _ in wanting])
+        auto = [bound_of(one) for one, _ in wanting if one.controller_row is not None]
+        request = ProposalRequest(
+            round=self._round,
+            rows=[
+                ProposalRow(
+                    sequence.fence(), sequence.tokens[-1], shape, must_wait=sequence.controller_row is None
+                )
+                for sequence, shape in wanting
+            ],
+            deadline_s=self._controller.wait_cap_s(auto, batch_size) if auto else None,
+        )
+        announced_at = time.monotonic()
+        self._drafter.announce(request)
+        return _Proposal(request, announced_at)
+
+    @property
+    def announced(self) -> bool:
+        """True if the drafter is already working on a round."""
+        return self._announced is not None
+
+    def told(self, sequence: Sequence) -> None:
+        """Note that the drafter has all tokens of a sequence."""
+        self._told[sequence.session_id] = sequence.committed_len
+
+    def commit(self, sequences: Seq[Sequence]) -> None:
+        """Send each sequence's tokens that the drafter lacks, with their stored feature rows."""
+        commits: list[Commit] = []
+        for sequence in sequences:
+            told = self._told.get(sequence.session_id)
+            if told is None:
+                continue
+            commit = self._sessions.catch_up(sequence, told)
+            self._told[sequence.session_id] = sequence.committed_len
+            if commit is not None:
+                commits.append(commit)
+        if commits:
+            self._drafter.commit(Commits(self._round, commits))
+
+    def _measure(self, proposal: _Proposal, wait_s: float, draft_s: float, *, answered: bool) -> None:
+        """Let the controller learn the wait, if it measures the cost of a proposal.
+
+        The wait measures nothing if the drafter has not answered and the wait ended before the deadline.
+        """
+        rows, deadline_s = proposal.request.rows, proposal.request.deadline_s
+        late = deadline_s is not None and wait_s >= deadline_s
+        replied = answered or any(
+            self._drafter.fallback_reason(row.fence.session_id) in ANSWERED for row in rows
+        )
+        if late or replied:
+            # Without an answer, the draft would have needed longer than the measured time, so count that time
+            # double.
+            taken = time.monotonic() - proposal.announced_at
+            self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows), draft_s)
+            self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
+
+    def _pack(self, drafts: DraftBatch, members: list[int]) -> None:
+        batch = self._rounds.batch
+        device = batch.nodes.device
+        tokens, parents, depths, num_nodes, ancestors = (
+            part.to(device, non_blocking=True)
+            for part in (drafts.tokens, drafts.parents, drafts.depths, drafts.num_nodes, drafts.ancestors)
+        )
+        logprobs = None if drafts.logprobs is None else drafts.logprobs.to(device, non_blocking=True)
+        pack_trees(
+            tokens,
+            parents,
+            depths,
+            ancestors,
+            num_nodes,
+            logprobs,
+            upload(members, torch.int32, device),
+            batch.entries(batch.rows),
+            batch.trees(batch.rows),
+        )

@@ -1,0 +1,265 @@
+"""Draft trees from a drafter on the target's device: one recorded piece of a round for each tree shape.
+
+A piece gathers the state of the slots that draft with its shape. The drafter extends its K/V by the tokens of
+the last round and grows the trees. The trees are written to the packed rows of their sequences. A round is
+drafted before the host has read the previous round.
+
+A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
+feature plane. Before it drafts again, the drafter catches up on the rows that it lacks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Set
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
+from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
+from outrider.services.target.model.graph_key import GraphKey
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.outcome import Outcome
+from outrider.services.target.model.packed_batch import Entry
+from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.engine.buckets import batch_buckets, bucket
+from outrider.shared.kv.upload import upload
+from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The inputs of a draft of one size, at fixed addresses."""
+
+    members: torch.Tensor
+    rows: GroupRows
+
+
+class ResidentSource(DraftSource):
+    """Drafts on the target's device. Engine thread only, under inference mode.
+
+    Args:
+        drafter: Drafts in stream order.
+        runner: The target's model and pool.
+        rounds: Owns the slots and the packed trees.
+        fell_back: Called with a sequence and the reason why it does not draft in a round.
+    """
+
+    def __init__(
+        self,
+        drafter: DeviceDrafter,
+        runner: ModelRunner,
+        rounds: RoundRunner,
+        fell_back: Callable[[Sequence, str], None],
+    ) -> None:
+        self._drafter = drafter
+        self._runner = runner
+        self._rounds = rounds
+        self._fell_back = fell_back
+        self._batch_sizes = batch_buckets(rounds.table.slots)
+        self._groups: dict[tuple[int, int], _Group] = {}
+        # Sessions that drafted in the last enqueued pass, so that their K/V lacks no row of earlier passes.
+        self._continuous: set[int] = set()
+        # For each round in flight, the epochs of the sessions that draft in it.
+        self._in_flight: deque[dict[int, int]] = deque()
+
+    def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
+        return [None] * len(decodes)
+
+    def waits_for_host(self, entries: Seq[Entry]) -> bool:
+        return False
+
+    def postponed(self, entries: Seq[Entry]) -> None:
+        """Do nothing, because no round waits for the host."""
+
+    def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
+        # 1. Supply the rows that sessions lack because they did not draft in the last pass.
+        drafting = {entry.sequence.session_id for entry in entries if entry.shape.drafts}
+        behind = [
+            entry.sequence
+            for entry in entries
+            if entry.shape.drafts and entry.sequence.session_id not in self._continuous
+        ]
+        for sequence in behind:
+            if not self._supply(sequence, sequence.committed_len - 1):
+                drafting.discard(sequence.session_id)
+        self._drafter.catch_up([one.session_id for one in behind if one.session_id in drafting])
+        self._continuous -= {entry.sequence.session_id for entry in entries}
+        # 2. Seat the sessions of each shape.
+        placed = list(entries)
+        groups: dict[DraftShape, list[int]] = {}
+        for index, entry in enumerate(entries):
+            if entry.sequence.session_id in drafting:
+                groups.setdefault(entry.shape, []).append(index)
+            elif entry.shape.drafts:
+                self._drop(placed, index, "not_followed")
+        launches = [self._seat(shape, members, placed) for shape, members in groups.items()]
+        drafted = [entry.sequence for entry in placed if entry.shape.drafts]
+        self._in_flight.append({sequence.session_id: sequence.epoch for sequence in drafted})
+        if not launches:
+            return PreparedDrafts(placed, None)
+
+        def draft() -> None:
+            for launch in launches:
+                launch()
+
+        return PreparedDrafts(placed, draft)
+
+    def launched(self) -> None:
+        """Do nothing, because the device needs no help."""
+
+    def carry(self) -> None:
+        """Do nothing, because the device needs no help."""
+
+    def take_wait(self) -> ProposalWait | None:
+        """Return None, because the host does not wait for trees."""
+        return None
+
+    def prefilled(self, chunk: PrefillChunk) -> None:
+        """Feed the drafter a prompt chunk, if the sequence will probably draft in its first round."""
+        sequence = chunk.sequence
+        if not sequence.drafted or sequence.remaining <= 1:
+            return
+        if sequence.controller_row is None or self._continuous:
+            stop = min(chunk.stop, sequence.committed_len - 1)
+            if self._supply(sequence, stop):
+                self._drafter.catch_up([sequence.session_id])
+
+    def first_token(self, sequence: Sequence, token: int) -> None:
+        self._drafter.committed(sequence.session_id, [token], drafted=False)
+
+    def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
+        # A session that was opened again since has none of the round's rows.
+        sequence = entry.sequence
+        drafted = self._in_flight[0].get(sequence.session_id) == sequence.epoch
+        self._drafter.committed(sequence.session_id, kept, drafted=drafted)
+
+    def read(self, ended: Set[int]) -> None:
+        self._in_flight.popleft()
+
+    def ended(self, sequence: Sequence) -> None:
+        self._continuous.discard(sequence.session_id)
+
+    def abandon(self) -> None:
+        self._continuous.clear()
+        self._in_flight.clear()
+
+    @torch.inference_mode()
+    def capture(self, batch_size: int, shape: DraftShape) -> None:
+        """Record the draft of one size before it is needed, with idle rows."""
+        shape = shape.bounded()
+        columns = min(shape.depth, shape.max_nodes - 1) + 1
+        group = self._group(batch_size, columns)
+        group.members.fill_(-1)
+        seated = self._drafter.seat((), (), shape, batch_size, columns)
+        key = _key(batch_size, columns, shape, seated)
+        self._runner.graphs.capture(key, lambda: self._run(group, seated))
+
+    def _supply(self, sequence: Sequence, stop: int) -> bool:
+        """Send the drafter the stored feature rows that it lacks, up to `stop`.
+
+        Returns:
+            False if the drafter does not follow the sequence.
+        """
+        lacking = self._drafter.lacking(sequence.session_id)
+        if lacking is None:
+            return False
+        if lacking.start < min(lacking.stop, stop):
+            rows = self._runner.read_features(sequence, lacking.start, min(lacking.stop, stop))
+            self._drafter.features(sequence.session_id, lacking.start, rows)
+        return True
+
+    def _seat(self, shape: DraftShape, members: list[int], placed: list[Entry]) -> Callable[[], None]:
+        """Seat the sessions of one shape, and return a function that enqueues their drafts."""
+        sequences = [placed[index].sequence for index in members]
+        own = min(shape.depth, shape.max_nodes - 1) + 1
+        columns = max(own, *(sequence.fresh_columns for sequence in sequences))
+        size = bucket(self._batch_sizes, len(members))
+        assert size is not None, "a round has at most as many entries as there are slots"
+        group = self._group(size, columns)
+        seated = self._drafter.seat(
+            [sequence.session_id for sequence in sequences],
+            [sequence.committed_upper for sequence in sequences],
+            shape,
+            size,
+            columns,
+        )
+        refused = set(seated.refused)
+        for row in refused:
+            self._drop(placed, members[row], "kv_full")
+        self._continuous |= {
+            sequence.session_id for row, sequence in enumerate(sequences) if row not in refused
+        }
+        held = [-1 if row in refused else index for row, index in enumerate(members)]
+        places = upload(held + [-1] * (size - len(held)), torch.int32, self._runner.device)
+        key, graphs = _key(size, columns, shape, seated), self._runner.graphs
+        recorded = len(members) <= self._rounds.recorded_entries
+
+        def launch() -> None:
+            if recorded and graphs.due(key) and not graphs.holds(key):
+                group.members.fill_(-1)  # idle rows, because a recording runs the draft
+                graphs.capture(key, lambda: self._run(group, seated))
+            seated.load()
+            group.members.copy_(places)
+            if recorded and graphs.replays(key):
+                graphs.run(key, lambda: self._run(group, seated))
+            else:
+                self._run(group, seated)
+
+        return launch
+
+    def _run(self, group: _Group, seated: SeatedGroup) -> None:
+        """Run the part of a draft that can be recorded. All tensors of this part keep their addresses."""
+        table, batch = self._rounds.table, self._rounds.batch
+        entries, trees = batch.entries(batch.rows), batch.trees(batch.rows)
+        gather_group(table.state, table.features, table.sampling, group.members, entries, group.rows)
+        grown = seated.draft(group.rows)
+        pack_trees(
+            grown.tokens,
+            grown.parents,
+            grown.depths,
+            grown.ancestors,
+            grown.num_nodes,
+            grown.logprobs,
+            group.members,
+            entries,
+            trees,
+        )
+
+    def _drop(self, placed: list[Entry], index: int, reason: str) -> None:
+        """Let a row verify its root alone in this round."""
+        placed[index] = replace(placed[index], shape=NO_DRAFT)
+        self._fell_back(placed[index].sequence, reason)
+
+    def _group(self, batch_size: int, columns: int) -> _Group:
+        key = (batch_size, columns)
+        if key not in self._groups:
+            self._groups[key] = self._make_group(batch_size, columns)
+        return self._groups[key]
+
+    def _make_group(self, batch_size: int, columns: int) -> _Group:
+        pool = self._runner.pool
+        with torch.inference_mode(False):
+            integers = torch.zeros((4, batch_size), dtype=torch.int32, device=pool.device)
+            rows = GroupRows(
+                committed_lens=integers[0],
+                counts=integers[1],
+                tokens=torch.zeros((batch_size, columns), dtype=torch.int32, device=pool.device),
+                features=torch.zeros(
+                    (batch_size, columns, pool.feature_size), dtype=pool.dtype, device=pool.device
+                ),
+                temperature=torch.zeros(batch_size, device=pool.device),
+                seeds=torch.zeros(batch_size, dtype=torch.int64, device=pool.device),
+                choices=integers[2],
+            )
+            rows.committed_lens.fill_(1)
+        return _Group(integers[3], rows)
+
+
+def _key(batch_size: int, columns: int, shape: DraftShape, seated: SeatedGroup) -> GraphKey:
+    return GraphKey("draft", batch_size, width=columns, shape=shape, drafter=seated.key, draft_dependent=True)

@@ -1,0 +1,44 @@
+"""Commits the tokens that a pass has chosen, and emits them: the only path for prompts and for rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from outrider.services.target.engine.advance import Advance, advance
+from outrider.services.target.engine.output_processor import OutputProcessor
+from outrider.services.target.model.outcome import FAILED_TOKEN
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.base.generation import RoundTrace
+
+
+class Committer:
+    """Accepts tokens into sequences, then emits them. Engine thread only.
+
+    Args:
+        output: Collects events for the clients and ends sequences.
+        poisoned: Called with a sequence whose logits are NaN or infinite. The function fails that sequence.
+        forget: Called with every sequence that has ended.
+    """
+
+    def __init__(
+        self,
+        output: OutputProcessor,
+        poisoned: Callable[[Sequence], None],
+        forget: Callable[[Sequence], None],
+    ) -> None:
+        self._output = output
+        self._poisoned = poisoned
+        self._forget = forget
+
+    def accept(self, sequence: Sequence, emitted: Seq[int]) -> Advance | None:
+        """Append chosen tokens. Return None, and fail the sequence, if its logits are invalid."""
+        if emitted[-1] == FAILED_TOKEN:
+            self._poisoned(sequence)
+            return None
+        return advance(sequence, list(emitted))
+
+    def emit(self, sequence: Sequence, step: Advance, trace: RoundTrace | None = None) -> None:
+        """Pass accepted tokens to the client, and end the sequence if they are its last tokens."""
+        if self._output.tokens(sequence, step, trace):
+            self._forget(sequence)

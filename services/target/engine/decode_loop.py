@@ -1,0 +1,245 @@
+"""The decode loop: launches rounds of all decoding sequences, and finishes rounds and prompt chunks in order.
+
+On a GPU, a round is enqueued before the host has read the previous round (a lookahead of 1):
+
+    device    | round n          | round n + 1      | round n + 2
+    host      launch n + 1 · wait for n · deliver n · launch n + 2 · wait for n + 1 …
+
+On a CPU, or if the trees of a round come from the host, the loop reads a round before it launches the next (a
+lookahead of 0).
+
+Sequences join and leave between two rounds. The rounds in flight go on meanwhile. The host sees the end of a
+sequence one round late, so one more round may contain the sequence. The result of that round is void: its
+tokens are never emitted, billed or cached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+
+from outrider.services.target.drafting.draft_source import DraftSource, ProposalWait
+from outrider.services.target.drafting.planner import DraftPlanner
+from outrider.services.target.engine.advance import Advance
+from outrider.services.target.engine.committer import Committer
+from outrider.services.target.engine.prefill import Prefill, PrefillPass
+from outrider.services.target.metrics import TargetMetrics
+from outrider.services.target.model.outcome import Outcome
+from outrider.services.target.model.packed_batch import Entry
+from outrider.services.target.model.round_runner import FinishedRound, Round, RoundRunner
+from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep, SpeculationController
+from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.base.generation import RoundTrace
+
+
+class DecodeLoop:
+    """Launches and finishes the passes of one engine. Engine thread only.
+
+    Args:
+        rounds: Enqueues and reads rounds.
+        prefill: Enqueues prompt chunks and finishes them.
+        planner: Chooses the tree shape of each row.
+        drafts: Supplies the trees.
+        committer: Commits and emits tokens.
+        scheduler: Reserves pages for sequences that join a round.
+        controller: Learns from the rounds.
+        metrics: Counts rounds.
+        lookahead: Number of rounds that may be in flight when the host launches the next one: 0 or 1.
+
+    Attributes:
+        num_rounds: Number of finished rounds.
+    """
+
+    def __init__(
+        self,
+        rounds: RoundRunner,
+        prefill: Prefill,
+        planner: DraftPlanner,
+        drafts: DraftSource,
+        committer: Committer,
+        scheduler: Scheduler,
+        controller: SpeculationController,
+        metrics: TargetMetrics,
+        lookahead: int,
+    ) -> None:
+        self._rounds = rounds
+        self._prefill = prefill
+        self._planner = planner
+        self._drafts = drafts
+        self._committer = committer
+        self._scheduler = scheduler
+        self._controller = controller
+        self._metrics = metrics
+        self._lookahead = lookahead
+        self._in_flight: deque[Round | PrefillPass] = deque()
+        self._ahead = 0
+        self._read_at = 0.0
+        self.num_rounds = 0
+
+    @property
+    def active(self) -> bool:
+        """True if a pass is in flight."""
+        return bool(self._in_flight)
+
+    def launch(self, plan: StepPlan) -> None:
+        """Enqueue the prompt chunks of a step, then a round of all sequences that can decode."""
+        self._ahead = 0
+        decodes = plan.decodes
+        if plan.prefills:
+            launched = self._prefill.launch(plan.prefills)
+            self._in_flight.append(launched)
+            decodes = [*decodes, *self._joining(launched)]
+        entries = self._entries(decodes)
+        if self._drafts.waits_for_host(entries):
+            # The trees depend on tokens that the host must know.
+            if any(isinstance(one, Round) for one in self._in_flight):
+                self._drafts.postponed(entries)
+                return
+            entries = [entry for entry in entries if not entry.sequence.passes_ahead]
+        if not entries:
+            return
+        prepared = self._drafts.prepare(entries)
+        for entry in prepared.entries:
+            self._rounds.table.hold(entry.sequence)
+        try:
+            self._in_flight.append(self._rounds.launch(prepared.entries, prepared.enqueue))
+        finally:
+            self._drafts.launched()
+        for entry in prepared.entries:
+            sequence = entry.sequence
+            sequence.tokens_ahead += entry.columns
+            sequence.passes_ahead += 1
+            sequence.fresh_columns = entry.columns
+        if prepared.may_run_ahead:
+            self._ahead = self._lookahead
+
+    def finish(self) -> None:
+        """Read, commit and emit the passes in flight, except a round that may stay ahead of the host."""
+        while self._in_flight and not self._stays_ahead():
+            if len(self._in_flight) == 1:
+                self._drafts.carry()
+            self._finish(self._in_flight.popleft())
+
+    def drain(self) -> None:
+        """Finish all passes in flight."""
+        self._ahead = 0
+        self.finish()
+
+    def abandon(self) -> None:
+        """Forget all passes after a failure that has ended all sequences."""
+        self._in_flight.clear()
+        self._drafts.abandon()
+
+    def _stays_ahead(self) -> bool:
+        return isinstance(self._in_flight[0], Round) and len(self._in_flight) <= self._ahead
+
+    def _joining(self, launched: PrefillPass) -> list[Sequence]:
+        """Return the sequences with a complete prompt that can take part in a round immediately."""
+        return [
+            sequence
+            for sequence, _ in launched.completed
+            if sequence.paused_at is None
+            and sequence.remaining > sequence.passes_ahead
+            and self._scheduler.reserve_ahead(sequence, sequence.committed_upper)
+        ]
+
+    def _entries(self, decodes: Seq[Sequence]) -> list[Entry]:
+        if not decodes:
+            return []
+        shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
+        return [
+            Entry(sequence, sequence.residence, shape)
+            for sequence, shape in zip(decodes, shapes, strict=True)
+        ]
+
+    def _finish(self, launched: Round | PrefillPass) -> None:
+        if isinstance(launched, PrefillPass):
+            self._prefill.finish(launched, self._read_at)
+        else:
+            self._finish_round(self._rounds.read(launched))
+        self._read_at = time.monotonic()
+
+    def _finish_round(self, finished: FinishedRound) -> None:
+        # 1. Commit: advance each sequence and tell the drafter.
+        steps: list[tuple[int, Outcome, Advance, int]] = []
+        executed: list[ExecutedRow] = []
+        entries = finished.round.entries
+        for index, (entry, outcome) in enumerate(zip(entries, finished.outcomes, strict=True)):
+            if entry.void:
+                continue
+            sequence = entry.sequence
+            sequence.tokens_ahead -= entry.columns
+            sequence.passes_ahead -= 1
+            assert outcome is not None, "a sequence that continues must have an outcome"
+            base_len, stores_features = sequence.committed_len, sequence.has_features
+            step = self._committer.accept(sequence, outcome.emitted)
+            executed.append(_executed(entry, outcome))
+            if step is None:
+                continue
+            if stores_features:
+                sequence.feature_len += len(step.kept)
+            sequence.cached_len += len(step.kept)
+            if step.finish is None:
+                self._drafts.committed(entry, step.kept, outcome)
+            steps.append((index, outcome, step, base_len))
+        self.num_rounds += 1
+        # 2. Let the drafter begin with the next round, before anything that can wait.
+        self._drafts.read({entries[index].sequence.session_id for index, _, step, _ in steps if step.finish})
+        # 3. Emit the tokens.
+        wait = self._drafts.take_wait()
+        draft_s = finished.draft_s if wait is None else wait.draft_s
+        for index, outcome, step, base_len in steps:
+            sequence = entries[index].sequence
+            sequence.stats.record(outcome.num_nodes, len(outcome.accepted), step.num_cut)
+            trace = None
+            if sequence.request.speculation.trace:
+                trace = self._trace(finished, index, outcome, step, base_len, draft_s)
+            self._committer.emit(sequence, step, trace)
+        # 4. Feed the timings to the controller and the metrics.
+        if executed:
+            self._observe(finished, executed, wait)
+
+    def _observe(
+        self, finished: FinishedRound, executed: list[ExecutedRow], wait: ProposalWait | None
+    ) -> None:
+        depth = max((entry.shape.depth for entry in finished.round.entries), default=0)
+        if wait is None:
+            step = ExecutedStep(
+                executed, depth, 0.0 if depth else None, finished.verify_s, 0.0, finished.seconds
+            )
+        else:
+            step = ExecutedStep(executed, wait.depth, wait.wait_s, finished.seconds, 0.0)
+        self._controller.observe(step)
+        self._metrics.observe_round(step, finished.draft_s, wait.answer_s if wait else None)
+
+    def _trace(
+        self,
+        finished: FinishedRound,
+        index: int,
+        outcome: Outcome,
+        step: Advance,
+        base_len: int,
+        draft_s: float,
+    ) -> RoundTrace:
+        return RoundTrace(
+            round=finished.round.number,
+            base_len=base_len,
+            nodes=finished.round.trace_of(index, outcome.num_nodes),
+            accepted=outcome.accepted,
+            emitted=step.kept,
+            draft_ms=draft_s * 1e3 if outcome.num_nodes > 1 else 0.0,
+            verify_ms=finished.verify_s * 1e3,
+        )
+
+
+def _executed(entry: Entry, outcome: Outcome) -> ExecutedRow:
+    shape = entry.shape
+    return ExecutedRow(
+        entry.sequence.controller_row,
+        outcome.num_nodes,
+        shape.depth,
+        len(outcome.accepted),
+        shape.drafts and shape.topk == 1,
+    )

@@ -1,0 +1,33 @@
+"""Configures the decode loop: how far it runs ahead of the host, and the sizes of its buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_PACKED_ROWS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """Configures the decode loop of one engine.
+
+    Attributes:
+        lookahead: Number of rounds that may be in flight when the host launches the next round: 0 or 1.
+        drafts_on_device: True to draft on the target's device if the drafter can.
+        max_depth: Depth of the deepest tree that a request may ask for.
+        columns: Number of columns of the states that are exchanged with a draft in another process.
+        max_nodes: Largest number of nodes of a tree.
+        max_packed_rows: Largest number of packed rows of a round, i.e. of the nodes of all its trees.
+        prefill_budget_s: Seconds that the prompt chunks of a step may take while other sequences decode.
+        recorded_entries: Largest number of sequences of a round that is recorded as CUDA graphs. None sets no
+            limit.
+    """
+
+    lookahead: int = 0
+    drafts_on_device: bool = False
+    max_depth: int = 16
+    columns: int = 6
+    max_nodes: int = 128
+    max_packed_rows: int = MAX_PACKED_ROWS
+    prefill_budget_s: float = 0.02
+    recorded_entries: int | None = None

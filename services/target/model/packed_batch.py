@@ -1,0 +1,175 @@
+"""Inputs and results of rounds over packed rows, at fixed addresses, and the sizes that rounds are padded to.
+
+One set of buffers serves all sizes. A round of M rows uses the first M elements. The host writes the entries
+of a round with one copy in stream order, so that a round in flight does not see the entries of the next.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+
+from outrider.kernels.packed_round import Entries, PackedTrees
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.spec.tree import DraftShape, mask_words
+
+
+class SamplingMode(Enum):
+    """The sampling code that a round needs. A CUDA graph contains the code of a single mode."""
+
+    GREEDY = "greedy"
+    NOISE = "noise"
+    FULL = "full"
+
+    @classmethod
+    def of(cls, sequences: Seq[Sequence]) -> SamplingMode:
+        """Return the cheapest mode that serves all sequences."""
+        mode = cls.GREEDY
+        for sequence in sequences:
+            params = sequence.request.sampling
+            if params.temperature > 0:
+                if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+                    return cls.FULL
+                mode = cls.NOISE
+        return mode
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One sequence of a round.
+
+    Attributes:
+        sequence: The sequence, which has a slot.
+        residence: The sequence's residence when the round was planned. If the residence has changed, the
+            sequence has left its slot, and the result is void.
+        shape: The bounded shape of the tree to draft; `NO_DRAFT` verifies the root alone.
+    """
+
+    sequence: Sequence
+    residence: int
+    shape: DraftShape
+
+    @property
+    def rows(self) -> int:
+        """Number of packed rows."""
+        return self.shape.max_nodes if self.shape.drafts else 1
+
+    @property
+    def columns(self) -> int:
+        """Largest number of tokens that the round can choose."""
+        return min(self.shape.depth, self.shape.max_nodes - 1) + 1 if self.shape.drafts else 1
+
+    @property
+    def void(self) -> bool:
+        """True if the sequence has left the slot since the round was planned."""
+        return self.sequence.residence != self.residence or self.sequence.slot < 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowBuckets:
+    """Numbers of packed rows to which rounds are padded, ascending."""
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, most: int) -> RowBuckets:
+        """Return buckets up to `most` rows: 1, 2, 4, every 8 up to 128, every 16 up to 256, then wider."""
+        sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 64)]
+        sizes += [*range(512, 1024, 128), *range(1024, 4097, 512)]
+        return cls((*[size for size in sizes if size < most], most))
+
+    def size_for(self, rows: int) -> int:
+        """Return the smallest bucket for this number of rows."""
+        index = bisect_left(self.sizes, rows)
+        assert index < len(self.sizes), "the planner keeps rounds within the largest bucket"
+        return self.sizes[index]
+
+
+WIDTHS = (1, 8, 64)
+"""Classes of the widest entry of a round. Attention chooses its blocks by the class."""
+
+
+def width_class(rows: int) -> int:
+    """Return the class of a round whose widest entry has this number of rows."""
+    return next((width for width in WIDTHS if rows <= width), 1 << (rows - 1).bit_length())
+
+
+class PackedBatch:
+    """Buffers of all rounds of one engine.
+
+    Args:
+        rows: Largest number of packed rows.
+        slots: Number of slots.
+        columns: R, the largest number of tokens per entry.
+        max_nodes: Largest number of nodes of a tree.
+        device: Device of the buffers.
+    """
+
+    def __init__(self, rows: int, slots: int, columns: int, max_nodes: int, device: torch.device) -> None:
+        self.rows = rows
+        self.slots = slots
+        self.columns = columns
+        self._host = np.zeros((4, rows + 1), dtype=np.int32)
+        with torch.inference_mode(False):
+            self._entries = torch.zeros((4, rows + 1), dtype=torch.int32, device=device)
+            words = mask_words(max_nodes)
+            self._nodes = torch.zeros((4, rows), dtype=torch.int32, device=device)
+            self._ancestors = torch.zeros((rows, words), dtype=torch.int32, device=device)
+            self._num_nodes = torch.ones(rows, dtype=torch.int32, device=device)
+        self._loaded = b""
+
+    def entries(self, rows: int) -> Entries:
+        """Return the entries of rounds of `rows` rows."""
+        slots, starts, drafted, captures = self._entries
+        return Entries(slots[:rows], starts[: rows + 1], drafted[:rows], captures[:rows])
+
+    def trees(self, rows: int) -> PackedTrees:
+        """Return the trees of rounds of `rows` rows."""
+        tokens, parents, depths, logprobs = (part[:rows] for part in self._nodes)
+        return PackedTrees(
+            tokens,
+            parents,
+            depths,
+            self._ancestors[:rows],
+            logprobs.view(torch.float32),
+            self._num_nodes[:rows],
+        )
+
+    @property
+    def nodes(self) -> torch.Tensor:
+        """``[4, rows] int32``: tokens, parents, depths and log-probabilities of the last round's trees."""
+        return self._nodes
+
+    def results(self, rows: int) -> int:
+        """Return the number of leading entries that may be real in a round of `rows` rows."""
+        return min(rows, self.slots)
+
+    def load(self, entries: Seq[Entry], rows: int) -> None:
+        """Upload the entries of a round of `rows` rows, unless the last round had the same."""
+        slots, starts, drafted, captures = self._host
+        count = len(entries)
+        slots[:count] = [entry.sequence.slot for entry in entries]
+        slots[count:] = -1
+        used = np.cumsum([0, *[entry.rows for entry in entries]])
+        starts[: count + 1] = used
+        # Each padding entry owns one padding row. Surplus padding entries own none.
+        starts[count + 1 :] = np.minimum(used[-1] + np.arange(1, self.rows - count + 1), rows)
+        drafted[:count] = [entry.shape.drafts for entry in entries]
+        drafted[count:] = 0
+        captures[:count] = [entry.sequence.has_features for entry in entries]
+        captures[count:] = 0
+        packed = self._host.tobytes()
+        if packed == self._loaded:
+            return
+        self._loaded = packed
+        source = torch.from_numpy(self._host.copy())
+        self._entries.copy_(source.pin_memory() if self._entries.is_cuda else source, non_blocking=True)
+
+    def make_idle(self, rows: int) -> None:
+        """Load a round of `rows` rows without entries, with which graphs are recorded."""
+        self.load((), rows)

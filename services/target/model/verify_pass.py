@@ -1,0 +1,123 @@
+"""One verify pass over packed rows, from trees and slots to accepted tokens, entirely on the device.
+
+The pass does not need the host, so it can be recorded into a CUDA graph. On a CPU, the same code runs
+directly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.kernels.packed_round import accept_entries, place_entries
+from outrider.kernels.verify import SamplingTensors
+from outrider.services.target.model.packed_batch import PackedBatch, SamplingMode
+from outrider.services.target.model.slot_table import SlotTable
+from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.nn.decoder import Decoder, DecoderOutput
+from outrider.shared.nn.feature_projector import FeatureProjector
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """The model and memory that a pass runs with. `projector` is None if no feature rows are wanted."""
+
+    decoder: Decoder
+    pool: KVPool
+    attention: AttentionBackend
+    projector: FeatureProjector | None
+    synthetic: SyntheticAcceptance | None
+
+
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """The sizes of a verify pass that the host fixes. Passes of equal size replay the same graph.
+
+    Attributes:
+        rows: M, the number of packed rows, including padding.
+        width: Class of the widest entry; see `packed_batch.width_class`.
+        mode: Sampling mode.
+        capture: True if feature rows are computed and stored.
+    """
+
+    rows: int
+    width: int
+    mode: SamplingMode
+    capture: bool
+
+
+def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: PassSize) -> torch.Tensor:
+    """Verify the trees of a round, compact the accepted K/V, store features, and update the slots.
+
+    Args:
+        model: The model and memory to run with.
+        table: The slots.
+        batch: Entries and drafted trees of the round.
+        size: Sizes of the pass.
+
+    Returns:
+        ``[B, 2 + 2 R] int32`` for the host: the number of accepted nodes or -1, the number of nodes, the
+        path, and the emitted tokens. B is the number of entries that may be real.
+    """
+    # 1. Locate the rows.
+    entries, trees, pool = batch.entries(size.rows), batch.trees(size.rows), model.pool
+    state, page_table = table.state, table.page_table
+    placed = place_entries(state, entries, trees, page_table, pool.page_size, table.sampling)
+    alone = size.width == 1
+    attention_batch = AttentionBatch(
+        page_table=page_table,
+        prefix_lens=placed.cached_lens,
+        kv_lens=placed.kv_lens,
+        query_start=entries.starts,
+        ancestors=None if alone else trees.ancestors,
+        slots=placed.kv_slots,
+        max_query_len=size.width,
+        max_kv_len=page_table.shape[1] * pool.page_size,
+        table_rows=placed.table_rows,
+        ragged=True,
+    )
+
+    # 2. Forward, and sample a token after every row.
+    projector = model.projector if size.capture else None
+    aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
+    model.attention.plan(attention_batch)
+    output = model.decoder.forward(trees.tokens, placed.positions, model.attention, pool, aux_layer_ids)
+    chosen = model.decoder.choose(output.hidden, _sampling(placed.sampling, size.mode), placed.next_positions)
+    if not alone and model.synthetic is not None:
+        chosen = model.synthetic.packed(
+            chosen, trees, entries.starts, placed.next_positions, placed.sampling.seeds
+        )
+
+    # 3. Accept: walk the trees, then move the K/V of the accepted nodes to their final KV slots.
+    results = batch.results(size.rows)
+    accepted = accept_entries(state, entries, trees, placed, chosen, page_table, pool.page_size, results)
+    if not alone:
+        pool.compact(
+            page_table,
+            placed.cached_lens,
+            accepted.path,
+            accepted.num_accepted,
+            placed.table_rows,
+        )
+
+    # 4. Compute and store the feature rows of the accepted nodes.
+    if projector is not None:
+        picked = _picked(output, accepted.feature_rows, projector.spec.final_hidden)
+        pool.scatter_features(
+            projector.parts(picked), accepted.feature_slots, accepted.feature_places, table.features
+        )
+    return accepted.packed
+
+
+def _sampling(rows: SamplingTensors, mode: SamplingMode) -> SamplingTensors:
+    return replace(rows, all_greedy=mode is SamplingMode.GREEDY, any_filter=mode is SamplingMode.FULL)
+
+
+def _picked(output: DecoderOutput, rows: torch.Tensor, final_hidden: bool) -> DecoderOutput:
+    """Return only those output rows from which features are computed."""
+    if final_hidden or output.aux is None:
+        return DecoderOutput(output.hidden[rows], None)
+    return DecoderOutput(output.hidden[:0], output.aux[rows])

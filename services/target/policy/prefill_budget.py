@@ -1,0 +1,52 @@
+"""Limits the prompt tokens of a step, so that running streams pause only briefly while a prompt prefills."""
+
+from __future__ import annotations
+
+FIRST_RATE = 20_000.0
+"""Assumed prompt tokens per second until a pass has been measured."""
+LEAST_TOKENS = 64
+"""Smallest limit, so that a prompt always advances."""
+LEAST_MEASURED = 64
+"""Passes over fewer tokens are not measured, because their time hardly depends on the number of tokens."""
+WEIGHT = 0.3
+"""Weight of a new measurement in the moving average."""
+
+
+class PrefillBudget:
+    """Converts a time budget to a number of prompt tokens. Engine thread only.
+
+    The time per token grows with the context, so it is measured for each power of two of the context.
+
+    Args:
+        budget_s: Seconds that the prompt tokens of a step may take while other sequences decode.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self._budget_s = budget_s
+        self._seconds_per_token: dict[int, float] = {}
+
+    def tokens(self, context: int) -> int:
+        """Return the number of prompt tokens that fit into the budget.
+
+        Args:
+            context: Number of tokens that the prompt has already stored.
+        """
+        known = self._seconds_per_token
+        wanted = context.bit_length()
+        nearest = min(known, key=lambda size: abs(size - wanted), default=None)
+        seconds = 1.0 / FIRST_RATE if nearest is None else known[nearest]
+        return max(LEAST_TOKENS, int(self._budget_s / seconds))
+
+    def observe(self, tokens: int, context: int, seconds: float) -> None:
+        """Learn from a pass.
+
+        Args:
+            tokens: Number of prompt tokens of the pass.
+            context: Largest context of the pass, its own tokens included.
+            seconds: Duration of the pass.
+        """
+        if tokens < LEAST_MEASURED or seconds <= 0:
+            return
+        size, measured = context.bit_length(), seconds / tokens
+        old = self._seconds_per_token.get(size, measured)
+        self._seconds_per_token[size] = old + WEIGHT * (measured - old)

@@ -1,0 +1,138 @@
+"""The shape of every row: obstacles, choices of auto, planned shapes, and the limit of packed rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.slot_sequences import seated_sequence
+
+from outrider.services.target.drafting.planner import DraftPlanner, bound_of
+from outrider.services.target.policy.controller import RowBound, SpeculationController
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+TREE, CHAIN = DraftShape(3, 2, 7), DraftShape(2, 1, 3)
+
+
+class Room:
+    """A planner whose obstacles and choices the test supplies."""
+
+    def __init__(self, max_rows: int = 1000, *, on_device: bool = True) -> None:
+        self.pool = KVPool(256, 4, 1, 1, 2, torch.float32, "cpu")
+        self.obstacles: dict[int, str] = {}
+        self.chosen: list[DraftShape] = []
+        self.asked: list[tuple[str, int, int, int]] = []
+        self.counted: list[str] = []
+        controller: Any = SimpleNamespace(
+            choose=lambda *given: self._choose("each", *given),
+            choose_common=lambda *given: self._choose("common", *given),
+        )
+        sessions: Any = SimpleNamespace(obstacle=lambda one: self.obstacles.get(one.session_id, ""))
+        metrics: Any = SimpleNamespace(fell_back=self.counted.append)
+        self.planner = DraftPlanner(sessions, controller, metrics, max_rows, on_device=lambda: on_device)
+
+    def _choose(self, kind: str, rows: list[RowBound], batch_size: int, nodes: int) -> list[DraftShape]:
+        self.asked.append((kind, len(rows), batch_size, nodes))
+        return self.chosen[: len(rows)]
+
+    def sequence(
+        self, session_id: int, shape: DraftShape = TREE, *, auto: bool = False, follow: bool = True
+    ) -> Sequence:
+        made = seated_sequence(self.pool, session_id, session_id, shape=shape, follow=follow)
+        if auto:
+            made.controller_row = SpeculationController().new_row()
+        return made
+
+
+def test_each_mode_gets_its_shape() -> None:
+    room = Room()
+    on, off, auto = room.sequence(0), room.sequence(1, follow=False), room.sequence(2, auto=True)
+    room.chosen = [CHAIN]
+    assert room.planner.shapes([on, off, auto]) == [TREE, NO_DRAFT, CHAIN]
+    assert room.asked == [("common", 1, 3, 7 + 1)], "the nodes of the other rows"
+    assert not room.counted
+
+
+def test_rounds_through_the_host_choose_for_each_row() -> None:
+    room = Room(on_device=False)
+    room.chosen = [CHAIN, NO_DRAFT]
+    rows = [room.sequence(index, auto=True) for index in range(2)]
+    assert room.planner.shapes(rows) == [CHAIN, NO_DRAFT]
+    assert room.asked == [("each", 2, 2, 0)]
+
+
+def test_shapes_are_bounded_by_what_their_levels_can_hold() -> None:
+    room = Room()
+    wide = DraftShape(2, 1, 60)
+    room.chosen = [wide]
+    shapes = room.planner.shapes([room.sequence(0, wide), room.sequence(1, wide, auto=True)])
+    assert shapes == [wide.bounded(), wide.bounded()]
+    assert shapes[0].max_nodes < 60
+
+
+def test_a_row_with_an_obstacle_counts_one_fallback_a_round() -> None:
+    room = Room()
+    rows = [room.sequence(0), room.sequence(1, auto=True), room.sequence(2, follow=False)]
+    room.obstacles = {0: "draft_down", 1: "no_features", 2: "draft_down"}
+    assert room.planner.shapes(rows) == [NO_DRAFT] * 3
+    assert room.counted == ["draft_down", "no_features"]
+    assert not room.asked
+    room.planner.shapes(rows)
+    assert room.counted == ["draft_down", "no_features"] * 2
+    assert rows[0].stats.report(None, "").fallback_reason == "draft_down"
+
+
+def test_a_planned_row_is_not_chosen_again() -> None:
+    room = Room()
+    rows = [room.sequence(0, auto=True), room.sequence(1, auto=True), room.sequence(2)]
+    room.chosen = [TREE]
+    room.obstacles = {2: "draft_down"}
+    assert room.planner.shapes(rows, [CHAIN, None, NO_DRAFT]) == [CHAIN, TREE, NO_DRAFT]
+    assert room.asked == [("common", 1, 3, 3 + 1)]
+    assert not room.counted, "the fallback was counted when the row was planned"
+    assert room.planner.shapes(rows, [CHAIN, CHAIN, NO_DRAFT]) == [CHAIN, CHAIN, NO_DRAFT]
+    assert len(room.asked) == 1
+
+
+def test_rows_of_auto_give_way_first() -> None:
+    room = Room(max_rows=7 + 7 + 3)
+    room.chosen = [CHAIN, CHAIN]
+    rows = [room.sequence(0, auto=True), room.sequence(1), room.sequence(2, auto=True), room.sequence(3)]
+    assert room.planner.shapes(rows) == [NO_DRAFT, TREE, NO_DRAFT, TREE]
+    assert room.counted == ["budget", "budget"]
+    assert rows[0].stats.report(None, "").fallback_reason == "budget"
+
+
+def test_no_more_rows_give_way_than_needed() -> None:
+    room = Room(max_rows=7 + 3 + 1)
+    room.chosen = [CHAIN, CHAIN]
+    rows = [room.sequence(0), room.sequence(1, auto=True), room.sequence(2, auto=True)]
+    assert room.planner.shapes(rows) == [TREE, NO_DRAFT, CHAIN]
+    assert room.counted == ["budget"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_rows_of_mode_on_take_turns(count: int) -> None:
+    room = Room(max_rows=2 * 7 + count - 2)
+    rows = [room.sequence(index) for index in range(count)]
+    drafted = [0] * count
+    for _ in range(10 * count):
+        shapes = room.planner.shapes(rows)
+        assert sum(shape.max_nodes for shape in shapes) <= 2 * 7 + count - 2
+        assert sum(shape.drafts for shape in shapes) == 2
+        for index, shape in enumerate(shapes):
+            drafted[index] += shape.drafts
+    assert drafted == [20] * count
+    assert len(room.counted) == 10 * count * (count - 2)
+
+
+def test_the_bound_of_an_auto_row_ends_before_its_last_token() -> None:
+    sequence = Room().sequence(0, auto=True)
+    bound = bound_of(sequence)
+    assert bound.state is sequence.controller_row
+    assert bound.forms[0] == TREE
+    assert bound.useful_depth == sequence.remaining - 1

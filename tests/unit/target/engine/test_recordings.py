@@ -1,0 +1,79 @@
+"""The list of graphs to record for the usual batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.services.target.engine.recordings import USUAL_MODES, round_recordings
+from outrider.services.target.model.packed_batch import RowBuckets
+from outrider.services.target.model.verify_pass import PassSize
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+TREE, CHAIN = DraftShape(3, 2, 7), DraftShape(3, 1, 4)
+
+
+class Recorder:
+    """Stands for the round runner and for the drafts; notes what is recorded."""
+
+    def __init__(self, max_rows: int = 64) -> None:
+        self.max_rows = max_rows
+        self.buckets = RowBuckets.up_to(max_rows)
+        self.made: list[Any] = []
+
+    def capture(self, *what: Any) -> None:
+        self.made.append(what if len(what) > 1 else what[0])
+
+    def record(
+        self, batches: list[tuple[int, DraftShape]], *, drafts: bool = False, captures: bool = False
+    ) -> list[str]:
+        """Record everything, and return the descriptions."""
+        rounds: Any = self
+        recordings = list(round_recordings(rounds, self if drafts else None, batches, captures=captures))
+        assert not self.made, "listing must record nothing"
+        for _description, record in recordings:
+            record()
+        return [description for description, _record in recordings]
+
+
+def sizes(rows: int, width: int, capture: bool = False) -> list[PassSize]:
+    return [PassSize(rows, width, mode, capture) for mode in USUAL_MODES]
+
+
+def test_plain_rounds_have_one_graph_for_each_mode() -> None:
+    recorder = Recorder()
+    assert recorder.record([(3, NO_DRAFT)]) == ["rounds of 4 rows"] * 2
+    assert recorder.made == sizes(4, 1)
+
+
+def test_batches_of_the_same_rows_share_their_graphs() -> None:
+    recorder = Recorder()
+    recorder.record([(2, TREE), (4, CHAIN), (16, NO_DRAFT), (1, TREE)])
+    assert recorder.made == sizes(16, 8) + sizes(16, 1) + sizes(8, 8)
+
+
+def test_trees_that_levels_cannot_fill_are_bounded() -> None:
+    recorder = Recorder()
+    recorder.record([(1, DraftShape(3, 1, 60))])
+    assert recorder.made == sizes(4, 8)
+
+
+def test_with_features_plain_rounds_are_recorded_in_both_ways() -> None:
+    recorder = Recorder()
+    recorder.record([(1, NO_DRAFT), (1, CHAIN)], captures=True)
+    assert recorder.made == sizes(1, 1, True) + sizes(1, 1, False) + sizes(4, 8, True), (
+        "rows that draft always store features"
+    )
+
+
+def test_each_shape_and_batch_size_has_its_draft() -> None:
+    recorder = Recorder()
+    described = recorder.record([(2, TREE), (1, TREE), (2, NO_DRAFT)], drafts=True)
+    drafts = [made for made in recorder.made if isinstance(made, tuple)]
+    assert drafts == [(2, TREE), (1, TREE)]
+    assert described[0] == "drafts of 2 sequences, 7 nodes"
+
+
+def test_rounds_beyond_the_limit_of_packed_rows_are_left_out() -> None:
+    recorder = Recorder(max_rows=20)
+    recorder.record([(4, TREE), (2, TREE), (20, NO_DRAFT)])
+    assert recorder.made == sizes(16, 8) + sizes(20, 1)
