@@ -129,7 +129,8 @@ class ResidentSource(DraftSource):
         self._drafter.committed(sequence.session_id, [token], drafted=False)
 
     def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
-        self._drafter.committed(entry.sequence.session_id, kept, drafted=entry.shape.drafts)
+        drafted = entry.shape.drafts and entry.epoch == entry.sequence.epoch
+        self._drafter.committed(entry.sequence.session_id, kept, drafted=drafted)
 
     def read(self, ended: Set[int]) -> None:
         """Do nothing, because the drafter has learnt everything in `committed`."""

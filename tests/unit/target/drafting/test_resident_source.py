@@ -344,6 +344,17 @@ def test_the_drafter_hears_of_every_token(decoder: Decoder, plain: list[list[int
     assert bench.source.take_wait() is None
 
 
+def test_a_session_that_was_reopened_has_not_drafted_in_the_round_in_flight(
+    decoder: Decoder, plain: list[list[int]]
+) -> None:
+    bench = Bench(decoder, plain)
+    first = bench.sequences[0]
+    entry = Entry(first, 1, CHAIN, first.epoch)
+    first.epoch += 1
+    bench.source.committed(entry, [4, 5], Outcome(1, [], [4]))
+    assert bench.drafter.heard == [(0, [4, 5], False)]
+
+
 def test_a_draft_is_recorded_with_idle_rows(decoder: Decoder, plain: list[list[int]]) -> None:
     graphs = BoundedGraphs(8)
     bench = Bench(decoder, plain, graphs)
