@@ -10,7 +10,6 @@ feature plane. Before it drafts again, the drafter catches up on the rows that i
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -65,8 +64,6 @@ class ResidentSource(DraftSource):
         self._groups: dict[tuple[int, int], _Group] = {}
         # Sessions that drafted in the last enqueued pass, so that their K/V lacks no row of earlier passes.
         self._continuous: set[int] = set()
-        # For each round in flight, the epochs of the sessions that draft in it.
-        self._in_flight: deque[dict[int, int]] = deque()
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         return [None] * len(decodes)
@@ -99,8 +96,6 @@ class ResidentSource(DraftSource):
             elif entry.shape.drafts:
                 self._drop(placed, index, "not_followed")
         launches = [self._seat(shape, members, placed) for shape, members in groups.items()]
-        drafted = [entry.sequence for entry in placed if entry.shape.drafts]
-        self._in_flight.append({sequence.session_id: sequence.epoch for sequence in drafted})
         if not launches:
             return PreparedDrafts(placed, None)
 
@@ -134,20 +129,18 @@ class ResidentSource(DraftSource):
         self._drafter.committed(sequence.session_id, [token], drafted=False)
 
     def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
-        # A session that was opened again since has none of the round's rows.
-        sequence = entry.sequence
-        drafted = self._in_flight[0].get(sequence.session_id) == sequence.epoch
-        self._drafter.committed(sequence.session_id, kept, drafted=drafted)
+        # A session that has been opened again since has none of the round's rows.
+        drafted = entry.shape.drafts and entry.epoch == entry.sequence.epoch
+        self._drafter.committed(entry.sequence.session_id, kept, drafted=drafted)
 
     def read(self, ended: Set[int]) -> None:
-        self._in_flight.popleft()
+        """Do nothing, because the drafter has learnt everything in `committed`."""
 
     def ended(self, sequence: Sequence) -> None:
         self._continuous.discard(sequence.session_id)
 
     def abandon(self) -> None:
         self._continuous.clear()
-        self._in_flight.clear()
 
     @torch.inference_mode()
     def capture(self, batch_size: int, shape: DraftShape) -> None:

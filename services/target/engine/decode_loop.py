@@ -150,7 +150,7 @@ class DecodeLoop:
             return []
         shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
         return [
-            Entry(sequence, sequence.residence, shape)
+            Entry(sequence, sequence.residence, shape, sequence.epoch)
             for sequence, shape in zip(decodes, shapes, strict=True)
         ]
 

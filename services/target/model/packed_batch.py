@@ -48,11 +48,14 @@ class Entry:
         residence: The sequence's residence when the round was planned. If the residence has changed, the
             sequence has left its slot, and the result is void.
         shape: The bounded shape of the tree to draft; `NO_DRAFT` verifies the root alone.
+        epoch: The sequence's epoch when the round was planned. If the epoch has changed, the drafter's
+            session was reopened and has not drafted in this round.
     """
 
     sequence: Sequence
     residence: int
     shape: DraftShape
+    epoch: int = 0
 
     @property
     def rows(self) -> int:

@@ -1,0 +1,142 @@
+"""Every request gets the output of plain decoding alone, whatever else the rounds contain.
+
+`hypothesis` draws mixtures of everything at once: modes, shapes, samplings, traces, stop tokens, times of
+joining, pausing and cancelling, prompts in chunks, small pools, and drafters that fail.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from support.device_toys import AnswerDrafter
+from support.mixed_requests import (
+    MOST_NODES,
+    MOST_TOKENS,
+    PROMPTS,
+    VOCAB,
+    Asked,
+    Machine,
+    Service,
+    machines,
+    requests,
+)
+from support.target_harness import assert_same_tokens, generate_plain, load_toy
+from support.toys import make_toy_target
+from support.traces import check_report, check_traces
+
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import FeatureSpec
+
+torch.set_num_threads(1)
+MIXTURES = 80
+"""Number of mixtures per plan."""
+ALWAYS = {"accepted tokens", "cancelled", "losses", "mixed", "retractions", "tokens cut", "trees"}
+ON_DEVICE = {"drafts on the device", "kv_full"}
+ON_HOST = {"drafts through the host", "fake"}
+"""What the mixtures of a plan must cover, as counted in `Service.seen`."""
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load_toy(make_toy_target(tmp_path_factory.mktemp("target"), vocab_size=VOCAB, seed=3))
+
+
+@cache
+def plain(decoder: Decoder, prompt: int, sampling: SamplingParams) -> list[int]:
+    """Return the output of plain decoding alone."""
+    return generate_plain(decoder, NoDrafter(), PROMPTS[prompt], MOST_TOKENS, sampling=sampling)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_every_mixture_gives_everybody_the_plain_output(
+    decoder: Decoder, on_device: bool, lookahead: int
+) -> None:
+    plan = LoopPlan(lookahead, on_device, max_depth=5, max_nodes=MOST_NODES)
+    seen: Counter[str] = Counter()
+
+    @settings(
+        max_examples=MIXTURES,
+        deadline=None,
+        phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(st.lists(requests(), min_size=4, max_size=8), machines())
+    def check(asked: list[Asked], machine: Machine) -> None:
+        seen.update(serve(decoder, plan, asked, machine))
+
+    check()
+    print(seen)
+    covered = {name for name, count in seen.items() if count}
+    assert ALWAYS | (ON_DEVICE if on_device else ON_HOST) <= covered, "the mixtures must cover all of these"
+
+
+def serve(decoder: Decoder, plan: LoopPlan, asked: list[Asked], machine: Machine) -> Counter[str]:
+    """Serve a mixture, and assert everything that holds at its end. Return what has happened."""
+    answers = [plain(decoder, one.prompt, one.sampling)[: one.new_tokens] for one in asked]
+    stops = [
+        frozenset(answer[one.stop_at : one.stop_at + 1]) if one.stop_at is not None else frozenset[int]()
+        for one, answer in zip(asked, answers, strict=True)
+    ]
+    size = 3 * decoder.config.hidden_size
+    spec = FeatureSpec(aux_layer_ids=(1, 3, 4), feature_size=size, fingerprint="raw")
+    known = [[*PROMPTS[one.prompt], *answer] for one, answer in zip(asked, answers, strict=True)]
+    drafter = AnswerDrafter(known, VOCAB, machine.accuracy, spec if machine.features else None)
+    service = Service(decoder, plan, machine, drafter)
+    service.serve(asked, stops)
+    service.check_idle()
+    for index, one in enumerate(asked):
+        expected = answers[index]
+        for stop in stops[index]:
+            expected = expected[: expected.index(stop) + 1]
+        check_request(decoder, service, str(index), one, expected)
+    return service.seen
+
+
+def check_request(decoder: Decoder, service: Service, name: str, one: Asked, expected: list[int]) -> None:
+    """Assert that a request has its output, its finish reason, and traces and statistics that explain it."""
+    sink, seen = service.harness.sink, service.seen
+    prompt, found, finished = PROMPTS[one.prompt], sink.tokens.get(name, []), sink.finished[name]
+    # 1. The tokens.
+    ended = len(found) == len(expected)
+    if one.cancels is not None and not ended:
+        keep = one.cancels[1]
+        assert finished.reason is (FinishReason.CANCELLED if keep is None else FinishReason.STOP)
+        assert finished.completion_tokens == min(len(found), len(found) if keep is None else keep)
+        expected = expected[: len(found)]
+        seen["cancelled"] += 1
+    else:
+        assert ended
+        reason = FinishReason.LENGTH if finished.matched_token is None else FinishReason.STOP
+        assert finished.reason is reason
+        assert finished.matched_token in (None, found[-1])
+        assert finished.completion_tokens == len(found)
+    assert_same_tokens(decoder, prompt, expected, found, one.sampling)
+    # 2. The traces.
+    rounds = sink.rounds.get(name, [])
+    if one.trace:
+        prefilled = check_traces(rounds, [*prompt, *found], len(prompt))
+        assert prefilled == service.prefilled[name]
+        check_report(finished, rounds)
+    else:
+        assert not rounds
+    # 3. The statistics.
+    stats, report = service.rows[name].stats, finished.speculation
+    assert sum(stats.histogram) == stats.rounds == report.rounds
+    assert stats.accepted_tokens == sum(k * count for k, count in enumerate(stats.histogram))
+    by_rounds = finished.completion_tokens - service.prefilled[name] + stats.tokens_cut
+    assert sum((k + 1) * count for k, count in enumerate(stats.histogram)) == by_rounds
+    if one.mode is SpeculationMode.OFF:
+        assert not stats.draft_rounds
+        assert not stats.fallbacks
+    seen["accepted tokens"] += stats.accepted_tokens
+    seen["tokens cut"] += stats.tokens_cut
+    seen.update(stats.fallbacks)
