@@ -46,7 +46,8 @@ def torch_dtype(wire: int, name: str = "tensor") -> torch.dtype:
     """Return the torch dtype of a wire value.
 
     Raises:
-        ProtocolError: This build does not support the value. The message names `name`.
+        ProtocolError: This build does not support the value. The error text begins with `name`, the name of
+            the field.
     """
     dtype = DTYPE_OF_WIRE.get(wire)
     if dtype is None:
@@ -114,7 +115,8 @@ class TensorReader(Protocol):
         """Return the ``[rows, columns]`` tensor of a message as a new tensor.
 
         Raises:
-            ProtocolError: The data is malformed or uses another transport. The message names `name`.
+            ProtocolError: The data is malformed or uses another transport. The error text begins with
+                `name`, the name of the field.
         """
         ...
 
