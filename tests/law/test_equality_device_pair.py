@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from support import toy_heads
 from support.compute_device import DEVICE, GRAPHS
-from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toys import make_toy_eagle3, make_toy_target
+from support.draft_pairs import KINDS, Pair, make_pair
+from support.target_harness import assert_same_tokens, generate_plain, make_harness
 
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
-from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
@@ -32,44 +28,9 @@ torch.set_num_threads(1)
 AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A target, and a function that creates its drafter."""
-
-    decoder: Decoder
-    settings: DraftSettings
-    often: bool
-    """True if the drafts are accepted often."""
-
-
-def eagle3(folder: Path) -> tuple[Path, Path]:
-    target = make_toy_target(folder / "target", vocab_size=64, seed=3, planted=3.0)
-    return target, make_toy_eagle3(folder / "head", target, planted=3.0, draft_vocab_size=64)
-
-
-def eagle(folder: Path) -> tuple[Path, Path]:
-    target = make_toy_target(
-        folder / "target", vocab_size=toy_heads.VOCAB, hidden_size=toy_heads.HIDDEN, seed=3
-    )
-    return target, toy_heads.write_head(folder / "head", toy_heads.base_config(), toy_heads.eagle_tensors())
-
-
-def standalone(folder: Path) -> tuple[Path, Path]:
-    target = make_toy_target(folder / "target", vocab_size=64, seed=3, planted=2.5, num_layers=4)
-    return target, make_toy_target(
-        folder / "small", vocab_size=64, num_layers=2, head_dim=8, seed=9, planted=2.5
-    )
-
-
-KINDS = {"EAGLE3": eagle3, "EAGLE": eagle, "STANDALONE": standalone}
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    target, draft = KINDS[request.param](tmp_path_factory.mktemp("pair"))
-    where = {"device": str(DEVICE), "threads": 1, "kv_tokens": 8192}
-    given = {"draft": draft, "target_weights": target, "speculative_algorithm": request.param, **where}
-    return Pair(load_toy(target), DraftSettings.load(given), request.param != "EAGLE")
+    return make_pair(request.param, tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
