@@ -26,6 +26,7 @@ from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)
 AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
+PLANS = [None, LoopPlan(lookahead=0, drafts_on_device=True), AHEAD]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -49,7 +50,7 @@ def drafter(pair: Pair) -> Iterator[InprocDrafter]:
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 1, 6), (3, 2, 8), (5, 4, 16)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rounds_on_the_device_are_those_of_the_hosts_way(
+def test_rounds_on_the_device_are_those_of_drafts_through_the_host(
     pair: Pair,
     decoder: Decoder,
     drafter: InprocDrafter,
@@ -61,7 +62,7 @@ def test_rounds_on_the_device_are_those_of_the_hosts_way(
     prompt = [1, 2, 3, 4]
     plain = generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling)
     rounds = []
-    for plan in (None, AHEAD):
+    for plan in PLANS:
         harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
         harness.submit(prompt, 60, request_id="a", sampling=sampling, shape=shape)
         harness.run()
@@ -69,7 +70,7 @@ def test_rounds_on_the_device_are_those_of_the_hosts_way(
         report = harness.sink.finished["a"].speculation
         assert report.fallback_reason == ""
         rounds.append((report.rounds, report.accepted_tokens))
-    assert rounds[0] == rounds[1]
+    assert rounds[0] == rounds[1] == rounds[2]
     assert rounds[0][1] > 0 or not pair.often
 
 
@@ -84,7 +85,7 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
     reports = []
-    for plan in (None, AHEAD):
+    for plan in PLANS:
         harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             harness.submit(prompt, length, request_id=str(index), shape=shape)
@@ -97,11 +98,11 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
             assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
         found = [harness.sink.finished[str(index)].speculation for index in range(len(prompts))]
         reports.append([(report.rounds, report.accepted_tokens) for report in found])
-    assert reports[0] == reports[1]
+    assert reports[0] == reports[1] == reports[2]
 
 
 @pytest.mark.parametrize("chunk", [512, 7])
-@pytest.mark.parametrize("plan", [None, AHEAD])
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
     decoder: Decoder, drafter: InprocDrafter, chunk: int, plan: LoopPlan | None
 ) -> None:
