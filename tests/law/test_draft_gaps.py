@@ -153,7 +153,7 @@ def lose(drafter: InprocDrafter, session_id: int) -> None:
         return
     engine.sessions.lose(session)
     drafter._lost.add(session_id)
-    pool = engine.strategy._pool
+    pool = engine.strategy._pool  # type: ignore[attr-defined]
     with pool.allocator.allocate(pool.allocator.free_pages) as lease:
         for plane in pool.planes():
             plane[lease.pages] = torch.randn_like(plane[lease.pages]) * 100
