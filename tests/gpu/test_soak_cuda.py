@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from support.gpu_pair import TARGET, make_pair_drafter
-from support.mixed_crowd import SHAPES, Crowd, check_traces, draw_clients, watched_rounds
+from support.mixed_crowd import SHAPES, Crowd, check_client_traces, draw_clients, watched_rounds
 from support.target_harness import make_harness
 
 from outrider.kernels.ahead import compile_ahead
@@ -129,7 +129,7 @@ def test_ten_thousand_rounds() -> None:
     assert graphs_start <= graphs_end, "graphs of the start must be kept"
     assert len(graphs_end) <= len(graphs_start) + MAX_LATE_GRAPHS
     for client in clients[:count]:
-        check_traces(harness, client, harness.sink.tokens.get(client.name, []))
+        check_client_traces(harness, client, harness.sink.tokens.get(client.name, []))
     stats = harness.engine.stats().speculation
     identity = sum((accepted + 1) * count for accepted, count in enumerate(stats.histogram))
     emitted = harness.engine.stats().generated_tokens

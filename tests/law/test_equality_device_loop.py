@@ -287,9 +287,12 @@ def test_a_row_that_the_drafter_has_no_room_for_verifies_its_root_alone(
     assert drafter.catch_ups >= stats.fallbacks["kv_full"], "a refused session must be caught up"
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("captures", [False, True])
 def test_a_sequence_that_is_not_a_number_fails_alone(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, plan: LoopPlan, captures: bool
 ) -> None:
+    """One sequence fails in a round and one in its prefill, beside a tree, a chain and a plain row."""
     plain = generate_plain(decoder, NoDrafter(), PROMPT, 60)
     victim = [1, 2, 3, 4]
     doomed = generate_plain(decoder, NoDrafter(), victim, 60)
@@ -302,16 +305,31 @@ def test_a_sequence_that_is_not_a_number_fails_alone(
         return output
 
     monkeypatch.setattr(decoder, "forward", poisoned)
-    drafter = AnswerDrafter([PROMPT + plain, victim + doomed], VOCAB)
-    harness = looped(decoder, drafter)
-    harness.submit(victim, 60, request_id="bad", shape=(3, 2, 7))
-    harness.submit(PROMPT, 60, request_id="good", shape=(3, 2, 7))
+    spec = features_of(decoder) if captures else None
+    drafter = AnswerDrafter([PROMPT + plain, victim + doomed], VOCAB, spec=spec)
+    harness = make_harness(decoder, drafter, plan=plan)
+    shapes = {"bad": (3, 2, 7), "good": (3, 2, 7), "chain": (5, 1, 6), "plain": None, "worse": (5, 4, 21)}
+    prompts = {"bad": victim, "worse": [7, 8, poison]}
+    for name, shape in shapes.items():
+        harness.submit(
+            prompts.get(name, PROMPT),
+            60,
+            request_id=name,
+            shape=shape,
+            mode=SpeculationMode.ON if shape else SpeculationMode.OFF,
+        )
+        harness.step()
     harness.run()
-    assert harness.sink.failed["bad"].error.reason == "numerical_error"
+    assert set(harness.sink.failed) == {"bad", "worse"}
+    assert {one.error.reason for one in harness.sink.failed.values()} == {"numerical_error"}
     told = harness.sink.tokens["bad"]
     assert told == doomed[: len(told)]
-    assert harness.sink.tokens["good"] == plain
+    assert len(told) > 10
+    assert "worse" not in harness.sink.tokens
+    for name in ("good", "chain", "plain"):
+        assert harness.sink.tokens[name] == plain
     assert all(not plane.isnan().any() for plane in harness.runner.pool.planes())
+    assert not drafter.sequences
 
 
 def test_feature_rows_are_those_of_drafts_through_the_host(decoder: Decoder) -> None:

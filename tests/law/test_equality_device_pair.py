@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from support import toy_heads
 from support.compute_device import DEVICE, GRAPHS
-from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toys import make_toy_eagle3, make_toy_target
+from support.draft_pairs import KINDS, Pair, make_pair
+from support.target_harness import assert_same_tokens, generate_plain, make_harness
 
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
-from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
@@ -30,46 +26,12 @@ from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)
 AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A target, and a function that creates its drafter."""
-
-    decoder: Decoder
-    settings: DraftSettings
-    often: bool
-    """True if the drafts are accepted often."""
-
-
-def eagle3(folder: Path) -> tuple[Path, Path]:
-    target = make_toy_target(folder / "target", vocab_size=64, seed=3, planted=3.0)
-    return target, make_toy_eagle3(folder / "head", target, planted=3.0, draft_vocab_size=64)
-
-
-def eagle(folder: Path) -> tuple[Path, Path]:
-    target = make_toy_target(
-        folder / "target", vocab_size=toy_heads.VOCAB, hidden_size=toy_heads.HIDDEN, seed=3
-    )
-    return target, toy_heads.write_head(folder / "head", toy_heads.base_config(), toy_heads.eagle_tensors())
-
-
-def standalone(folder: Path) -> tuple[Path, Path]:
-    target = make_toy_target(folder / "target", vocab_size=64, seed=3, planted=2.5, num_layers=4)
-    return target, make_toy_target(
-        folder / "small", vocab_size=64, num_layers=2, head_dim=8, seed=9, planted=2.5
-    )
-
-
-KINDS = {"EAGLE3": eagle3, "EAGLE": eagle, "STANDALONE": standalone}
+PLANS = [None, LoopPlan(lookahead=0, drafts_on_device=True), AHEAD]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    target, draft = KINDS[request.param](tmp_path_factory.mktemp("pair"))
-    where = {"device": str(DEVICE), "threads": 1, "kv_tokens": 8192}
-    given = {"draft": draft, "target_weights": target, "speculative_algorithm": request.param, **where}
-    return Pair(load_toy(target), DraftSettings.load(given), request.param != "EAGLE")
+    return make_pair(request.param, tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
@@ -88,7 +50,7 @@ def drafter(pair: Pair) -> Iterator[InprocDrafter]:
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 1, 6), (3, 2, 8), (5, 4, 16)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rounds_on_the_device_are_those_of_the_hosts_way(
+def test_rounds_on_the_device_are_those_of_drafts_through_the_host(
     pair: Pair,
     decoder: Decoder,
     drafter: InprocDrafter,
@@ -100,7 +62,7 @@ def test_rounds_on_the_device_are_those_of_the_hosts_way(
     prompt = [1, 2, 3, 4]
     plain = generate_plain(decoder, NoDrafter(), prompt, 60, sampling=sampling)
     rounds = []
-    for plan in (None, AHEAD):
+    for plan in PLANS:
         harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
         harness.submit(prompt, 60, request_id="a", sampling=sampling, shape=shape)
         harness.run()
@@ -108,7 +70,7 @@ def test_rounds_on_the_device_are_those_of_the_hosts_way(
         report = harness.sink.finished["a"].speculation
         assert report.fallback_reason == ""
         rounds.append((report.rounds, report.accepted_tokens))
-    assert rounds[0] == rounds[1]
+    assert rounds[0] == rounds[1] == rounds[2]
     assert rounds[0][1] > 0 or not pair.often
 
 
@@ -123,7 +85,7 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
     reports = []
-    for plan in (None, AHEAD):
+    for plan in PLANS:
         harness = make_harness(decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             harness.submit(prompt, length, request_id=str(index), shape=shape)
@@ -136,11 +98,11 @@ def test_drafts_are_as_good_in_a_batch_that_shrinks(
             assert_same_tokens(decoder, prompt, plain[index], harness.sink.tokens[str(index)])
         found = [harness.sink.finished[str(index)].speculation for index in range(len(prompts))]
         reports.append([(report.rounds, report.accepted_tokens) for report in found])
-    assert reports[0] == reports[1]
+    assert reports[0] == reports[1] == reports[2]
 
 
 @pytest.mark.parametrize("chunk", [512, 7])
-@pytest.mark.parametrize("plan", [None, AHEAD])
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_prompt_is_in_the_drafts_cache_before_its_token_is_waited_for(
     decoder: Decoder, drafter: InprocDrafter, chunk: int, plan: LoopPlan | None
 ) -> None:

@@ -20,6 +20,7 @@ from support.traces import check_report, check_traces
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.model.model_runner import ChosenTokens
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import Round
 from outrider.services.target.policy.controller import RowBound
@@ -192,7 +193,7 @@ def test_a_prompt_is_enqueued_before_the_last_round_is_read(decoder: Decoder, fe
     begin, on_their_way = harness.runner.begin_prefill, []
     loop = harness.engine._loop
 
-    def noted(chunks: Sequence[PrefillChunk]) -> torch.Tensor:
+    def noted(chunks: Sequence[PrefillChunk]) -> ChosenTokens:
         on_their_way.append(len(loop._in_flight))
         return begin(chunks)
 

@@ -198,8 +198,11 @@ class Service:
         budget = mock.patch.object(engine._budget, "tokens", return_value=self.machine.prefill_budget)
         choices = [mock.patch.object(controller, name, self._choose) for name in ("choose", "choose_common")]
         with ExitStack() as patches:
-            for patch in (committer, launch, budget, *choices):
-                patches.enter_context(patch)
+            patches.enter_context(committer)
+            patches.enter_context(launch)
+            patches.enter_context(budget)
+            for choice in choices:
+                patches.enter_context(choice)
             last = max(one.joins + max((one.cancels or (0,))[0], sum(one.pauses or (0,))) for one in asked)
             step = 0
             while step <= last or engine.has_work():

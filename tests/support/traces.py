@@ -21,9 +21,9 @@ def check_round(one: RoundTrace, answer: Sequence[int]) -> None:
     assert list(one.emitted) == list(answer[one.base_len : one.base_len + len(one.emitted)])
     assert len(one.emitted) <= len(one.accepted) + 1
     parent = 0
-    for node, token in zip(one.accepted, one.emitted, strict=False):
-        assert (one.nodes[node].token, one.nodes[node].parent) == (token, parent)
-        parent = node
+    for index, token in zip(one.accepted, one.emitted, strict=False):
+        assert (one.nodes[index].token, one.nodes[index].parent) == (token, parent)
+        parent = index
     for index, node in enumerate(one.nodes[1:], 1):
         assert 0 <= node.parent < index
         assert node.depth == one.nodes[node.parent].depth + 1

@@ -17,6 +17,7 @@ from support.target_harness import (
     random_plan,
 )
 from support.toys import make_toy_target
+from support.traces import check_round
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
@@ -266,27 +267,10 @@ def test_the_numbers_of_speculation_add_up(decoder: Decoder, plain: list[int], s
         )
         prefills += 50 - len(in_rounds)
         for one in rounds:
-            _check_round(one, PROMPT + plain)
+            check_round(one, PROMPT + plain)
         cut += tokens_cut
         emitted += len(in_rounds)
     assert prefills == 3 + retractions, "each prefill must emit one token"
-
-
-def _check_round(one: object, answer: list[int]) -> None:
-    from outrider.shared.base.generation import RoundTrace
-
-    assert isinstance(one, RoundTrace)
-    assert (one.nodes[0].parent, one.nodes[0].depth) == (-1, 0)
-    assert one.nodes[0].token == answer[one.base_len - 1]
-    assert list(one.emitted) == answer[one.base_len : one.base_len + len(one.emitted)]
-    parent = 0
-    for node, token in zip(one.accepted, one.emitted, strict=False):
-        assert (one.nodes[node].token, one.nodes[node].parent) == (token, parent)
-        parent = node
-    for index, node in enumerate(one.nodes[1:], 1):
-        assert 0 <= node.parent < index
-        assert node.depth == one.nodes[node.parent].depth + 1
-    assert one.verify_ms > 0
 
 
 def test_mode_on_executes_exactly_the_shape(decoder: Decoder, plain: list[int]) -> None:
