@@ -102,7 +102,7 @@ class RoundTrace:
     """Trace of one speculation round.
 
     Attributes:
-        round: Number of the round within its sequence.
+        round: Number of the round, counted over all requests of the target.
         base_len: Committed length before the round. The root is the token at index `base_len - 1`.
         nodes: The verified tree. Node 0 is the root, and parents precede their children.
         accepted: Indices of the accepted nodes, in the order of the path from the root. The root is not
