@@ -10,10 +10,10 @@ import torch
 from outrider.bench.kernels.case import EPS, Case, KernelOptions, over, small_kernel
 from outrider.bench.kernels.inputs import Sizes, chain_inputs, copies_for, trees
 from outrider.bench.measure.floors import Work
-from outrider.kernels import feature_rows
 from outrider.kernels.add_norm import add_sums
 from outrider.kernels.head_input import feature_input, head_input
 from outrider.kernels.peer_words import Mail, box_shape, receive_words, send_words
+from outrider.kernels.post_round import post_round
 from outrider.kernels.round_plan import round_plan
 from outrider.kernels.round_trade import admit_counts, fetch_blob, pack_trees, post_blob
 from outrider.kernels.skinny_gemm import project_normed
@@ -22,20 +22,11 @@ from outrider.kernels.topk_expand import Beam, Candidates, expand_level, select_
 from outrider.kernels.tree_build import tree_build
 from outrider.kernels.tree_check import tree_check
 from outrider.kernels.verify import verify_tree
-from outrider.kernels.verify_round import (
-    RoundTensors,
-    accept_round,
-    begin_round,
-    place_rows,
-    post_parts,
-    post_round,
-)
 
 PATIENCE = 1000
 """Maximum number of polls for a message. In these cases, the message has already arrived."""
 PLACES = 4
 """Number of slots in the ring to which results are posted."""
-UNLIMITED = 1 << 30
 ROUND_NUMBER = 7
 
 
@@ -116,8 +107,8 @@ def _level(beam: Beam | None, topk: int, candidates: Candidates, words: int, log
 
 def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
     """Yield a round's kernels outside the passes of draft and target, with the draft in process."""
-    device, columns, nodes = sizes.device, sizes.steps + 1, sizes.nodes
-    pages = -(-(sizes.context + nodes + columns + sizes.steps * sizes.topk) // sizes.page_size) + 1
+    device, columns = sizes.device, sizes.steps + 1
+    pages = -(-(sizes.context + sizes.nodes + columns + sizes.steps * sizes.topk) // sizes.page_size) + 1
     for batch in sizes.batches:
         case = f"batch {batch}"
         live, root = (
@@ -126,50 +117,12 @@ def round_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
         )
         lens = torch.full((batch,), sizes.context, dtype=torch.int32, device=device)
         table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
-        tree, most = (
-            chain_inputs(sizes, batch),
-            torch.full((batch,), UNLIMITED, dtype=torch.int32, device=device),
-        )
-        state = RoundTensors(lens, root, live)
-        yield small_kernel(f"begin_round, {case}", partial(begin_round, state, most))
-        place = partial(place_rows, live, lens, tree.depths, tree.num_nodes, table, sizes.page_size)
-        yield small_kernel(f"place_rows {nodes} nodes, {case}", place)
-        placed = place()
-        walked = (tree.tokens, tree.parents, tree.num_nodes, tree.chosen)
-        accept = partial(
-            accept_round, live, placed.cached_lens, *walked, table, sizes.page_size, columns, None
-        )
-        yield small_kernel(f"accept_round {nodes} nodes, {case}", accept)
-        packed = accept().packed
+        tree = chain_inputs(sizes, batch)
+        packed = torch.zeros(batch, 2 + 2 * columns, dtype=torch.int32, device=device)
         ring = torch.zeros((PLACES, *packed.shape), dtype=torch.int32, pin_memory=device.type == "cuda")
         yield small_kernel(
             f"post_round, {case}",
             partial(post_round, packed, ring, torch.zeros(1, dtype=torch.int32, device=device)),
-        )
-        traced = (packed, tree.tokens, tree.parents)
-        yield small_kernel(
-            f"post_parts, {case}",
-            partial(
-                post_parts,
-                traced,
-                torch.zeros(
-                    (PLACES, sum(part.numel() for part in traced)),
-                    dtype=torch.int32,
-                    pin_memory=device.type == "cuda",
-                ),
-                torch.zeros(1, dtype=torch.int32, device=device),
-            ),
-        )
-        kept = min(columns, nodes)
-        rows, plane = (
-            sizes.random(batch * kept, sizes.hidden),
-            sizes.random(batch, sizes.page_size, sizes.hidden),
-        )
-        slots = torch.arange(batch * kept, device=device) % (batch * sizes.page_size)
-        out = sizes.random(batch, kept, sizes.hidden)
-        yield small_kernel(
-            f"feature_rows.place_rows, {batch * kept} rows",
-            partial(feature_rows.place_rows, rows, slots, plane, out),
         )
         shape = {
             "rows": columns,

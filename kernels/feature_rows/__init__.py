@@ -12,50 +12,7 @@ from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect, expect_contiguous
 from outrider.kernels.feature_rows import reference
 
-__all__ = ["place_rows", "scatter_rows"]
-
-
-def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out: torch.Tensor) -> None:
-    """Write every feature row to `out` and to its slot of the plane, in place.
-
-    Args:
-        rows: ``[bs * n, width]``, or partial sums ``[splits, bs * n, width] fp32``, whose total is written.
-            Contiguous.
-        slots: ``[bs * n] int64``. Rows with slot -1 are not written to the plane.
-        plane: ``[pages, page_size, width]``, contiguous.
-        out: ``[bs, n, width]``, the last dimension dense.
-
-    Raises:
-        ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
-
-    Example:
-        >>> import torch
-        >>> from outrider.kernels.feature_rows import place_rows
-        >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        >>> plane, out = torch.zeros(1, 3, 2), torch.zeros(1, 2, 2)
-        >>> place_rows(rows, torch.tensor([2, -1]), plane, out)
-        >>> plane
-        tensor([[[0., 0.],
-                 [0., 0.],
-                 [1., 2.]]])
-        >>> out
-        tensor([[[1., 2.],
-                 [3., 4.]]])
-    """
-    bs, count, width = out.shape
-    expect("rows", rows[0] if rows.dim() == 3 else rows, (bs * count, width))
-    expect_contiguous("rows", rows)
-    expect("slots", slots, (bs * count,), torch.int64)
-    expect("plane", plane, (None, None, width))
-    expect_contiguous("plane", plane)
-    if out.stride(2) != 1:
-        raise ValueError(f"the last dimension of out must be dense; its strides are {out.stride()}")
-    if use_triton(rows):
-        from outrider.kernels.feature_rows import triton as compiled
-
-        compiled.place_rows(rows, slots, plane, out)
-    else:
-        reference.place_rows(rows, slots, plane, out)
+__all__ = ["scatter_rows"]
 
 
 def scatter_rows(

@@ -15,41 +15,6 @@ from outrider.kernels import _launch
 _BLOCK = 1024
 
 
-@triton.jit
-def _place_rows(
-    rows, slots, plane, out, out_sequence, out_row, total, count, width,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    if PDL:
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    slot = tl.load(slots + row)
-    value = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        value += tl.load(rows + (split * total + row) * width + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-    tl.store(
-        out + row // count * out_sequence + row % count * out_row + column,
-        value.to(out.dtype.element_ty),
-        mask=inside,
-    )
-    tl.store(plane + slot * width + column, value.to(plane.dtype.element_ty), mask=inside & (slot >= 0))
-
-
-def place_rows(rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, out: torch.Tensor) -> None:
-    bs, count, width = out.shape
-    block = min(_BLOCK, _launch.next_power_of_2(width))
-    if bs * count * width:
-        with _launch.on_device_of(rows):
-            _place_rows[(bs * count, _launch.ceil_div(width, block))](
-                rows, slots.contiguous(), plane, out, out.stride(0), out.stride(1), bs * count, count, width,
-                SPLITS=rows.shape[0] if rows.dim() == 3 else 1, BLOCK=block, **_launch.dependent(rows),
-            )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["total"])
 def _scatter_rows(
     rows, slots, plane, places, out, total, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr

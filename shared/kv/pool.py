@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import torch
 
-from outrider.kernels.feature_rows import place_rows, scatter_rows
+from outrider.kernels.feature_rows import scatter_rows
 from outrider.kernels.kv_compact import kv_compact
 from outrider.kernels.kv_store import kv_store
 from outrider.shared.base.errors import ConfigurationError
@@ -236,11 +236,6 @@ class KVPool:
         plane = self.features[:, :, None]  # one head per token
         rows = rows[:, None]
         kv_store(rows, rows, plane, plane, slots)  # The kernel stores K and V, so pass the rows twice.
-
-    def place_features(self, rows: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-        """Write feature rows like `store_some_features`, and also to ``out [bs, n, feature_size]``."""
-        assert self.features is not None, "the pool has no feature plane; call resize_features first"
-        place_rows(rows, slots, self.features, out)
 
     def scatter_features(
         self, rows: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, out: torch.Tensor

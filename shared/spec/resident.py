@@ -272,26 +272,13 @@ class ResidentBatch(Protocol):
         """
         ...
 
-    def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """Keep only the given rows from the next enqueued round on.
-
-        Row i of `state` is the old row ``rows[i]``. `rows` includes every row that is still active. The
-        engine fills the new state itself, in stream order behind the rounds in flight. All later calls refer
-        to the rows of the new state.
-
-        Returns:
-            False if this batch cannot move. The batch is then unchanged, and the engine leaves and enters
-            again.
-        """
-        ...
-
     def leave(self) -> None:
         """End the rounds, after every enqueued round was read back and passed to `committed`.
 
-        Sessions of rows that were not retired end up as if every commit had come through the host: the tokens
-        of the last `committed` are pending with their features. These features are copied from the state in
-        stream order, because the state may be reused right after this call. If no round has run since
-        `enter`, the sessions are in the same state as before `enter`.
+        The tokens of the last `committed` stay pending with their features, as if every commit had come
+        through the host. These features are copied from the state in stream order, because the state may be
+        reused right after this call. If no round has run since `enter`, the sessions are in the same state as
+        before `enter`.
         """
         ...
 

@@ -2,17 +2,8 @@
 
 import pytest
 import torch
-from feature_cases import check_feature_rows, check_scatter_rows
+from feature_cases import check_scatter_rows
 from guards import Guards
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("splits", [0, 2])
-@pytest.mark.parametrize(("bs", "count", "width"), [(1, 6, 64), (3, 1, 37), (2, 4, 1100)])
-def test_place_rows_equals_the_reference(
-    dtype: torch.dtype, splits: int, bs: int, count: int, width: int
-) -> None:
-    check_feature_rows("cpu", dtype, bs, count, width, splits, Guards())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,12 +1,11 @@
 """Rounds of a fixed batch that stay on the device, for targets in other processes (a `ResidentBatch`).
 
 In such rounds, the tokens and features of one round are the next round's input on the GPU; see
-`shared.spec.resident`. This module enters and leaves such rounds. Before each round, it reserves KV pages in
-each session's `PageLease`. It updates the sessions one round late. `RoundMemory` also serves `slot_rounds`,
-for a target in the same process.
+`shared.spec.resident`. Before each round, this module reserves KV pages in each session's `PageLease`. It
+updates the sessions one round late. `slot_rounds` also uses `RoundMemory`, for a target in the same process.
 
-Between `enter` and `leave`, the fresh rows (tokens and features chosen by the last round) exist only in the
-target engine's `RoundState`. `leave` copies the last round's features back into the sessions.
+During the rounds, the fresh rows (tokens and features chosen by the last round) exist only in the target's
+`RoundState`. When the rounds end, the target sends the draft every row that it lacks.
 
     session's    in rounds through the host        in rounds on the device
     tokens       all committed tokens              tokens of the rounds reported by `committed`
@@ -24,7 +23,7 @@ from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize,
 from outrider.services.draft.growth.host_grower import scratch_rows
 from outrider.services.draft.growth.page_tables import PageTable, PageTables
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
-from outrider.services.draft.sessions.session import RowSource, Session
+from outrider.services.draft.sessions.session import Session
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.fence import extend_prefix_hash
@@ -113,8 +112,6 @@ class SessionRounds(ResidentBatch):
         self._bounded = shape.bounded()
         self._state = state
         self._now = now
-        self._counts = [session.num_rows - session.cached_rows for session in sessions]
-        self._later = False
         self._round, self._budgets = self._sized(state)
         longest = max((session.committed_len for session in sessions), default=1)
         self._table = self._table_for(memory.tokens_needed(longest, self._bounded))
@@ -123,20 +120,6 @@ class SessionRounds(ResidentBatch):
         self._table.update(self._leases())
         for session in sessions:
             session.engaged = True
-
-    @classmethod
-    def enter(
-        cls,
-        memory: RoundMemory,
-        sessions: Sequence[Session],
-        shape: DraftShape,
-        state: RoundState,
-        now: Callable[[], float],
-    ) -> SessionRounds:
-        """Start rounds: copy the sessions' fresh rows, 1 to R each, into the state."""
-        rounds = cls(memory, sessions, shape, state, now)
-        _fill(state, sessions)
-        return rounds
 
     def reserve(self, committed_upper: Sequence[int]) -> bool:
         memory, longest = self._memory, 1
@@ -161,12 +144,8 @@ class SessionRounds(ResidentBatch):
             self._table = self._table_for(longest)
             self._table.lent = True
             self.key = self._table.tensor.data_ptr()
-        self._table.update(self._leases(), later=self._later)
+        self._table.update(self._leases(), later=True)
         return True
-
-    def write_later(self) -> None:
-        """From now on, let `reserve` only note new pages, which `write` then copies to the device."""
-        self._later = True
 
     def write(self) -> None:
         """Copy to the device, in stream order, the pages that `reserve` has added."""
@@ -189,7 +168,7 @@ class SessionRounds(ResidentBatch):
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
         now = self._now()
-        for row, (session, tokens) in enumerate(zip(self._sessions, tokens_per_row, strict=True)):
+        for session, tokens in zip(self._sessions, tokens_per_row, strict=True):
             if session is None or not tokens:
                 continue
             # The round that chose these tokens has added all rows before them to the KV.
@@ -198,7 +177,6 @@ class SessionRounds(ResidentBatch):
             session.prefix_hash = extend_prefix_hash(session.prefix_hash, tokens)
             session.features = FeatureQueue(session.cached_rows)
             session.last_used_s = now
-            self._counts[row] = len(tokens)
 
     def retire(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -207,36 +185,8 @@ class SessionRounds(ResidentBatch):
                 session.engaged = False
                 self._sessions[row] = None
 
-    @torch.inference_mode()
-    def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """Continue with these rows in another state, and write their pages to the table of the new size."""
-        width = self._table.tensor.shape[1]
-        self._sessions = [self._sessions[row] for row in rows]
-        self._counts = [self._counts[row] for row in rows]
-        self._state = state
-        self._round, self._budgets = self._sized(state)
-        self._table.lent = False
-        self._table = self._memory.tables.find(state.bs, width)
-        self._table.lent = True
-        self.key = self._table.tensor.data_ptr()
-        self._table.update(self._leases())
-        return True
-
-    @torch.inference_mode()
     def leave(self) -> None:
-        for row, session in enumerate(self._sessions):
-            if session is None:
-                continue
-            session.engaged = False
-            # The host does not have the state from which the last tree grew. The next extension recomputes
-            # that state, because at least the root's row is pending.
-            session.last_state = None
-            if session.row_source is RowSource.FEATURES:
-                session.features = FeatureQueue(session.cached_rows)
-                session.features.add(
-                    session.cached_rows, self._state.features[row, : self._counts[row]].clone()
-                )
-        self._sessions = [None] * len(self._sessions)
+        self.retire(range(len(self._sessions)))
         self._table.lent = False
 
     def _sized(self, state: RoundState) -> tuple[GrowthSize, torch.Tensor]:
@@ -251,24 +201,5 @@ class SessionRounds(ResidentBatch):
 
     def _table_for(self, num_tokens: int) -> PageTable:
         width = self._memory.tables.width_for(num_tokens)
-        assert width is not None, "enter or reserve must check that the pool can hold the sequence"
+        assert width is not None, "the caller or `reserve` must check that the pool can hold the sequence"
         return self._memory.tables.find(self._state.bs, width)
-
-
-def _fill(state: RoundState, sessions: Sequence[Session]) -> None:
-    """Copy the sessions' fresh rows into the first rows of a state, in stream order."""
-    counts = [session.num_rows - session.cached_rows for session in sessions]
-    fed = [session.row_source is RowSource.FEATURES for session in sessions]
-    state.fill(
-        [
-            session.tokens[session.committed_len - count :]
-            for session, count in zip(sessions, counts, strict=True)
-        ],
-        [
-            [session.features.take(count)] if takes_features else []
-            for session, count, takes_features in zip(sessions, counts, fed, strict=True)
-        ],
-    )
-    for session, takes_features in zip(sessions, fed, strict=True):
-        if takes_features:
-            session.features = FeatureQueue(session.cached_rows)

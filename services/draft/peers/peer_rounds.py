@@ -72,7 +72,6 @@ class PeerRounds:
         self._desk = desk
         self._sessions: list[Session | None] = list(sessions)
         self._rounds = rounds
-        rounds.write_later()
         self._buffers = buffers
         self._size = kind_of(message)
         self._untold = [
@@ -173,7 +172,6 @@ class PeerRounds:
             self._num_told += 1
 
     def _end(self) -> None:
-        self._rounds.retire(range(len(self._sessions)))
         self._rounds.leave()
         self._sessions = [None] * len(self._sessions)
 

@@ -238,10 +238,6 @@ class RemoteBatch(ExchangedBatch):
         for row in rows:
             self._sessions[row] = None
 
-    def move(self, rows: Sequence[int], state: RoundState) -> bool:
-        """Return False, because the draft has made its tables for the rows of `enter`."""
-        return False
-
     def leave(self) -> None:
         """End the batch and leave the tokens of the last round pending in the sessions.
 

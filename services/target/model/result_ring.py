@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.verify_round import post_round
+from outrider.kernels.post_round import post_round
 
 RESULTS_KEPT = 5
 """Number of buffers. Two rounds may be in flight, and a recording between two rounds runs two more.
