@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -43,8 +44,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], keep_alive_s: float) -> None:
-        super().__init__(headers=HEADERS)
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        keep_alive_s: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(headers={**HEADERS, **headers})
         del self.headers["content-length"]
         self._events = events
         self._keep_alive_s = keep_alive_s

@@ -221,7 +221,12 @@ def test_a_trace_says_every_round(client: openai.OpenAI, stack: Stack) -> None:
             "context_length_exceeded",
         ),
         ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias", "unsupported_parameter"),
-        ({"extra_body": {"colour": "red"}}, openai.BadRequestError, "colour", "unknown_field"),
+        (
+            {"extra_body": {"documents": ["text"]}},
+            openai.BadRequestError,
+            "documents",
+            "unsupported_parameter",
+        ),
         (
             {"extra_body": {"speculation": {"max_nodes": 0}}},
             openai.BadRequestError,

@@ -14,7 +14,13 @@ from outrider.services.gateway.generation import collect
 from outrider.services.gateway.parameters import COMPLETIONS, check_prompt_text
 from outrider.services.gateway.render import choice_extras, metadata_object, reply_speculation, usage_object
 from outrider.services.gateway.request import FINISH_NAMES, Completion, merge_usage
-from outrider.services.gateway.routes.context import ERROR_RESPONSES, ReplyHead, core_of, timeout_of
+from outrider.services.gateway.routes.context import (
+    ERROR_RESPONSES,
+    ReplyHead,
+    core_of,
+    ignored_header,
+    timeout_of,
+)
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
 from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
@@ -28,6 +34,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     core = core_of(request)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
+    headers = ignored_header(body)
     batch = body.prompts()
     sequences = core.builder.check(parameters, COMPLETIONS, len(batch))
     check_texts(core, batch, "prompt")
@@ -35,22 +42,24 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     echoes = [_echo(core, prompt) for prompt in batch] if body.echo else []
 
     async def prompts() -> Sequence[tuple[int, ...]]:
-        return await encode_batch(core, batch, "prompt")
+        encoded = await encode_batch(core, batch, "prompt", body.add_special_tokens is not False)
+        return [
+            core.builder.truncate(ids, body.truncate_prompt_tokens, parameters, core.client.info)
+            for ids in encoded
+        ]
 
     def opening(index: int) -> dict[str, Any] | None:
         return _choice(index, echoes[index // n], None) if echoes else None
 
     job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request))
-    head = ReplyHead.new("cmpl", "text_completion", model, body.rid)
+    head = ReplyHead.new("cmpl", "text_completion", model, body.reply_id)
     with_ids = bool(body.return_token_ids) or core.codec is None
     if body.stream:
-        return EventStream(
-            stream_chunks(core, job, head, StreamShape(_choice, opening, body.include_usage, with_ids)),
-            core.settings.keep_alive_s,
-        )
+        shape = StreamShape(_choice, opening, body.include_usage, with_ids, body.continuous_usage)
+        return EventStream(stream_chunks(core, job, head, shape), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
     texts = [(echoes[index // n] if echoes else "") + one.text for index, one in enumerate(completions)]
-    return JsonResponse(_reply(core, job, head, completions, texts, with_ids))
+    return JsonResponse(_reply(core, job, head, completions, texts, with_ids), headers=headers)
 
 
 def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str) -> None:
@@ -62,13 +71,16 @@ def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str)
 
 
 async def encode_batch(
-    core: GatewayCore, batch: Sequence[str | list[int]], field: str
+    core: GatewayCore, batch: Sequence[str | list[int]], field: str, add_special_tokens: bool = True
 ) -> list[tuple[int, ...]]:
     """Return the token ids of every prompt. Long texts are encoded on a worker thread."""
     encoded = []
     for prompt in batch:
-        ids = await core.need_codec(field).encode_aside(prompt) if isinstance(prompt, str) else tuple(prompt)
-        encoded.append(ids)
+        if isinstance(prompt, str):
+            codec = core.need_codec(field)
+            encoded.append(await codec.encode_aside(prompt, add_special_tokens=add_special_tokens))
+        else:
+            encoded.append(tuple(prompt))
     return encoded
 
 

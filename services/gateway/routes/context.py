@@ -10,9 +10,15 @@ from typing import Any, cast
 from fastapi import Request
 
 from outrider.services.gateway.core import GatewayCore
+from outrider.services.gateway.schemas.base import OpenModel
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.obs.logging import get_logger
 
 DEADLINE_HEADER = "X-Request-Deadline-Ms"
+IGNORED_HEADER = "X-Outrider-Ignored"
+# More names would make the header longer than some clients accept.
+MAX_IGNORED_NAMES = 32
+_log = get_logger("outrider.gateway.http")
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is invalid; the error names it."},
@@ -46,6 +52,20 @@ def timeout_of(request: Request) -> float | None:
             f"{DEADLINE_HEADER} must be a positive number of milliseconds.", field=DEADLINE_HEADER
         )
     return int(value) / 1e3
+
+
+def ignored_header(body: OpenModel) -> dict[str, str]:
+    """Return a header that lists the fields without effect, and log the list. Empty if there are none.
+
+    Raises:
+        InvalidRequestError: If ignoring a field would change the text or leave out data of the reply.
+    """
+    names = body.ignored_fields()
+    if not names:
+        return {}
+    listed = ",".join([*names[:MAX_IGNORED_NAMES], *["..."][: len(names) > MAX_IGNORED_NAMES]])
+    _log.warning("request fields ignored", fields=listed)
+    return {IGNORED_HEADER: listed}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.parameters import check_prompt_text
-from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of
+from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header
 from outrider.services.gateway.schemas.native import DetokenizeRequest, TokenizeRequest
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 
@@ -40,11 +40,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
     check_prompt_text(body.prompt, "prompt")
+    headers = ignored_header(body)
     ids = await core.need_codec("prompt").encode_aside(
         body.prompt, add_special_tokens=body.add_special_tokens
     )
     return JsonResponse(
-        {"tokens": list(ids), "count": len(ids), "max_model_len": core.client.info.max_model_len}
+        {"tokens": list(ids), "count": len(ids), "max_model_len": core.client.info.max_model_len},
+        headers=headers,
     )
 
 

@@ -17,7 +17,7 @@ from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
 from outrider.services.gateway.render import speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
-from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, timeout_of
+from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header, timeout_of
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
@@ -36,6 +36,7 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
+    headers = ignored_header(body)
     batch = as_batch(body.source())
     surface = NATIVE if body.text is None else NATIVE_TEXT
     sequences = core.builder.check(parameters, surface, len(batch))
@@ -48,13 +49,13 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     rid = body.rid or uuid.uuid4().hex
     as_list = body.is_batch or sequences > 1
     if body.stream:
-        return EventStream(_stream(core, job, rid, as_list), core.settings.keep_alive_s)
+        return EventStream(_stream(core, job, rid, as_list), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
     replies = [
         _reply(core, one, _rid(rid, index, as_list), parameters.speculation.trace)
         for index, one in enumerate(completions)
     ]
-    return JsonResponse(replies if as_list else replies[0])
+    return JsonResponse(replies if as_list else replies[0], headers=headers)
 
 
 async def _stream(

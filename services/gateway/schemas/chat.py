@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from outrider.services.gateway.parameters import check_prompt_text
-from outrider.services.gateway.schemas.common import ZERO, Neutral, NeutralOnly, OpenAIRequest, StrictModel
+from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
+from outrider.services.gateway.schemas.common import ZERO, Neutral, OpenAIRequest
+from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
 
 # Template variables that clients may set. Any other variable could insert text outside the client's messages.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
 
 
-class TextPart(StrictModel):
+class TextPart(OpenModel):
     """A part of a message's content. Only text is supported.
 
     Parts of other types are parsed too, so that the error can name their type.
     """
-
-    model_config = ConfigDict(extra="allow")
 
     type: str
     text: str | None = None
@@ -80,10 +80,6 @@ class Message(NeutralOnly):
             if part.type != "text":
                 message = f"{where}: only text parts are supported, not {part.type[:32]!r}."
                 raise InvalidRequestError(message, field=where, reason="unsupported_parameter")
-            for unknown in part.model_extra or ():
-                raise InvalidRequestError(
-                    f"Unknown field: {where}.{unknown}.", field=f"{where}.{unknown}", reason="unknown_field"
-                )
             if part.text is None:
                 raise InvalidRequestError(
                     f"Missing field: {where}.text.", field=f"{where}.text", reason="missing_field"
@@ -107,12 +103,24 @@ class ChatRequest(OpenAIRequest):
         "web_search_options": (),
     }
 
+    NO_EFFECT: ClassVar[frozenset[str]] = OpenAIRequest.NO_EFFECT | {"prediction", "verbosity"}
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description=f"Allowed keys: {', '.join(TEMPLATE_OPTIONS)}."
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the prompt ends with the header of the assistant's answer. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Continue the last message. Requires add_generation_prompt: false."
+    )
+    echo: bool | None = Field(
+        None, description="Begin the answer with the last message, if it is the assistant's."
+    )
 
     # The next fields have no effect without tools, reasoning parsers or predicted outputs.
     parallel_tool_calls: bool | None = None
@@ -144,6 +152,23 @@ class ChatRequest(OpenAIRequest):
                 "max_tokens and max_completion_tokens differ. Set only one of them.", field="max_tokens"
             )
         return self.max_completion_tokens
+
+    def ending(self) -> ChatEnding:
+        """Return how the prompt ends.
+
+        Raises:
+            InvalidRequestError: If the prompt would continue the last message and also begin another.
+        """
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise InvalidRequestError(
+                "continue_final_message requires add_generation_prompt: false.",
+                field="continue_final_message",
+            )
+        return ChatEnding(
+            self.add_generation_prompt is not False,
+            bool(self.continue_final_message),
+            bool(self.add_special_tokens),
+        )
 
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
         """Check the messages and return them in the form that chat templates expect.

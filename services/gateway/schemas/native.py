@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from outrider.services.gateway.parameters import Parameters
+from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
 from outrider.services.gateway.schemas.common import (
     ONE,
     ZERO,
     Neutral,
-    NeutralOnly,
     SpeculationOptions,
     StopStrings,
-    StrictModel,
     TokenIds,
 )
 from outrider.shared.base.errors import InvalidRequestError
@@ -156,7 +155,7 @@ class NativeRequest(NeutralOnly):
         )
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(OpenModel):
     """Request body of ``/tokenize``."""
 
     prompt: str
@@ -164,7 +163,7 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(OpenModel):
     """Request body of ``/detokenize``."""
 
     tokens: list[int] = Field(max_length=1_000_000)
