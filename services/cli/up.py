@@ -135,6 +135,20 @@ Tp = Annotated[
         show_default="1",
     ),
 ]
+ToolCallParser = Annotated[
+    str | None,
+    typer.Option(
+        help="Format of the model's tool calls; see `outrider serve gateway --help`.",
+        show_default="by the chat template",
+    ),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(
+        help="Format of the model's reasoning; see `outrider serve gateway --help`.",
+        show_default="by the chat template",
+    ),
+]
 KvTokens = Annotated[
     int | None,
     typer.Option(
@@ -171,6 +185,8 @@ def up(
             "--skip-tokenizer", help="Run without a tokenizer; requests and answers then use token ids only."
         ),
     ] = False,
+    tool_call_parser: ToolCallParser = None,
+    reasoning_parser: ReasoningParser = None,
     transport: Annotated[
         Transport,
         typer.Option(
@@ -218,6 +234,8 @@ def up(
         host=host,
         port=port,
         skip_tokenizer=skip_tokenizer,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         transport=transport,
         mps=mps,
         log_level=log_level,

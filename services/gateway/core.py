@@ -12,6 +12,7 @@ from outrider.services.gateway.admission import Admission
 from outrider.services.gateway.generation import Generator
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
+from outrider.services.gateway.parsers.registry import ParserNames
 from outrider.services.gateway.request import ChoiceEvent
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.gateway.target_client.client import TargetClient
@@ -48,6 +49,7 @@ class GatewayCore:
     """The core that REST and gRPC share. A gateway process has one core.
 
     Attributes:
+        parsers: The parsers of the model's answers.
         draining: True once shutdown has begun. The gateway then reports not ready.
         admitting: Whether new requests are accepted.
         idle: Event that is set while no request is running.
@@ -64,6 +66,11 @@ class GatewayCore:
             settings.target, ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s)
         )
         self.builder = RequestBuilder(settings)
+        self.parsers = ParserNames.choose(
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            self.codec.template_source if self.codec else "",
+        )
         self.started_at = int(time.time())
         self.draining = False
         self.admitting = True

@@ -6,19 +6,27 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.services.gateway.request import Completion, Finished, Usage, merge_speculation
+from outrider.services.gateway.parsers.answer import Answer
+from outrider.services.gateway.request import FINISH_NAMES, Completion, Finished, Usage, merge_speculation
 from outrider.services.gateway.served_target import ServedTarget
-from outrider.shared.base.generation import RoundTrace, SpeculationReport
+from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Return OpenAI's `usage` object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
+
+
+def finish_name(end: Finished, answer: Answer) -> str:
+    """Return OpenAI's name of the reason why an answer ended."""
+    calls = bool(answer.tool_calls) and end.reason is FinishReason.STOP
+    return "tool_calls" if calls else FINISH_NAMES[end.reason]
 
 
 def trace_object(one: RoundTrace) -> dict[str, Any]:

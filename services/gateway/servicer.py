@@ -15,7 +15,7 @@ from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, request_id_of
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
 from outrider.services.gateway.request import Chunk, Finished, RequestedSpeculation, Started
-from outrider.services.gateway.schemas.chat import Message
+from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
 

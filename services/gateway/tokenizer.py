@@ -50,10 +50,12 @@ class TextCodec:
     Attributes:
         tokenizer: The tokenizer itself, for decoding streams.
         template: The model's chat template, or None.
+        template_source: The template's text, or an empty string.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    template_source: str = ""
 
     @classmethod
     def load(cls, path: Path) -> TextCodec:
@@ -82,7 +84,7 @@ class TextCodec:
         config = _read_json(folder / CONFIG_FILE)
         special = _special_tokens(_read_json(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
         source = _template_source(folder, config)
-        return cls(tokenizer, ChatTemplate(source, special) if source else None)
+        return cls(tokenizer, ChatTemplate(source, special) if source else None, source or "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of `text`."""

@@ -96,6 +96,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     gateway |= {
         "tokenizer": None if options.skip_tokenizer else options.target,
         "log-level": options.log_level,
+        "tool-call-parser": options.tool_call_parser,
+        "reasoning-parser": options.reasoning_parser,
     }
 
     # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process reads from the checkpoint

@@ -42,6 +42,7 @@ class StackOptions:
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
         host, port: REST address of the gateway. The gRPC API listens on the next port.
         skip_tokenizer: Serve token ids only.
+        tool_call_parser, reasoning_parser: Formats of the model's answers, in the gateway's notation.
         transport: How the target reaches the draft. `launch.wants_inproc` decides for AUTO.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.
@@ -70,6 +71,8 @@ class StackOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     skip_tokenizer: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     transport: Transport = Transport.AUTO
     log_level: str = "info"
     kv_tokens: int | None = None

@@ -125,7 +125,7 @@ class PythonicParser:
         return True
 
     def _end_of_call(self, start: int) -> int | None:
-        """Return the offset behind the closing parenthesis of the call, or None. Reads each character once."""
+        """Return the offset behind the call's closing parenthesis, or None. Read each character once."""
         at = max(self._scanned, start)
         while at < len(self._buffer):
             char = self._buffer[at]

@@ -12,6 +12,7 @@ from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.parameters import COMPLETIONS, check_prompt_text
+from outrider.services.gateway.parsers.pieces import Piece, Text
 from outrider.services.gateway.render import choice_extras, metadata_object, reply_speculation, usage_object
 from outrider.services.gateway.request import FINISH_NAMES, Completion, merge_usage
 from outrider.services.gateway.routes.context import (
@@ -49,7 +50,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         ]
 
     def opening(index: int) -> dict[str, Any] | None:
-        return _choice(index, echoes[index // n], None) if echoes else None
+        return _choice(index, Text(echoes[index // n]), None) if echoes else None
 
     job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request))
     head = ReplyHead.new("cmpl", "text_completion", model, body.reply_id)
@@ -91,7 +92,8 @@ def _echo(core: GatewayCore, prompt: str | list[int]) -> str:
     return core.codec.decode([token for token in prompt if 0 <= token < 1 << 32]) if core.codec else ""
 
 
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+def _choice(index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
+    text = piece.text if isinstance(piece, Text) else ""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
@@ -105,7 +107,7 @@ def _reply(
 ) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
     choices = [
-        _choice(index, texts[index], FINISH_NAMES[one.finished.reason])
+        _choice(index, Text(texts[index]), FINISH_NAMES[one.finished.reason])
         | choice_extras(one, len(completions) == 1, trace, with_ids)
         for index, one in enumerate(completions)
     ]

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.services.gateway.core import GatewayCore, Job
-from outrider.services.gateway.render import finish_extras, trace_object, usage_object
-from outrider.services.gateway.request import FINISH_NAMES, Chunk, Finished, Started, Usage, merge_usage
+from outrider.services.gateway.parsers.answer import AnswerReader
+from outrider.services.gateway.parsers.pieces import Piece, Text
+from outrider.services.gateway.render import finish_extras, finish_name, trace_object, usage_object
+from outrider.services.gateway.request import Chunk, Finished, Started, Usage, merge_usage
 from outrider.services.gateway.routes.context import ReplyHead
 
-ChoiceOf = Callable[[int, str, str | None], dict[str, Any]]
-"""Returns the choice of a chunk for (index, text, finish_reason)."""
+ChoiceOf = Callable[[int, Piece, str | None], dict[str, Any]]
+"""Returns the choice of a chunk for (index, piece, finish_reason)."""
+EMPTY = Text("")
+
+
+def _plain_reader() -> AnswerReader:
+    return AnswerReader(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,7 @@ class StreamShape:
         include_usage: Whether to end with a usage chunk and to send ``usage: null`` in all other chunks.
         with_ids: Whether to include token ids.
         continuous_usage: Whether every chunk contains the usage so far. Requires `include_usage`.
+        reader: Returns the reader of one answer. Called when its sequence has started.
     """
 
     choice: ChoiceOf
@@ -34,6 +42,7 @@ class StreamShape:
     include_usage: bool
     with_ids: bool
     continuous_usage: bool = False
+    reader: Callable[[], AnswerReader] = _plain_reader
 
 
 class UsageSoFar:
@@ -70,28 +79,33 @@ async def stream_chunks(
     usage = UsageSoFar(shape, n)
     seeds: dict[int, int] = {}
     ends: dict[int, Finished] = {}
+    readers: dict[int, AnswerReader] = {}
     async with aclosing(core.generate(job)) as events:
         async for one in events:
             match one.event:
                 case Started(prompt_tokens=prompt_tokens, seed=seed):
                     seeds[one.index] = seed
+                    readers[one.index] = shape.reader()
                     usage.started(one.index, prompt_tokens)
                     if (opening := shape.opening(one.index)) is not None:
                         yield head.object_of(choices=[opening], **usage.fields())
-                case Chunk(text=text, token_ids=token_ids, rounds=rounds):
-                    usage.add(len(token_ids))
-                    if not (text or rounds or (shape.with_ids and token_ids)):
+                case Chunk() as chunk:
+                    usage.add(len(chunk.token_ids))
+                    pieces = readers[one.index].push(chunk.text, len(chunk.token_ids))
+                    extras = _chunk_extras(chunk, shape)
+                    if not pieces and not any(extras):
                         continue
-                    choice = shape.choice(one.index, text, None)
-                    if shape.with_ids:
-                        choice["token_ids"] = list(token_ids)
-                    trace = (
-                        {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
-                    )
-                    yield head.object_of(choices=[choice], **usage.fields(), **trace)
+                    # Token ids and the trace are in the first chunk of several.
+                    for piece in pieces or [EMPTY]:
+                        choice = shape.choice(one.index, piece, None) | extras[0]
+                        yield head.object_of(choices=[choice], **usage.fields(), **extras[1])
+                        extras = ({}, {})
                 case Finished() as end:
                     ends[one.index] = end
-                    choice = shape.choice(one.index, "", FINISH_NAMES[end.reason]) | {
+                    reader = readers[one.index]
+                    for piece in reader.finish():
+                        yield head.object_of(choices=[shape.choice(one.index, piece, None)], **usage.fields())
+                    choice = shape.choice(one.index, EMPTY, finish_name(end, reader.answer)) | {
                         "matched_stop": end.matched_stop
                     }
                     yield head.object_of(
@@ -101,4 +115,13 @@ async def stream_chunks(
                     )
     if shape.include_usage:
         total = merge_usage([ends[index] for index in sorted(ends)], n)
-        yield head.object_of(choices=[], usage=usage_object(total))
+        reasoning_tokens = sum(reader.answer.reasoning_tokens for reader in readers.values())
+        yield head.object_of(choices=[], usage=usage_object(total, reasoning_tokens))
+
+
+def _chunk_extras(chunk: Chunk, shape: StreamShape) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the additional fields of a chunk's choice, and of the chunk."""
+    ids = {"token_ids": list(chunk.token_ids)} if shape.with_ids and chunk.token_ids else {}
+    if not chunk.rounds:
+        return ids, {}
+    return ids, {"speculation": {"trace": [trace_object(one) for one in chunk.rounds]}}

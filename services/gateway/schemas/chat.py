@@ -8,83 +8,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from outrider.services.gateway.parameters import check_prompt_text
-from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
+from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.common import ZERO, Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.tools import Tool, ToolChoice, check_choice, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
 
 # Template variables that clients may set. Any other variable could insert text outside the client's messages.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
-
-
-class TextPart(OpenModel):
-    """A part of a message's content. Only text is supported.
-
-    Parts of other types are parsed too, so that the error can name their type.
-    """
-
-    type: str
-    text: str | None = None
-
-
-class Message(NeutralOnly):
-    """One message. Clients may send replies back unchanged, so empty fields of replies are accepted."""
-
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tool_calls": ([],),
-        "function_call": (),
-        "audio": (),
-        "tool_call_id": (),
-    }
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    annotations: Any = None
-    reasoning_content: str | None = None
-    tool_calls: Neutral = None
-    function_call: Neutral = None
-    audio: Neutral = None
-    tool_call_id: Neutral = None
-
-    def for_template(self, field: str) -> dict[str, Any]:
-        """Return the message in the form that chat templates expect.
-
-        Raises:
-            InvalidRequestError: If a part of the message is not supported. The error names the part.
-        """
-        self.refuse_unsupported(f"{field}.")
-        if self.role in ("tool", "function"):
-            raise InvalidRequestError(
-                f"{field}.role: {self.role} messages are not supported yet.",
-                field=f"{field}.role",
-                reason="unsupported_parameter",
-            )
-        text = self._text(field)
-        check_prompt_text(text, f"{field}.content")
-        # Templates do not define the developer role, which is OpenAI's newer name of the system role.
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.name is not None:
-            check_prompt_text(self.name, f"{field}.name")
-            message["name"] = self.name
-        return message
-
-    def _text(self, field: str) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        if self.content is None:
-            raise InvalidRequestError(f"{field}.content must be text.", field=f"{field}.content")
-        for number, part in enumerate(self.content):
-            where = f"{field}.content.{number}"
-            if part.type != "text":
-                message = f"{where}: only text parts are supported, not {part.type[:32]!r}."
-                raise InvalidRequestError(message, field=where, reason="unsupported_parameter")
-            if part.text is None:
-                raise InvalidRequestError(
-                    f"Missing field: {where}.text.", field=f"{where}.text", reason="missing_field"
-                )
-        return "".join(part.text or "" for part in self.content)
 
 
 class ChatRequest(OpenAIRequest):
@@ -94,8 +25,6 @@ class ChatRequest(OpenAIRequest):
         **OpenAIRequest.NEUTRAL,
         "logprobs": (False,),
         "top_logprobs": ZERO,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -122,16 +51,22 @@ class ChatRequest(OpenAIRequest):
         None, description="Begin the answer with the last message, if it is the assistant's."
     )
 
-    # The next fields have no effect without tools, reasoning parsers or predicted outputs.
-    parallel_tool_calls: bool | None = None
-    separate_reasoning: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may contain several tool calls. Default: true."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="Whether reasoning is in reasoning_content instead of content. Default: true."
+    )
+    include_reasoning: bool | None = Field(
+        None, description="Whether answers contain their reasoning. Default: true."
+    )
     prediction: Any = None
     verbosity: Any = None
 
     logprobs: Neutral = None
     top_logprobs: Neutral = None
-    tools: Neutral = None
-    tool_choice: Neutral = None
     functions: Neutral = None
     function_call: Neutral = None
     modalities: Neutral = None
@@ -152,6 +87,15 @@ class ChatRequest(OpenAIRequest):
                 "max_tokens and max_completion_tokens differ. Set only one of them.", field="max_tokens"
             )
         return self.max_completion_tokens
+
+    def template_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the answer may call, in the form that chat templates expect.
+
+        Raises:
+            InvalidRequestError: If a tool is invalid, or the choice forces a call.
+        """
+        tools = template_tools(self.tools or [])
+        return tools if check_choice(self.tool_choice) else []
 
     def ending(self) -> ChatEnding:
         """Return how the prompt ends.

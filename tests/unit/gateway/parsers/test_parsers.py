@@ -42,7 +42,8 @@ CASES: list[tuple[str, str, str, str, tuple[str, str, list[Call]]]] = [
         "hermes",
         "none",
         "",
-        'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\"{", "b": [1, {"c": 2}]}}\n</tool_call>\n'
+        'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\"{", "b": [1, {"c": 2}]}}\n'
+        "</tool_call>\n"
         '<tool_call>{"arguments": {"x": 1}, "name": "get_weather"}</tool_call> Done.',
         (
             "Let me see.Done.",

@@ -52,6 +52,8 @@ UP: Mapping[str, tuple[str, Any]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9100", 9100),
     "skip_tokenizer": ("", True),
+    "tool_call_parser": ("hermes", "hermes"),
+    "reasoning_parser": ("think", "think"),
     "transport": ("inproc", Transport.INPROC),
     "mps": ("", True),
     "log_level": ("debug", "debug"),
@@ -175,6 +177,7 @@ def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: 
 def sample(settings: type[ServiceSettings], name: str) -> list[str]:
     """Return a sample value for a settings flag; nothing for a switch."""
     given = {"device": "cpu", "log_level": "debug", "speculation": "on", "attention_backend": "reference"}
+    given |= {"tool_call_parser": "hermes", "reasoning_parser": "think"}
     field = settings.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     if kinds[0] is bool:
