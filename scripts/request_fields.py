@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from outrider.services.gateway.schemas.anthropic import MessagesRequest
 from outrider.services.gateway.schemas.base import OpenModel
 from outrider.services.gateway.schemas.chat import ChatRequest
 from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.schemas.field_rules import REFUSED
 from outrider.services.gateway.schemas.native import NativeRequest, NativeSamplingParams
+from outrider.services.gateway.schemas.responses import ResponsesRequest
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 BEGIN, END = "<!-- request fields: begin -->\n", "<!-- request fields: end -->\n"
@@ -29,6 +31,17 @@ metadata modalities model moderation n parallel_tool_calls prediction presence_p
 prompt_cache_options prompt_cache_retention reasoning_effort response_format safety_identifier seed
 service_tier stop store stream stream_options temperature tool_choice tools top_logprobs top_p user verbosity
 web_search_options
+""")
+OPENAI_RESPONSES = _names("""
+access_programs background context_management conversation image include input instructions max_output_tokens
+max_tool_calls metadata model moderation parallel_tool_calls previous_response_id prompt prompt_cache_key
+prompt_cache_options prompt_cache_retention reasoning safety_identifier service_tier store stream
+stream_options temperature text tool_choice tools top_logprobs top_p truncation user
+""")
+ANTHROPIC = _names("""
+cache_control container diagnostics inference_geo max_tokens mcp_servers messages metadata model output_config
+service_tier speed stop_sequences stream system temperature thinking tool_choice tools top_k top_p
+user_profile_id workspace_id
 """)
 OPENAI_COMPLETIONS = _names("""
 best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt seed stop stream
@@ -76,6 +89,8 @@ ROUTES: tuple[tuple[str, type[OpenModel], dict[str, list[str]]], ...] = (
         CompletionRequest,
         {"OpenAI": OPENAI_COMPLETIONS, "vLLM": VLLM, "SGLang": SGLANG_OPENAI},
     ),
+    ("/v1/responses", ResponsesRequest, {"OpenAI": OPENAI_RESPONSES}),
+    ("/v1/messages", MessagesRequest, {"Anthropic": ANTHROPIC}),
     ("/generate", NativeRequest, {"SGLang": SGLANG_NATIVE}),
     ("/generate, sampling_params", NativeSamplingParams, {"SGLang": SGLANG_SAMPLING}),
 )

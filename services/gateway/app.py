@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import install_handlers
 from outrider.services.gateway.middleware import Authentication, BodyGuard, KeyChecker, RequestContext
-from outrider.services.gateway.routes import chat, completions, models, native, ops
+from outrider.services.gateway.routes import anthropic, chat, completions, models, native, ops, responses
 from outrider.services.gateway.servicer import SERVICE_NAME, AuthInterceptor, InferenceServicer, register
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import ConfigurationError, OutriderError
@@ -43,7 +43,7 @@ def create_app(core: GatewayCore) -> FastAPI:
         redoc_url=None,
     )
     app.state.core = core
-    for module in (chat, completions, native, models, ops):
+    for module in (chat, completions, responses, anthropic, native, models, ops):
         app.include_router(module.router)
     install_handlers(app)
     settings = core.settings

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.services.gateway.core import GatewayCore
+from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.parameters import Parameters
-from outrider.services.gateway.parsers.answer import AnswerReader
-from outrider.services.gateway.parsers.pieces import ToolOptions
+from outrider.services.gateway.parsers.answer import Answer, AnswerReader
+from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
+from outrider.services.gateway.request import Chunk, Finished, Started
 from outrider.services.gateway.tokenizer import ChatEnding, TextCodec
 from outrider.shared.base.errors import InvalidRequestError
 
 # Number of tokens at the end of the prompt that may open the reasoning.
 PROMPT_END_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """The end of the only answer of a turn."""
+
+    finished: Finished
+    answer: Answer
 
 
 @dataclass(slots=True)
@@ -111,3 +121,24 @@ class ChatTurn:
     def reader(self) -> AnswerReader:
         """Return the reader of one answer. Call this after `prompts`."""
         return AnswerReader(self.core.parsers.create(self.tools, self.split_reasoning, self._prompt_end))
+
+    async def run(self, job: Job) -> AsyncGenerator[Started | Piece | TurnEnd, None]:
+        """Run a turn with one answer, and yield its pieces as they arrive.
+
+        Raises:
+            OutriderError: As `GatewayCore.generate`.
+        """
+        reader = AnswerReader(None)
+        async with aclosing(self.core.generate(job)) as events:
+            async for one in events:
+                match one.event:
+                    case Started() as start:
+                        reader = self.reader()
+                        yield start
+                    case Chunk() as chunk:
+                        for piece in reader.push(chunk.text, len(chunk.token_ids)):
+                            yield piece
+                    case Finished() as end:
+                        for piece in reader.finish():
+                            yield piece
+                        yield TurnEnd(end, reader.answer)

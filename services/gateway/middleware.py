@@ -118,7 +118,10 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._public_paths:
             try:
-                self._checker.check(Headers(scope=scope).get("authorization"))
+                headers = Headers(scope=scope)
+                # Anthropic's clients send the key in a header of its own.
+                key = headers.get("x-api-key")
+                self._checker.check(headers.get("authorization") or (key and f"Bearer {key}"))
             except OutriderError as error:
                 await error_response(error)(scope, receive, send)
                 return

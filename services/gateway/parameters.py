@@ -56,6 +56,8 @@ class Surface:
 
 CHAT = Surface("messages", "max_tokens")
 COMPLETIONS = Surface("prompt", "max_tokens", default_max_tokens=16)
+RESPONSES = Surface("input", "max_output_tokens")
+ANTHROPIC = Surface("messages", "max_tokens")
 NATIVE = Surface("input_ids", "sampling_params.max_new_tokens", "sampling_params.", default_max_tokens=128)
 NATIVE_TEXT = replace(NATIVE, prompt="text")
 GRPC_CHAT = Surface("messages", "options.max_tokens", "options.", speculation="options.speculation")

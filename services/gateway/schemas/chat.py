@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.common import ZERO, Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.template_options import TEMPLATE_OPTIONS, template_options
 from outrider.services.gateway.schemas.tools import Tool, ToolChoice, check_choice, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
-
-# Template variables that clients may set. Any other variable could insert text outside the client's messages.
-TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
 
 
 class ChatRequest(OpenAIRequest):
@@ -127,26 +123,13 @@ class ChatRequest(OpenAIRequest):
             )
         return [message.for_template(f"messages.{number}") for number, message in enumerate(self.messages)]
 
-    def template_options(self) -> Mapping[str, Any]:
+    def template_options(self) -> dict[str, Any]:
         """Return the template variables that the client set.
 
         Raises:
             InvalidRequestError: If a key is not allowed, or a value is not a scalar.
         """
-        options = dict(self.chat_template_kwargs or {})
-        for key, value in options.items():
-            field = f"chat_template_kwargs.{key}"
-            if key not in TEMPLATE_OPTIONS:
-                raise InvalidRequestError(
-                    f"{field} is not allowed. Allowed keys: {', '.join(TEMPLATE_OPTIONS)}.", field=field
-                )
-            if not isinstance(value, (str, bool, int)) or (isinstance(value, str) and len(value) > 64):
-                raise InvalidRequestError(
-                    f"{field} must be a boolean, an integer or a string of at most 64 characters.",
-                    field=field,
-                )
-            if isinstance(value, str):
-                check_prompt_text(value, field)
+        options = template_options(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             options["reasoning_effort"] = self.reasoning_effort
         return options

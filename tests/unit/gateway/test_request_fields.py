@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anthropic.types import message_create_params
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from outrider.services.gateway.schemas.base import OpenModel
 from outrider.services.gateway.schemas.field_rules import ALWAYS_NEUTRAL, NEUTRAL, REFUSED, is_neutral
@@ -36,10 +38,12 @@ def test_the_page_contains_the_table_of_the_code() -> None:
     ("listed", "params"),
     [
         (SCRIPT.OPENAI_CHAT, chat_create_params.CompletionCreateParamsBase),
+        (SCRIPT.OPENAI_RESPONSES, response_create_params.ResponseCreateParamsBase),
+        (SCRIPT.ANTHROPIC, message_create_params.MessageCreateParamsBase),
         (SCRIPT.OPENAI_COMPLETIONS, completion_create_params.CompletionCreateParamsBase),
     ],
 )
-def test_every_field_of_the_openai_client_is_listed(listed: list[str], params: type) -> None:
+def test_every_field_of_the_clients_is_listed(listed: list[str], params: type) -> None:
     assert set(params.__annotations__) <= set(listed)
 
 
