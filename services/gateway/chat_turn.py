@@ -11,6 +11,7 @@ from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.parsers.answer import Answer, AnswerReader
 from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
+from outrider.services.gateway.render import check_not_aborted
 from outrider.services.gateway.request import Chunk, Finished, Started
 from outrider.services.gateway.tokenizer import ChatEnding, TextCodec
 from outrider.shared.base.errors import InvalidRequestError
@@ -139,6 +140,7 @@ class ChatTurn:
                         for piece in reader.push(chunk.text, len(chunk.token_ids)):
                             yield piece
                     case Finished() as end:
+                        check_not_aborted(end)
                         for piece in reader.finish():
                             yield piece
                         yield TurnEnd(end, reader.answer)

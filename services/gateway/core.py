@@ -36,6 +36,8 @@ class Job:
         parameters: Sampling, stopping and speculation parameters.
         surface: Field names and defaults of the API that received the request.
         timeout_s: Seconds until the caller's deadline, or None. The server's own limit always applies.
+        rids: The client's names of the sequences, for `GatewayCore.abort`. Empty if it gave no names.
+        per_prompt: Parameters of each prompt. Empty if all prompts have the same `parameters`.
     """
 
     prompts: Prompts
@@ -43,6 +45,8 @@ class Job:
     parameters: Parameters
     surface: Surface
     timeout_s: float | None = None
+    rids: tuple[str, ...] = ()
+    per_prompt: tuple[Parameters, ...] = ()
 
 
 class GatewayCore:
@@ -77,6 +81,8 @@ class GatewayCore:
         self.idle = asyncio.Event()
         self.idle.set()
         self._running = 0
+        # Client's name of a sequence or a batch → ids of the running sequences.
+        self._by_rid: dict[str, set[str]] = {}
         self._generator = Generator(self.client, self.codec.tokenizer if self.codec else None, self.metrics)
 
     @property
@@ -122,21 +128,57 @@ class GatewayCore:
         if not self.admitting:
             raise self._draining()
         with self.admission.admit(job.sequences) as slot:
+            names: list[tuple[str, str]] = []
             self._running += 1
             self.idle.clear()
             try:
                 info = self.client.info
                 deadline = asyncio.get_running_loop().time() + self._timeout_s(job)
                 prompts = await job.prompts()
-                requests = self.builder.build(prompts, job.parameters, job.surface, info, deadline)
+                requests = [
+                    request
+                    for parameters, part in _parts(job, prompts)
+                    for request in self.builder.build(part, parameters, job.surface, info, deadline)
+                ]
+                ids = [request.request_id for request in requests]
+                names = list(zip(job.rids or ids, ids, strict=True))
+                for rid, request_id in names:
+                    self._by_rid.setdefault(rid, set()).add(request_id)
                 slot.add_prompts([len(request.prompt_ids) for request in requests])
                 async with aclosing(self._generator.run(requests, slot)) as events:
                     async for event in events:
                         yield event
             finally:
+                self._forget(names)
                 self._running -= 1
                 if not self._running:
                     self.idle.set()
+
+    def abort(self, rid: str | None) -> int:
+        """Abort running sequences. Their clients get what has been generated.
+
+        Args:
+            rid: The client's name of a sequence, or of a batch with numbered sequences. None aborts all.
+
+        Returns:
+            The number of sequences.
+        """
+        found = {
+            request_id
+            for name, ids in self._by_rid.items()
+            if rid is None or name == rid or name.rpartition("-")[0] == rid
+            for request_id in ids
+        }
+        for request_id in found:
+            self.client.cancel(request_id)
+        return len(found)
+
+    def _forget(self, names: Sequence[tuple[str, str]]) -> None:
+        for rid, request_id in names:
+            ids = self._by_rid.get(rid, set())
+            ids.discard(request_id)
+            if not ids:
+                self._by_rid.pop(rid, None)
 
     def _timeout_s(self, job: Job) -> float:
         limit = self.settings.request_timeout_s
@@ -162,3 +204,12 @@ class GatewayCore:
             reason="draining",
             retry_after_s=DRAIN_RETRY_S,
         )
+
+
+def _parts(
+    job: Job, prompts: Sequence[tuple[int, ...]]
+) -> list[tuple[Parameters, Sequence[tuple[int, ...]]]]:
+    """Return the prompts with their parameters: all together, or each on its own."""
+    if not job.per_prompt:
+        return [(job.parameters, prompts)]
+    return [(one, [prompt]) for one, prompt in zip(job.per_prompt, prompts, strict=True)]

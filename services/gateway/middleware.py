@@ -22,7 +22,9 @@ from outrider.shared.rpc.interceptors import as_outrider_error
 
 REQUEST_ID_HEADER = "X-Request-Id"
 BODY_TIMEOUT_S = 30.0
-QUIET_ROUTES = frozenset(["/health", "/ready", "/metrics"])
+QUIET_ROUTES = frozenset(["/health", "/ping", "/ready", "/metrics"])
+# Clients send these POST requests without a body and a content type.
+BODILESS_PATHS = frozenset(["/flush_cache", "/ping"])
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _JSON_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)")
 _log = get_logger("outrider.gateway.http")
@@ -139,7 +141,8 @@ class BodyGuard:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+        with_body = scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH")
+        if not with_body or scope["path"] in BODILESS_PATHS:
             await self._app(scope, receive, send)
             return
         try:

@@ -51,6 +51,10 @@ class GatewaySettings(ServiceSettings):
     api_key: tuple[str, ...] = Field(
         (), description="Accepted API keys (bearer tokens). Without any, requests are not authenticated."
     )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="Origins whose web pages may call the gateway, such as https://example.com, or *.",
+    )
     allow_unauthenticated: bool = Field(
         False, description="Allow access from other hosts without an API key."
     )

@@ -69,11 +69,11 @@ def test_unknown_paths_and_methods_are_errors_of_the_same_shape(http: httpx.Clie
     assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
     wrong = http.get(CHAT)
     assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
-    # Cross-origin access is not supported: a browser's preflight is refused like any other method.
+    # Cross-origin access is off by default: the reply to a browser's preflight allows no origin.
     preflight = http.options(
         CHAT, headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
     )
-    assert preflight.status_code == 405
+    assert (preflight.status_code, preflight.headers["allow"]) == (204, "OPTIONS, POST")
     assert "access-control-allow-origin" not in preflight.headers
 
 
@@ -310,7 +310,7 @@ def test_every_route_needs_a_key_but_health_and_readiness(make_gateway: MakeGate
                     assert response.headers["WWW-Authenticate"] == "Bearer"
                 else:
                     public.add(path)
-        assert public == {"/health", "/ready"}
+        assert public == {"/health", "/ping", "/ready"}
         assert http.get("/no-such-path").status_code == 401
         for header in (
             "Bearer wrong",

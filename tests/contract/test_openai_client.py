@@ -266,3 +266,36 @@ def test_a_reply_can_be_sent_back_as_the_next_turn(client: openai.OpenAI, stack:
     ]
     second = client.chat.completions.create(model=stack.model, messages=turns, max_tokens=4, temperature=0)
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_replies_have_the_types_that_the_client_expects(client: openai.OpenAI, stack: Stack) -> None:
+    # pydantic warns about values of another type when a reply is printed, and warnings are errors here.
+    chat = client.chat.completions.create(model=stack.model, messages=MESSAGES, max_tokens=6, temperature=0)
+    text = client.completions.create(model=stack.model, prompt="The quick", max_tokens=6, temperature=0)
+    for reply in (chat, text):
+        assert reply.model_dump()["metadata"]["seed"].isdigit()
+        assert reply.to_json()
+        assert reply.system_fingerprint
+    for chunk in client.chat.completions.create(
+        model=stack.model, messages=MESSAGES, max_tokens=6, temperature=0, stream=True
+    ):
+        chunk.model_dump()
+    assert chat.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_speculation_is_reported_under_the_names_of_vllm(client: openai.OpenAI, stack: Stack) -> None:
+    asked: dict[str, Any] = {"model": stack.model, "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    asked["extra_body"] = {"speculation": {"mode": "on", "depth": 3}}
+    reply = client.chat.completions.create(**asked)
+    report = reply.model_extra["metrics"]["speculative_decoding"]
+    ours = speculation_of(reply)
+    assert report["num_draft_tokens"] == ours["draft_tokens"]
+    assert report["num_accepted_draft_tokens"] == ours["accepted_tokens"]
+    histogram = {int(at): count for at, count in report["acceptance_histogram"].items()}
+    assert sum(histogram.values()) == report["num_spec_steps"]
+    assert sum(at * count for at, count in histogram.items()) == report["num_accepted_draft_tokens"]
+    expected = 1 + report["num_accepted_draft_tokens"] / report["num_spec_steps"]
+    assert report["mean_acceptance_length"] == pytest.approx(expected, abs=1e-5)
+    assert max(histogram) <= report["num_spec_tokens"]
+    last = list(client.chat.completions.create(**asked, stream=True))[-1]
+    assert last.model_extra["metrics"]["speculative_decoding"].keys() == report.keys()

@@ -80,6 +80,30 @@ def test_a_stream_has_the_deltas_that_clients_join(
     assert sum(piece.index == 0 for piece in pieces) > 3
 
 
+def test_the_clients_own_stream_helper_joins_the_calls(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, TWO_CALLS)
+    with client.chat.completions.stream(model="toy", messages=MESSAGES, tools=TOOLS) as stream:
+        done = [event.name for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion()
+    assert done == ["get_weather", "get_weather"]
+    final.model_dump()
+    calls = final.choices[0].message.tool_calls
+    assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Paris", "Lima"]
+
+
+async def test_the_asynchronous_client_gets_calls_too(
+    tool_gateway: GatewayThread, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, CALL)
+    url = f"{tool_gateway.stack.base_url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        reply = await client.chat.completions.create(model="toy", messages=MESSAGES, tools=TOOLS)
+    reply.model_dump()
+    assert reply.choices[0].finish_reason == "tool_calls"
+
+
 def test_one_call_at_most_without_parallel_calls(
     client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
 ) -> None:

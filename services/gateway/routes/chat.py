@@ -28,6 +28,7 @@ from outrider.services.gateway.routes.context import (
     ReplyHead,
     core_of,
     ignored_header,
+    rids_of,
     timeout_of,
 )
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
@@ -58,11 +59,12 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         split_reasoning=body.separate_reasoning is not False,
     )
     sequences = core.builder.check(turn.parameters, CHAT, 1)
-    job = Job(turn.prompts, sequences, turn.parameters, CHAT, timeout_of(request))
+    rids = rids_of(body.reply_id, sequences)
+    job = Job(turn.prompts, sequences, turn.parameters, CHAT, timeout_of(request), rids)
     echo = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else ""
     form = _Form(turn, job, echo, bool(body.return_token_ids), body.include_reasoning is not False)
     if body.stream:
-        head = ReplyHead.new("chatcmpl", "chat.completion.chunk", model, body.reply_id)
+        head = ReplyHead.new("chatcmpl", "chat.completion.chunk", model, body.reply_id, core.client.info)
         shape = StreamShape(
             form.chunk_choice,
             form.opening,
@@ -73,7 +75,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         )
         return EventStream(stream_chunks(core, job, head, shape), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
-    head = ReplyHead.new("chatcmpl", "chat.completion", model, body.reply_id)
+    head = ReplyHead.new("chatcmpl", "chat.completion", model, body.reply_id, core.client.info)
     return JsonResponse(form.reply(head, completions), headers=headers)
 
 
@@ -146,7 +148,7 @@ class _Form:
         return head.object_of(
             choices=choices,
             usage=usage_object(usage, sum(answer.reasoning_tokens for answer in answers)),
-            speculation=reply_speculation(completions, trace),
+            **reply_speculation(completions, trace, self.turn.core.client.info),
             metadata=metadata_object(self.turn.core.client.info, completions[0].seed),
         )
 

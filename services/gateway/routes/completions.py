@@ -12,14 +12,22 @@ from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.parameters import COMPLETIONS, check_prompt_text
+from outrider.services.gateway.parsers.answer import Answer
 from outrider.services.gateway.parsers.pieces import Piece, Text
-from outrider.services.gateway.render import choice_extras, metadata_object, reply_speculation, usage_object
-from outrider.services.gateway.request import FINISH_NAMES, Completion, merge_usage
+from outrider.services.gateway.render import (
+    choice_extras,
+    finish_name,
+    metadata_object,
+    reply_speculation,
+    usage_object,
+)
+from outrider.services.gateway.request import Completion, merge_usage
 from outrider.services.gateway.routes.context import (
     ERROR_RESPONSES,
     ReplyHead,
     core_of,
     ignored_header,
+    rids_of,
     timeout_of,
 )
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
@@ -52,8 +60,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     def opening(index: int) -> dict[str, Any] | None:
         return _choice(index, Text(echoes[index // n]), None) if echoes else None
 
-    job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request))
-    head = ReplyHead.new("cmpl", "text_completion", model, body.reply_id)
+    rids = rids_of(body.reply_id, sequences)
+    job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request), rids)
+    head = ReplyHead.new("cmpl", "text_completion", model, body.reply_id, core.client.info)
     with_ids = bool(body.return_token_ids) or core.codec is None
     if body.stream:
         shape = StreamShape(_choice, opening, body.include_usage, with_ids, body.continuous_usage)
@@ -107,13 +116,13 @@ def _reply(
 ) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
     choices = [
-        _choice(index, Text(texts[index]), FINISH_NAMES[one.finished.reason])
+        _choice(index, Text(texts[index]), finish_name(one.finished, Answer()))
         | choice_extras(one, len(completions) == 1, trace, with_ids)
         for index, one in enumerate(completions)
     ]
     return head.object_of(
         choices=choices,
         usage=usage_object(merge_usage([one.finished for one in completions], job.parameters.n or 1)),
-        speculation=reply_speculation(completions, trace),
+        **reply_speculation(completions, trace, core.client.info),
         metadata=metadata_object(core.client.info, completions[0].seed),
     )

@@ -11,6 +11,7 @@ from fastapi import Request
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.served_target import ServedTarget
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.obs.logging import get_logger
 
@@ -68,6 +69,13 @@ def ignored_header(body: OpenModel) -> dict[str, str]:
     return {IGNORED_HEADER: listed}
 
 
+def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:
+    """Return the names of the sequences of a request: its name, numbered if there are several."""
+    if rid is None:
+        return ()
+    return (rid,) if sequences == 1 else tuple(f"{rid}-{index}" for index in range(sequences))
+
+
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
     """The fields that all chunks of one reply share."""
@@ -76,12 +84,20 @@ class ReplyHead:
     object: str
     created: int
     model: str
+    fingerprint: str | None = None
 
     @classmethod
-    def new(cls, prefix: str, kind: str, model: str, rid: str | None) -> ReplyHead:
-        """Create the head of a reply that begins now. `rid` is the id that the client sent, if any."""
-        return cls(rid or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+    def new(
+        cls, prefix: str, kind: str, model: str, rid: str | None, info: ServedTarget | None = None
+    ) -> ReplyHead:
+        """Create the head of a reply that begins now. `rid` is the id that the client sent, if any.
+
+        With `info`, the head contains OpenAI's `system_fingerprint`: the version of the weights.
+        """
+        fingerprint = None if info is None else info.weight_version
+        return cls(rid or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model, fingerprint)
 
     def object_of(self, **fields: Any) -> dict[str, Any]:
         """Return a reply or chunk with these additional fields."""
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model, **fields}
+        head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return head | ({} if self.fingerprint is None else {"system_fingerprint": self.fingerprint}) | fields

@@ -1,6 +1,8 @@
-"""``GET /health`` (liveness), ``GET /ready`` (readiness) and ``GET /metrics`` (Prometheus)."""
+"""``/health`` (liveness), ``/ready`` (readiness), ``/metrics`` (Prometheus), ``/version`` and ``/ping``."""
 
 from __future__ import annotations
+
+from importlib import metadata
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -23,6 +25,28 @@ async def ready(request: Request) -> Response:
     """Report whether a request sent now would be accepted."""
     core_of(request).check_ready()
     return JsonResponse({"status": "ready"})
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping() -> Response:
+    """Report that the process is alive, as vLLM does for SageMaker."""
+    return JsonResponse({})
+
+
+@router.get("/")
+@router.get("/version")
+async def show_version() -> Response:
+    """Return the version of Outrider."""
+    return JsonResponse({"name": "outrider", "version": version(), "docs": "/docs"})
+
+
+def version() -> str:
+    """Return the version of the installed package."""
+    try:
+        return metadata.version("outrider")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 @router.get("/metrics", response_class=Response)

@@ -22,6 +22,7 @@ from outrider.services.gateway.routes.context import (
     ReplyHead,
     core_of,
     ignored_header,
+    rids_of,
     timeout_of,
 )
 from outrider.services.gateway.routes.response_items import ItemWriter
@@ -51,7 +52,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         truncate=body.truncate_prompt_tokens,
     )
     core.builder.check(turn.parameters, RESPONSES, 1)
-    job = Job(turn.prompts, 1, turn.parameters, RESPONSES, timeout_of(request))
+    job = Job(turn.prompts, 1, turn.parameters, RESPONSES, timeout_of(request), rids_of(body.reply_id, 1))
     made = _Response(body, turn, job, ReplyHead.new("resp", "response", model, body.reply_id))
     if body.stream:
         return _ResponseStream(made.events(), core.settings.keep_alive_s, headers)
