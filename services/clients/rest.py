@@ -104,7 +104,8 @@ class RestClient:
         """Stream one chat completion."""
         yield from self._stream(
             "/v1/chat/completions",
-            {"messages": messages, **options},
+            # The reply's text contains the reasoning, as the model wrote it.
+            {"messages": messages, "separate_reasoning": False, **options},
             reply,
             lambda choice: choice["delta"].get("content"),
         )

@@ -23,7 +23,6 @@ ROUTES = [
     "/v1/completions",
     "/v1/responses",
     "/v1/messages",
-    "/v1/messages/count_tokens",
     "/generate",
     "/tokenize",
     "/detokenize",

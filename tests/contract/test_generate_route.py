@@ -24,9 +24,9 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_text_in_text_and_ids_out(stack: Stack) -> None:
-    reply = post(
-        stack, {"text": "The quick", "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
-    ).json()
+    sampling = {"max_new_tokens": 6, "temperature": 0}
+    asked = {"text": "The quick", "sampling_params": sampling, "speculation": {"mode": "on"}}
+    reply = post(stack, asked).json()
     meta = reply["meta_info"]
     assert reply["text"]
     assert len(reply["output_ids"]) == meta["completion_tokens"]

@@ -34,11 +34,10 @@ async def ping() -> Response:
     return JsonResponse({})
 
 
-@router.get("/")
 @router.get("/version")
 async def show_version() -> Response:
     """Return the version of Outrider."""
-    return JsonResponse({"name": "outrider", "version": version(), "docs": "/docs"})
+    return JsonResponse({"version": version()})
 
 
 def version() -> str:

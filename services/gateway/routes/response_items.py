@@ -54,7 +54,7 @@ class ItemWriter:
             )
             return [arguments, done]
         part = item["content"][0]
-        extra = {"logprobs": []} if part["type"] == "output_text" else {}
+        extra: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
         return [
             self._event(f"response.{part['type']}.done", content_index=0, text=part["text"], **extra),
             self._event("response.content_part.done", content_index=0, part=part),
@@ -94,7 +94,7 @@ class ItemWriter:
 
     def _delta(self, kind: str, text: str) -> Event:
         self._item["content"][0]["text"] += text
-        extra = {"logprobs": []} if kind == "response.output_text.delta" else {}
+        extra: dict[str, Any] = {"logprobs": []} if kind == "response.output_text.delta" else {}
         return self._event(kind, content_index=0, delta=text, **extra)
 
     def _event(self, kind: str, **fields: Any) -> Event:
