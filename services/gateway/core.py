@@ -206,6 +206,13 @@ class GatewayCore:
         )
 
 
+def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:
+    """Return the names of the sequences of a request: its name, numbered if there are several."""
+    if rid is None:
+        return ()
+    return (rid,) if sequences == 1 else tuple(f"{rid}-{index}" for index in range(sequences))
+
+
 def _parts(
     job: Job, prompts: Sequence[tuple[int, ...]]
 ) -> list[tuple[Parameters, Sequence[tuple[int, ...]]]]:

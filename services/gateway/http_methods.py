@@ -38,7 +38,7 @@ def add_options(app: FastAPI, routers: Iterable[APIRouter]) -> None:
     methods: dict[str, set[str]] = {}
     for route in (route for router in routers for route in router.routes):
         if isinstance(route, APIRoute):
-            methods.setdefault(route.path, {"OPTIONS"}).update(route.methods)
+            methods.setdefault(route.path, {"OPTIONS"}).update(route.methods or ())
     for path, allowed in methods.items():
         names = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
 

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
 from tokenizers import Tokenizer
 from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer
+
+from outrider.common.v1 import common_pb2
+from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
 TOOLS: list[Any] = [WEATHER]
@@ -219,3 +223,45 @@ def test_settings_choose_the_parser(
         assert message.tool_calls[0].function.arguments == '{"city": "Lima"}'
     finally:
         gateway.close()
+
+
+def test_grpc_has_tools_reasoning_and_several_answers(
+    tool_gateway: GatewayThread, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, f"<think>Hm.</think>{CALL}")
+    function: Any = WEATHER["function"]
+    request = gateway_pb2.ChatRequest(
+        messages=[
+            gateway_pb2.Message(role="user", content="Weather?"),
+            gateway_pb2.Message(
+                role="assistant",
+                tool_calls=[gateway_pb2.ToolCall(id="a", name="get_weather", arguments='{"city": "Lima"}')],
+            ),
+            gateway_pb2.Message(role="tool", content="20", tool_call_id="a"),
+        ],
+        tools=[gateway_pb2.Tool(name="get_weather", parameters=json.dumps(function["parameters"]))],
+        options=gateway_pb2.GenerationOptions(n=2, sampling=common_pb2.SamplingOptions(temperature=0)),
+    )
+    with grpc.insecure_channel(tool_gateway.stack.grpc_address) as channel:
+        stub = gateway_pb2_grpc.InferenceStub(channel)
+        replies = list(stub.Chat(request, timeout=20))
+        request.tools[0].parameters = "no json"
+        with pytest.raises(grpc.RpcError, match=r"tools\.0"):
+            list(stub.Chat(request, timeout=20))
+        ids = stub.Tokenize(gateway_pb2.TokenizeRequest(text="The quick"), timeout=20).token_ids
+        text = stub.Detokenize(gateway_pb2.DetokenizeRequest(token_ids=ids), timeout=20).text
+        assert stub.Abort(gateway_pb2.AbortRequest(rid="nobody"), timeout=20).aborted == 0
+    assert text == "The quick"
+    chunks = [reply.chunk for reply in replies if reply.HasField("chunk")]
+    ends = [reply.finished.index for reply in replies if reply.HasField("finished")]
+    assert sorted(ends) == [0, 1]
+    for index in (0, 1):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join(chunk.reasoning for chunk in own) == "Hm."
+        assert "".join(chunk.text for chunk in own) == "Let me see."
+        calls = [chunk.tool_call for chunk in own if chunk.HasField("tool_call")]
+        assert calls[0].name == "get_weather"
+        assert json.loads("".join(call.arguments for call in calls)) == {"city": "Paris"}
+    assert prompt_of(fake, tokenizer).endswith(
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Lima"}}</tool_call><|tool|>20<|assistant|>'
+    )

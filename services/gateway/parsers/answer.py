@@ -92,3 +92,8 @@ class AnswerReader:
         for piece in pieces:
             self.answer.add(piece)
         return pieces
+
+
+def plain_reader() -> AnswerReader:
+    """Return a reader for which everything is text."""
+    return AnswerReader(None)

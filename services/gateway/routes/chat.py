@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.services.gateway.chat_turn import ChatTurn
-from outrider.services.gateway.core import Job
+from outrider.services.gateway.core import Job, rids_of
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.parameters import CHAT
@@ -28,7 +28,6 @@ from outrider.services.gateway.routes.context import (
     ReplyHead,
     core_of,
     ignored_header,
-    rids_of,
     timeout_of,
 )
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks

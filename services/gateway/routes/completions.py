@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.services.gateway.core import GatewayCore, Job
+from outrider.services.gateway.core import GatewayCore, Job, rids_of
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.parameters import COMPLETIONS, check_prompt_text
@@ -27,7 +27,6 @@ from outrider.services.gateway.routes.context import (
     ReplyHead,
     core_of,
     ignored_header,
-    rids_of,
     timeout_of,
 )
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks

@@ -69,13 +69,6 @@ def ignored_header(body: OpenModel) -> dict[str, str]:
     return {IGNORED_HEADER: listed}
 
 
-def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:
-    """Return the names of the sequences of a request: its name, numbered if there are several."""
-    if rid is None:
-        return ()
-    return (rid,) if sequences == 1 else tuple(f"{rid}-{index}" for index in range(sequences))
-
-
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
     """The fields that all chunks of one reply share."""

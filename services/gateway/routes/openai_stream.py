@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.services.gateway.core import GatewayCore, Job
-from outrider.services.gateway.parsers.answer import AnswerReader
+from outrider.services.gateway.parsers.answer import AnswerReader, plain_reader
 from outrider.services.gateway.parsers.pieces import Piece, Text
 from outrider.services.gateway.render import finish_extras, finish_name, trace_object, usage_object
 from outrider.services.gateway.request import Chunk, Finished, Started, Usage, merge_usage
@@ -17,10 +17,6 @@ from outrider.services.gateway.routes.context import ReplyHead
 ChoiceOf = Callable[[int, Piece, str | None], dict[str, Any]]
 """Returns the choice of a chunk for (index, piece, finish_reason)."""
 EMPTY = Text("")
-
-
-def _plain_reader() -> AnswerReader:
-    return AnswerReader(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +38,7 @@ class StreamShape:
     include_usage: bool
     with_ids: bool
     continuous_usage: bool = False
-    reader: Callable[[], AnswerReader] = _plain_reader
+    reader: Callable[[], AnswerReader] = plain_reader
 
 
 class UsageSoFar:

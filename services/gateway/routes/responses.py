@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.services.gateway.chat_turn import ChatTurn, TurnEnd
-from outrider.services.gateway.core import Job
+from outrider.services.gateway.core import Job, rids_of
 from outrider.services.gateway.errors import JsonResponse, error_body
 from outrider.services.gateway.parameters import RESPONSES
 from outrider.services.gateway.render import speculation_object
@@ -22,7 +22,6 @@ from outrider.services.gateway.routes.context import (
     ReplyHead,
     core_of,
     ignored_header,
-    rids_of,
     timeout_of,
 )
 from outrider.services.gateway.routes.response_items import ItemWriter
