@@ -386,15 +386,6 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(make_gateway: MakeGateway) -
             )
 
 
-def test_a_model_without_chat_template_says_so(make_gateway: MakeGateway, tmp_path) -> None:
-    from support.toy_text import make_tokenizer
-
-    with client_of(make_gateway(tokenizer=make_tokenizer(tmp_path, template=None))) as http:
-        error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]}))
-        assert error["code"] == "no_chat_template"
-        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
-
-
 def test_small_replies_are_not_held_back_by_the_socket(http: httpx.Client) -> None:
     # With Nagle's algorithm, every reply waits 40 ms for the client's delayed acknowledgement.
     times = []

@@ -14,6 +14,7 @@ import pytest
 from fake_target import FakeTarget, Script
 from gateway_thread import GatewayThread
 from http_calls import CHAT, client_of, error_of
+from support.toy_text import make_tokenizer
 from tool_chat import WEATHER, make_tool_tokenizer
 
 ORIGIN = {"Origin": "https://example.com"}
@@ -173,3 +174,12 @@ def test_a_deadline_tells_clients_not_to_retry(http: httpx.Client, fake: FakeTar
     response = http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Deadline-Ms": "50"})
     assert (response.status_code, response.headers["x-should-retry"]) == (504, "false")
     assert "x-should-retry" not in http.get("/nope").headers
+
+
+def test_a_model_without_chat_template_says_so(
+    make_gateway: Callable[..., GatewayThread], tmp_path: Path
+) -> None:
+    with client_of(make_gateway(tokenizer=make_tokenizer(tmp_path, template=None))) as http:
+        error = error_of(http.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]}))
+        assert error["code"] == "no_chat_template"
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200

@@ -36,8 +36,9 @@ _TOOLS_OF_TEMPLATE = (
     ("<|channel|>", HARMONY),
     ("<｜tool▁calls▁begin｜>", "deepseek-v3"),
     ("[TOOL_CALLS]", MISTRAL),
-    # Qwen3-Coder writes calls as XML, which no parser here reads.
+    # Qwen3-Coder and GLM write calls as XML, which no parser here reads.
     ("<function=", NONE),
+    ("<arg_key>", NONE),
     ("<tool_call>", "hermes"),
     ("[func_name1(", "pythonic"),
     ("<|python_start|>", "pythonic"),

@@ -204,6 +204,7 @@ def test_reasoning_tokens_are_counted() -> None:
         ("<|im_start|>{{ message.content }}", "none", "none"),
         ('<tool_call>\n{"name": ... }</tool_call> </think>', "hermes", "think"),
         ("<tool_call>\n<function=name>", "none", "none"),
+        ("<tool_call>name\n<arg_key>", "none", "none"),
         ('{"name": function name, "parameters": ...} <|python_tag|>', "llama3-json", "none"),
         ("[func_name1(params_name1=", "pythonic", "none"),
         ("[TOOL_CALLS] [/THINK]", "mistral", "mistral"),
