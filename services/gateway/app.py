@@ -15,7 +15,9 @@ from fastapi import FastAPI
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import install_handlers
 from outrider.services.gateway.middleware import Authentication, BodyGuard, KeyChecker, RequestContext
+from outrider.services.gateway.playground.pages import load_files
 from outrider.services.gateway.routes import chat, completions, models, native, ops
+from outrider.services.gateway.routes.playground import playground_router
 from outrider.services.gateway.servicer import SERVICE_NAME, AuthInterceptor, InferenceServicer, register
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import ConfigurationError, OutriderError
@@ -45,13 +47,17 @@ def create_app(core: GatewayCore) -> FastAPI:
     app.state.core = core
     for module in (chat, completions, native, models, ops):
         app.include_router(module.router)
-    install_handlers(app)
     settings = core.settings
     public_paths = PUBLIC_PATHS | ({"/metrics"} if settings.public_metrics else frozenset())
+    if settings.playground:
+        files = load_files()
+        app.include_router(playground_router(files))
+        public_paths |= files.keys()
+    install_handlers(app)
     # The middleware added last runs first. The order is therefore context, authentication, body guard.
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
     app.add_middleware(Authentication, checker=KeyChecker(settings.api_key), public_paths=public_paths)
-    app.add_middleware(RequestContext, metrics=core.metrics)
+    app.add_middleware(RequestContext, metrics=core.metrics, errors=core.errors)
     _describe_validation(app)
     return app
 

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.rpc.interceptors import as_outrider_error
@@ -42,6 +43,23 @@ class JsonResponse(Response):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
+class ErrorReply(JsonResponse):
+    """An error reply. It notes its error in the request's state, for the log of recent errors."""
+
+    def __init__(self, error: OutriderError, headers: Mapping[str, str]) -> None:
+        super().__init__(error_body(error), error.code.value, headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, error: OutriderError) -> None:
+    """Note the error of a request in its state."""
+    scope.setdefault("state", {})["error"] = error
+
+
 def error_body(error: OutriderError) -> dict[str, Any]:
     """Return the body of an error reply."""
     return {
@@ -54,14 +72,14 @@ def error_body(error: OutriderError) -> dict[str, Any]:
     }
 
 
-def error_response(error: OutriderError) -> JsonResponse:
+def error_response(error: OutriderError) -> ErrorReply:
     """Return the complete error reply. It has a Retry-After header if the error has a retry delay."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.code is ErrorCode.UNAUTHENTICATED:
         headers["WWW-Authenticate"] = "Bearer"
-    return JsonResponse(error_body(error), error.code.value, headers)
+    return ErrorReply(error, headers)
 
 
 def error_event(error: OutriderError) -> dict[str, Any]:

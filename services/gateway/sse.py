@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.services.gateway.errors import error_event, error_response
+from outrider.services.gateway.errors import error_event, error_response, note_error
 from outrider.shared.base.errors import CancelledError
 from outrider.shared.rpc.interceptors import as_outrider_error
 
@@ -69,6 +69,7 @@ class EventStream(Response):
                         if not begun:
                             await error_response(failure)(scope, receive, send)
                             return
+                        note_error(scope, failure)
                         data, pending = encode_event(error_event(failure)) + DONE, None
                 else:
                     data = KEEP_ALIVE

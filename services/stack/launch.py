@@ -96,6 +96,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     gateway |= {
         "tokenizer": None if options.skip_tokenizer else options.target,
         "log-level": options.log_level,
+        "playground": None if options.playground else False,
     }
 
     # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process reads from the checkpoint

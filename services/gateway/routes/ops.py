@@ -1,4 +1,4 @@
-"""``GET /health`` (liveness), ``GET /ready`` (readiness) and ``GET /metrics`` (Prometheus)."""
+"""``GET /health`` (liveness), ``GET /ready`` (readiness), ``GET /metrics`` and ``GET /status.json``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of
+from outrider.services.gateway.status import status_object
 from outrider.shared.obs.metrics import CONTENT_TYPE
 
 router = APIRouter()
@@ -29,3 +30,9 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Return the gateway's metrics and then the target's, as Prometheus text."""
     return Response(await core_of(request).render_metrics(), media_type=CONTENT_TYPE)
+
+
+@router.get("/status.json", responses=ERROR_RESPONSES)
+async def status(request: Request) -> Response:
+    """Return the status of all services, the values of all metrics, and the latest errors."""
+    return JsonResponse(await status_object(core_of(request)))

@@ -1,0 +1,43 @@
+// Runs one streamed request and hands its parts over once per frame, so that fast streams stay smooth.
+
+import { streamChat } from './api.js';
+
+export async function runChat(record, body, signal, onParts) {
+  const started = performance.now();
+  let batch = [];
+  let frame = 0;
+  const flush = () => {
+    frame = 0;
+    const parts = batch;
+    batch = [];
+    if (parts.length) onParts(parts);
+  };
+  try {
+    for await (const event of streamChat(body, signal)) {
+      const part = record.take(event, performance.now() - started);
+      if (!part) continue;
+      batch.push(part);
+      frame ||= requestAnimationFrame(flush);
+    }
+  } finally {
+    cancelAnimationFrame(frame);
+    flush();
+  }
+}
+
+// Plays the parts of records again with their recorded times. Returns a function that stops the replay.
+export function playParts(records, speed, onParts, onEnd) {
+  const next = records.map(() => 0);
+  const started = performance.now();
+  let frame = requestAnimationFrame(function step(now) {
+    const ms = (now - started) * speed;
+    records.forEach((record, index) => {
+      const from = next[index];
+      while (next[index] < record.parts.length && record.parts[next[index]].ms <= ms) next[index] += 1;
+      if (next[index] > from) onParts(index, record.parts.slice(from, next[index]), next[index]);
+    });
+    if (records.every((record, index) => next[index] >= record.parts.length)) onEnd();
+    else frame = requestAnimationFrame(step);
+  });
+  return () => cancelAnimationFrame(frame);
+}
