@@ -72,7 +72,8 @@ function addMessage(role, text) {
   $('log-empty')?.remove();
   const article = document.createElement('article');
   article.className = `message ${role}`;
-  const name = document.createElement('h3');
+  const name = document.createElement('p');
+  name.className = 'who';
   name.textContent = role === 'user' ? 'You' : 'Model';
   const body = document.createElement('div');
   body.className = 'text';
