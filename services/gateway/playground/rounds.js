@@ -3,7 +3,7 @@
 import { playParts } from './run.js';
 import { TreeView, describeRound } from './tree.js';
 
-const MS_BETWEEN_TREES = 70;
+const MS_BETWEEN_TREES = 140;
 const $ = (id) => document.getElementById(id);
 
 export class RoundsCard {
@@ -29,7 +29,7 @@ export class RoundsCard {
     else this.view.clear('Waiting for the first round.');
   }
 
-  // Takes live parts. Draws at most some 14 trees per second, because more cannot be seen.
+  // Takes live parts. Draws at most some 7 trees per second, because more cannot be read.
   add(parts) {
     for (const part of parts) if (part.round) this.rounds.push(part.round);
     const now = performance.now();
