@@ -202,6 +202,9 @@ def up(
             "process.",
         ),
     ] = False,
+    playground: Annotated[
+        bool, typer.Option(help="Serve the playground at / and the operator's page at /status.")
+    ] = True,
     log_level: Annotated[
         str, typer.Option(help="Log level of all services: debug, info, warning or error.")
     ] = "info",
@@ -238,6 +241,7 @@ def up(
         reasoning_parser=reasoning_parser,
         transport=transport,
         mps=mps,
+        playground=playground,
         log_level=log_level,
         target_settings={name: value for name, value in target_settings.items() if value is not None},
     )
@@ -249,7 +253,8 @@ def up(
         ) as stack,
     ):
         console.print(
-            f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1})",
+            f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1}"
+            + (f"; playground at {stack.url}/)" if playground else ")"),
             soft_wrap=True,
         )
         stop.wait()

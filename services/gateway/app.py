@@ -23,6 +23,7 @@ from outrider.services.gateway.middleware import (
     KeyChecker,
     RequestContext,
 )
+from outrider.services.gateway.playground.pages import load_files
 from outrider.services.gateway.routes import (
     anthropic,
     chat,
@@ -34,11 +35,12 @@ from outrider.services.gateway.routes import (
     sglang_admin,
 )
 from outrider.services.gateway.routes.context import IGNORED_HEADER
-from outrider.services.gateway.routes.ops import version
+from outrider.services.gateway.routes.playground import playground_router
 from outrider.services.gateway.servicer import SERVICE_NAME, AuthInterceptor, InferenceServicer, register
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
+from outrider.shared.base.version import installed_version
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.rpc.server import AioServer, aio_server
 
@@ -59,18 +61,22 @@ def create_app(core: GatewayCore) -> FastAPI:
     app = FastAPI(
         title="Outrider",
         description="Serves large language models with speculative decoding.",
-        version=version(),
+        version=installed_version(),
         docs_url="/docs",
         redoc_url=None,
     )
     app.state.core = core
     routers = [module.router for module in ROUTES]
+    settings = core.settings
+    public_paths = PUBLIC_PATHS | ({"/metrics"} if settings.public_metrics else frozenset())
+    if settings.playground:
+        files = load_files()
+        routers.append(playground_router(files))
+        public_paths |= files.keys()
     for router in routers:
         app.include_router(router)
     add_options(app, routers)
     install_handlers(app)
-    settings = core.settings
-    public_paths = PUBLIC_PATHS | ({"/metrics"} if settings.public_metrics else frozenset())
     # The middleware added last runs first. The order is therefore context, CORS, authentication, body guard.
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
@@ -83,7 +89,7 @@ def create_app(core: GatewayCore) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After"],
         )
-    app.add_middleware(RequestContext, metrics=core.metrics)
+    app.add_middleware(RequestContext, metrics=core.metrics, errors=core.errors)
     _describe_validation(app)
     return app
 

@@ -13,7 +13,9 @@ from outrider.services.gateway.generation import Generator
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
 from outrider.services.gateway.parsers.registry import ParserNames
+from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request import ChoiceEvent
+from outrider.services.gateway.served_target import TargetStats
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.gateway.target_client.client import TargetClient
 from outrider.services.gateway.target_client.stream import ReaderLimits
@@ -57,12 +59,14 @@ class GatewayCore:
         draining: True once shutdown has begun. The gateway then reports not ready.
         admitting: Whether new requests are accepted.
         idle: Event that is set while no request is running.
+        errors: The latest error replies.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.codec = TextCodec.load(settings.tokenizer) if settings.tokenizer else None
         self.metrics = GatewayMetrics()
+        self.errors = RecentErrors()
         self.admission = Admission(
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
         )
@@ -186,16 +190,19 @@ class GatewayCore:
 
     async def render_metrics(self) -> str:
         """Return the gateway's metrics. If the target answers, append the target's metrics."""
+        try:
+            return self.join_metrics(await self.client.stats())
+        except OutriderError:
+            return self.join_metrics(None)
+
+    def join_metrics(self, stats: TargetStats | None) -> str:
+        """Return the gateway's metrics, followed by the target's metrics unless `stats` is None."""
         metrics = self.metrics
         metrics.active.set(self.admission.active)
         metrics.waiting.set(self.admission.waiting)
         metrics.waiting_tokens.set(self.admission.waiting_tokens)
         metrics.target_ready.set(self.client.ready)
-        try:
-            stats = await self.client.stats()
-        except OutriderError:
-            return metrics.render()
-        return join_expositions(metrics.render(), stats.prometheus_text)
+        return join_expositions(metrics.render(), stats.prometheus_text) if stats else metrics.render()
 
     @staticmethod
     def _draining() -> UnavailableError:

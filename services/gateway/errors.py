@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.rpc.interceptors import as_outrider_error
@@ -56,6 +57,23 @@ class JsonResponse(Response):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
+class ErrorReply(JsonResponse):
+    """An error reply. It notes its error in the request's state, for the log of recent errors."""
+
+    def __init__(self, error: OutriderError, body: Mapping[str, Any]) -> None:
+        super().__init__(body, error.code.value, _error_headers(error))
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, error: OutriderError) -> None:
+    """Note the error of a request in its state."""
+    scope.setdefault("state", {})["error"] = error
+
+
 def error_body(error: OutriderError) -> dict[str, Any]:
     """Return the body of an error reply."""
     return {
@@ -68,9 +86,9 @@ def error_body(error: OutriderError) -> dict[str, Any]:
     }
 
 
-def error_response(error: OutriderError) -> JsonResponse:
+def error_response(error: OutriderError) -> ErrorReply:
     """Return the complete error reply. It has a Retry-After header if the error has a retry delay."""
-    return JsonResponse(error_body(error), error.code.value, _error_headers(error))
+    return ErrorReply(error, error_body(error))
 
 
 def _error_headers(error: OutriderError) -> dict[str, str]:
@@ -90,9 +108,9 @@ def anthropic_error_body(error: OutriderError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, **_details(error)}}
 
 
-def anthropic_error_response(error: OutriderError) -> JsonResponse:
+def anthropic_error_response(error: OutriderError) -> ErrorReply:
     """Return the complete error reply in Anthropic's format."""
-    return JsonResponse(anthropic_error_body(error), error.code.value, _error_headers(error))
+    return ErrorReply(error, anthropic_error_body(error))
 
 
 def _details(error: OutriderError) -> dict[str, Any]:

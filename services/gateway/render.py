@@ -59,11 +59,13 @@ def trace_object(one: RoundTrace) -> dict[str, Any]:
                 "parent": node.parent,
                 "depth": node.depth,
                 "logprob": _finite(node.logprob),
+                "text": node.text,
             }
             for node in one.nodes
         ],
         "accepted": list(one.accepted),
         "emitted": list(one.emitted),
+        "emitted_text": list(one.emitted_text),
         "draft_ms": _finite(one.draft_ms),
         "verify_ms": _finite(one.verify_ms),
     }

@@ -59,6 +59,11 @@ class GatewaySettings(ServiceSettings):
         False, description="Allow access from other hosts without an API key."
     )
     public_metrics: bool = Field(False, description="Serve /metrics without an API key.")
+    playground: bool = Field(
+        True,
+        description="Serve the playground at / and the operator's page at /status. The pages are open, but "
+        "their calls need an API key if keys are set.",
+    )
     max_queued_requests: int = Field(
         512, ge=1, description="Maximum number of sequences waiting for their first token; more get 429."
     )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.services.gateway.errors import error_event, error_response
+from outrider.services.gateway.errors import error_event, error_response, note_error
 from outrider.shared.base.errors import CancelledError, OutriderError
 from outrider.shared.rpc.interceptors import as_outrider_error
 
@@ -89,6 +89,7 @@ class EventStream(Response):
                         if not begun:
                             await self.refuse(failure)(scope, receive, send)
                             return
+                        note_error(scope, failure)
                         data, pending = self.encode(self.failure(failure)) + self.done, None
                         ended = True
                 else:

@@ -98,6 +98,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         "log-level": options.log_level,
         "tool-call-parser": options.tool_call_parser,
         "reasoning-parser": options.reasoning_parser,
+        "playground": None if options.playground else False,
     }
 
     # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process reads from the checkpoint

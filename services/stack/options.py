@@ -52,6 +52,7 @@ class StackOptions:
         mps: Share the GPU through NVIDIA's multi-process service. The draft then has its own process.
         tp: Number of GPUs that share the target, or number of processes on a CPU. With AUTO transport, the
             draft then runs in the target's first process.
+        playground: Serve the playground and the operator's page.
         target_settings: Settings that only the target reads, by setting name.
     """
 
@@ -80,6 +81,7 @@ class StackOptions:
     mem_fraction_static: float | None = None
     tp: int | None = None
     mps: bool = False
+    playground: bool = True
     target_settings: Mapping[str, object] = field(default_factory=dict)
 
     @property

@@ -187,7 +187,17 @@ def test_a_trace_says_every_round(client: openai.OpenAI, stack: Stack) -> None:
     trace = speculation_of(whole)["trace"]
     assert len(trace) == speculation_of(whole)["rounds"] >= 1
     for one in trace:
-        assert one.keys() == {"round", "base_len", "nodes", "accepted", "emitted", "draft_ms", "verify_ms"}
+        assert one.keys() == {
+            "round",
+            "base_len",
+            "nodes",
+            "accepted",
+            "emitted",
+            "emitted_text",
+            "draft_ms",
+            "verify_ms",
+        }
+        assert all(isinstance(node["text"], str) for node in one["nodes"])
         assert one["nodes"][0]["parent"] == -1
         assert all(0 <= node["parent"] < at for at, node in enumerate(one["nodes"]) if at)
         assert len(one["accepted"]) < len(one["nodes"])

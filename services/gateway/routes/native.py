@@ -18,11 +18,11 @@ from outrider.services.gateway.render import speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header, timeout_of
-from outrider.services.gateway.routes.ops import version
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 from outrider.shared.base.generation import FinishReason
+from outrider.shared.base.version import installed_version
 
 router = APIRouter()
 
@@ -199,7 +199,7 @@ async def server_info(request: Request) -> Response:
     info, stats = await core.client.refresh_info(), await core.client.stats()
     return JsonResponse(
         {
-            "version": version(),
+            "version": installed_version(),
             "model_path": info.model_id,
             "speculative_algorithm": info.algorithm or None,
             "speculative_draft_model_path": info.draft_model or None,

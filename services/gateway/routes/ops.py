@@ -1,14 +1,14 @@
-"""``/health`` (liveness), ``/ready`` (readiness), ``/metrics`` (Prometheus), ``/version`` and ``/ping``."""
+"""``/health``, ``/ping`` (liveness), ``/ready`` (readiness), ``/metrics``, ``/status.json``, ``/version``."""
 
 from __future__ import annotations
-
-from importlib import metadata
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of
+from outrider.services.gateway.status import status_object
+from outrider.shared.base.version import installed_version
 from outrider.shared.obs.metrics import CONTENT_TYPE
 
 router = APIRouter()
@@ -37,18 +37,16 @@ async def ping() -> Response:
 @router.get("/version")
 async def show_version() -> Response:
     """Return the version of Outrider."""
-    return JsonResponse({"version": version()})
-
-
-def version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return metadata.version("outrider")
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    return JsonResponse({"version": installed_version()})
 
 
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Return the gateway's metrics and then the target's, as Prometheus text."""
     return Response(await core_of(request).render_metrics(), media_type=CONTENT_TYPE)
+
+
+@router.get("/status.json", responses=ERROR_RESPONSES)
+async def status(request: Request) -> Response:
+    """Return the status of all services, the values of all metrics, and the latest errors."""
+    return JsonResponse(await status_object(core_of(request)))
