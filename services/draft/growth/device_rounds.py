@@ -19,9 +19,14 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize, RoundDrafter, max_round_rows
-from outrider.services.draft.growth.host_grower import scratch_rows
 from outrider.services.draft.growth.page_tables import PageTable, PageTables
+from outrider.services.draft.growth.tree_grower import (
+    GrowthInputs,
+    GrowthSize,
+    TreeGrower,
+    max_round_rows,
+    scratch_rows,
+)
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import Session
 from outrider.shared.kv.pages import PageLease
@@ -38,13 +43,13 @@ class RoundMemory:
     """Resources that all rounds of a model share: the KV pool, page tables at fixed addresses, and constants.
 
     Args:
-        drafter: Runs the rounds.
+        grower: Extends sequences and grows their trees.
         pool: KV pool of the model.
-        lead: The model's `RoundModel.lead`.
+        lead: The model's `DraftModel.lead`.
     """
 
-    def __init__(self, drafter: RoundDrafter, pool: KVPool, lead: int) -> None:
-        self.drafter = drafter
+    def __init__(self, grower: TreeGrower, pool: KVPool, lead: int) -> None:
+        self.grower = grower
         self.pool = pool
         self.tables = PageTables(pool)
         self.lead = lead
@@ -164,7 +169,7 @@ class SessionRounds(ResidentBatch):
             seeds=state.seeds,
             choices=state.choices,
         )
-        return self._memory.drafter.draft(inputs, self._round).trees
+        return self._memory.grower.draft(inputs, self._round).trees
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
         now = self._now()

@@ -17,8 +17,8 @@ import torch
 
 from outrider.kernels.packed_round import GroupRows
 from outrider.services.draft.growth.device_rounds import RoundMemory
-from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize
 from outrider.services.draft.growth.page_tables import PageTable
+from outrider.services.draft.growth.tree_grower import GrowthInputs, GrowthSize
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.shared.kv.pages import PageLease
@@ -138,4 +138,4 @@ class SessionGroup(SeatedGroup):
             seeds=rows.seeds,
             choices=rows.choices,
         )
-        return self._memory.drafter.draft(inputs, self._size).trees
+        return self._memory.grower.draft(inputs, self._size).trees

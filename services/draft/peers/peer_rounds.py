@@ -21,7 +21,7 @@ from outrider.kernels.round_trade import admit_counts, pack_trees
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.growth.device_rounds import SessionRounds
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
-from outrider.services.draft.growth.draft_round import max_round_rows
+from outrider.services.draft.growth.tree_grower import max_round_rows
 from outrider.services.draft.peers.round_buffers import RoundBuffers
 from outrider.services.draft.peers.round_sizes import (
     kind_of,
