@@ -192,7 +192,7 @@ class _WaitingRows:
             [
                 [chunk.stop for chunk in chunks],
                 [chunk.count for chunk in chunks],
-                [chunk.start > chunk.session.inherited_rows for chunk in chunks],
+                [int(chunk.start > chunk.session.inherited_rows) for chunk in chunks],
             ],
             torch.int32,
             device,
