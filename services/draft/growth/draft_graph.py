@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from outrider.services.draft.growth.device_rounds import RoundMemory
 from outrider.services.draft.growth.draft_model import DraftModel
 from outrider.services.draft.growth.extend_graph import ExtendGraph
 from outrider.services.draft.growth.page_tables import PageTable
+from outrider.services.draft.growth.session_batch import GrowthMemory
 from outrider.services.draft.growth.tree_grower import (
     GrownTrees,
     GrowthInputs,
@@ -74,7 +74,7 @@ class DraftGraph:
 
     def __init__(
         self,
-        memory: RoundMemory,
+        memory: GrowthMemory,
         graphs: GraphCache,
         feature_size: int,
         dtype: torch.dtype,
@@ -259,7 +259,7 @@ class DeviceGrowth:
         graphs: The graph cache that the three share.
     """
 
-    memory: RoundMemory
+    memory: GrowthMemory
     host: DraftGraph | None
     extension: ExtendGraph | None = None
     graphs: DraftGraphs = field(default_factory=lambda: DraftGraphs(torch.device("cpu")))
@@ -276,7 +276,7 @@ class DeviceGrowth:
 
         On a CPU, `host` and `extension` are None. A model with several stages has no `extension`.
         """
-        memory = RoundMemory(TreeGrower(model, attention, pool), pool, model.lead)
+        memory = GrowthMemory(TreeGrower(model, attention, pool), pool, model.lead)
         graphs = DraftGraphs(pool.device)
         if pool.device.type != "cuda":
             return cls(memory, None, graphs=graphs)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from outrider.kernels.packed_round import GroupRows
-from outrider.services.draft.growth.device_rounds import RoundMemory
 from outrider.services.draft.growth.page_tables import PageTable
+from outrider.services.draft.growth.session_batch import GrowthMemory
 from outrider.services.draft.growth.tree_grower import GrowthInputs, GrowthSize
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import RowSource, Session
@@ -35,7 +35,7 @@ class SlotRounds:
         now: Returns monotonic seconds.
     """
 
-    def __init__(self, memory: RoundMemory, now: Callable[[], float]) -> None:
+    def __init__(self, memory: GrowthMemory, now: Callable[[], float]) -> None:
         self._memory = memory
         self._now = now
 
@@ -107,7 +107,7 @@ class SessionGroup(SeatedGroup):
 
     def __init__(
         self,
-        memory: RoundMemory,
+        memory: GrowthMemory,
         size: GrowthSize,
         table: PageTable,
         leases: Sequence[PageLease | None],

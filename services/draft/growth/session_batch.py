@@ -2,7 +2,7 @@
 
 In such rounds, the tokens and features of one round are the next round's input on the GPU; see
 `shared.spec.resident`. Before each round, this module reserves KV pages in each session's `PageLease`. It
-updates the sessions one round late. `slot_rounds` also uses `RoundMemory`, for a target in the same process.
+updates the sessions one round late. `slot_rounds` also uses `GrowthMemory`, for a target in the same process.
 
 During the rounds, the fresh rows (tokens and features chosen by the last round) exist only in the target's
 `RoundState`. When the rounds end, the target sends the draft every row that it lacks.
@@ -39,7 +39,7 @@ SPARE_TOKENS = 64
 """Number of extra tokens by which a lease grows, so that a page table is not rewritten in every round."""
 
 
-class RoundMemory:
+class GrowthMemory:
     """Resources that all rounds of a model share: the KV pool, page tables at fixed addresses, and constants.
 
     Args:
@@ -85,7 +85,7 @@ class RoundMemory:
         return self.pool.reserve(lease, num_tokens + SPARE_TOKENS) or self.pool.reserve(lease, num_tokens)
 
 
-class SessionRounds(ResidentBatch):
+class SessionBatch(ResidentBatch):
     """The sessions of one batch in rounds on the device.
 
     With an empty list of sessions, all rows are idle. Graphs are recorded with such rounds.
@@ -105,7 +105,7 @@ class SessionRounds(ResidentBatch):
 
     def __init__(
         self,
-        memory: RoundMemory,
+        memory: GrowthMemory,
         sessions: Sequence[Session],
         shape: DraftShape,
         state: RoundState,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import RoundTaken, RoundTrees
-from outrider.services.draft.peers.rounds_inlet import RoundsInlet
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.blob_staging import BlobStaging
@@ -40,7 +40,7 @@ class _Waiting:
     envelopes: BlobEnvelopes
 
 
-class InlineRounds(RoundsInlet):
+class StreamExchange(Exchange):
     """Receives states and sends trees as messages. The host waits for the trees of each round and sends them.
 
     Threads:

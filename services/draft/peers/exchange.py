@@ -1,6 +1,6 @@
 """The interface through which rounds for remote targets receive their states and send their trees.
 
-`inline_rounds` implements the interface with messages. `serving.ipc` implements it with a shared-memory
+`stream_exchange` implements the interface with messages. `serving.ipc` implements it with a shared-memory
 mailbox on one host.
 """
 
@@ -13,7 +13,7 @@ import torch
 from outrider.draft.v1 import draft_pb2
 
 
-class RoundsInlet(Protocol):
+class Exchange(Protocol):
     """Receives the states of rounds and sends their trees."""
 
     @property
