@@ -53,6 +53,30 @@ class Exchange(Protocol):
         """Report, in stream order, that a round returns no trees."""
         ...
 
+    def state_coming(self) -> None:
+        """Prepare for the state that a round waits for, if there is one.
+
+        Raises:
+            ProtocolError: This exchange receives states without messages.
+        """
+        ...
+
+    def state_arrived(self, message: draft_pb2.RoundState) -> bool:
+        """Pass a state to the round that waits for it, and send the round's trees.
+
+        Returns:
+            False if no round waits for the state.
+
+        Raises:
+            ProtocolError: The state does not have the size that the round needs, or this exchange receives
+                states without messages.
+        """
+        ...
+
+    def keep_state(self, state: bytes) -> None:
+        """Keep the state of the round that starts next, after `state_arrived` has returned False."""
+        ...
+
     def mend(self) -> bool:
         """Start over after `broken`; return False while the old rounds have not ended yet."""
         ...

@@ -287,12 +287,28 @@ class MailboxExchange(Exchange):
     def skip(self, rounds: int, number: int) -> None:
         self._mailbox.skip(number)
 
+    def state_coming(self) -> None:
+        raise _unexpected("round_soon")
+
+    def state_arrived(self, message: draft_pb2.RoundState) -> bool:
+        raise _unexpected("round_state")
+
+    def keep_state(self, state: bytes) -> None:
+        raise _unexpected("round_state")
+
     def mend(self) -> bool:
         return self._mailbox.mend() and not self._mailbox.broken
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
         layout = self._mailbox.layout
         return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
+
+
+def _unexpected(message: str) -> ProtocolError:
+    """Return the error for a message that carries what the mailbox carries."""
+    return ProtocolError(
+        f"Unexpected message {message} on a session stream. States go through the mailbox.", field="message"
+    )
 
 
 def _expect(frames: FrameSocket, timeout_s: float, *kinds: FrameKind) -> tuple[FrameKind, bytes]:

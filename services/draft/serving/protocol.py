@@ -26,7 +26,6 @@ from outrider.services.draft.peers.replies import (
     RoundsEnded,
     RoundsEntered,
 )
-from outrider.services.draft.peers.stream_exchange import StreamExchange
 from outrider.services.draft.serving.convert import (
     CommitMessage,
     commits_from,
@@ -182,13 +181,13 @@ class DraftProtocol:
             case "rounds_next" if exchange is not None:
                 following = request.rounds_next
                 loop.run_here(lambda: self._run_round(peer, following, exchange))
-            case "round_soon" if isinstance(exchange, StreamExchange):
-                exchange.soon()
-            case "round_state" if isinstance(exchange, StreamExchange):
+            case "round_soon" if exchange is not None:
+                exchange.state_coming()
+            case "round_state" if exchange is not None:
                 state = request.round_state
                 # Bypass the loop, because the engine thread may be waiting for the device, which waits for
                 # this state.
-                if exchange.finish(state):
+                if exchange.state_arrived(state):
                     return
                 loop.run_here(lambda: self._start_round(peer, state, exchange))
             case "rounds_enter" if exchange is not None:
@@ -300,11 +299,11 @@ class DraftProtocol:
         """Enqueue or prepare the next round. May run on a thread other than the engine thread."""
         self._answer_round(peer, message, exchange, lambda: self._batches.run(peer.id, message, exchange))
 
-    def _start_round(self, peer: Peer, message: draft_pb2.RoundState, exchange: StreamExchange) -> None:
+    def _start_round(self, peer: Peer, message: draft_pb2.RoundState, exchange: Exchange) -> None:
         """Enqueue the prepared round whose state has arrived. May run outside the engine thread."""
-        if exchange.finish(message):  # the round was enqueued after this message arrived
+        if exchange.state_arrived(message):  # the round was enqueued after this message arrived
             return
-        exchange.arrived(message.state)
+        exchange.keep_state(message.state)
         self._answer_round(peer, message, exchange, lambda: self._batches.go(peer.id, message, exchange))
 
     def _answer_round(

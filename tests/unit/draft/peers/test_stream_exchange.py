@@ -60,7 +60,7 @@ class Draft:
         return True
 
     def finish(self, number: int, state: bytes = bytes(SIZE)) -> bool:
-        return self.exchange.finish(draft_pb2.RoundState(rounds=1, number=number, state=state))
+        return self.exchange.state_arrived(draft_pb2.RoundState(rounds=1, number=number, state=state))
 
 
 def sealed(number: int, size: int = SIZE) -> bytes:
@@ -110,10 +110,10 @@ def test_a_sealed_state_of_another_size_is_refused_and_releases(draft: Draft) ->
 
 
 def test_the_gpu_is_called_for_a_state_that_is_waited_for(draft: Draft) -> None:
-    draft.exchange.soon()
+    draft.exchange.state_coming()
     assert not draft.relay.calls
     assert draft.enqueue(1)
-    draft.exchange.soon()
+    draft.exchange.state_coming()
     assert draft.relay.calls == 1
     assert draft.relay.waits == {1}
 
@@ -122,7 +122,7 @@ def test_the_target_of_a_state_that_was_announced_hears_that_it_came_before_its_
     for number in (1, 2, 3):
         draft.outlet.said.clear()
         assert draft.enqueue(number)
-        draft.exchange.soon()
+        draft.exchange.state_coming()
         assert draft.exchange.finish_sealed(sealed(number))
         (taken,) = draft.outlet.said
         assert isinstance(taken, RoundTaken)
@@ -154,7 +154,7 @@ def test_what_follows_the_message_that_a_state_came_is_left_to_its_stream() -> N
 def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: Draft) -> None:
     """Otherwise the thread that delivers the next state could block on trees queued after the wait for it."""
     assert draft.enqueue(1)
-    draft.exchange.soon()
+    draft.exchange.state_coming()
     assert draft.exchange.finish_sealed(sealed(1))
     assert draft.enqueue(2)
     taken, trees = draft.outlet.said
@@ -227,7 +227,7 @@ def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, ro
     assert not draft.enqueue(1, tried=tried)
     assert not draft.finish(1)
     state = bytes([5]) * SIZE
-    draft.exchange.arrived(state)
+    draft.exchange.keep_state(state)
     message = draft_pb2.RoundsNext(rounds=1, number=1)
     draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
     draft.exchange.give(message, draft.trees)
@@ -245,7 +245,7 @@ def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
     assert draft.exchange.mend()
     assert draft.exchange.fits(draft.blob, draft.trees)
     assert not draft.enqueue(2)
-    draft.exchange.arrived(bytes([5]) * SIZE)
+    draft.exchange.keep_state(bytes([5]) * SIZE)
     message = draft_pb2.RoundsNext(rounds=1, number=2)
     draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
     draft.exchange.give(message, draft.trees)
@@ -255,7 +255,7 @@ def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
 
 def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft: Draft) -> None:
     assert not draft.enqueue(1, tried=False)
-    draft.exchange.arrived(b"short")
+    draft.exchange.keep_state(b"short")
     with pytest.raises(ProtocolError, match="size"):
         draft.exchange.take(
             draft_pb2.RoundsNext(rounds=1, number=1), draft.blob, torch.zeros(1, dtype=torch.int32), 1.0
