@@ -63,6 +63,8 @@ class GatewayCore:
         self.client = TargetClient(
             settings.target, ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s)
         )
+        if self.codec:
+            self.codec.limit.context = lambda: self.client.info.max_model_len
         self.builder = RequestBuilder(settings)
         self.started_at = int(time.time())
         self.draining = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import hmac
 import json
@@ -10,11 +11,13 @@ import re
 import time
 import uuid
 from collections.abc import Iterable
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.services.gateway.errors import error_response
+from outrider.services.gateway.guards.parsed_body import keep_parsed
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.obs.logging import get_logger, log_context
@@ -154,6 +157,7 @@ class BodyGuard:
             if length.isdigit() and int(length) > self._max_bytes:
                 raise self._too_large()
             body = await self._read(receive)
+            parsed = None if body is None else _parse_json(body)
         except OutriderError as error:
             await error_response(error)(scope, receive, send)
             return
@@ -168,6 +172,7 @@ class BodyGuard:
             delivered = True
             return {"type": "http.request", "body": body, "more_body": False}
 
+        keep_parsed(scope, parsed)
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
@@ -192,23 +197,25 @@ class BodyGuard:
             raise OutriderError(
                 message_text, code=ErrorCode.DEADLINE_EXCEEDED, reason="body_timeout"
             ) from None
-        body = b"".join(parts)
-        _check_json(body)
-        return body
+        return b"".join(parts)
 
     def _too_large(self) -> OutriderError:
         message = f"The body is larger than {self._max_bytes} bytes."
         return OutriderError(message, code=ErrorCode.PAYLOAD_TOO_LARGE, reason="body_too_large")
 
 
-def _check_json(body: bytes) -> None:
-    """Raise InvalidRequestError unless `body` is valid JSON that Python can parse.
+def _parse_json(body: bytes) -> Any:
+    """Return the parsed body. Raise InvalidRequestError unless it is valid JSON that Python can parse.
 
     Python's parser accepts NaN and Infinity, which JSON does not allow. The parser fails on deep nesting and
     on numbers with too many digits.
+
+    The garbage collector is off meanwhile. It would traverse a body of many objects again and again. A worker
+    thread would not help, because the parser holds Python's lock.
     """
     try:
-        json.loads(body, parse_constant=_refuse_constant)
+        gc.disable()
+        return json.loads(body, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.", reason="malformed_json") from None
     except UnicodeDecodeError:
@@ -223,6 +230,8 @@ def _check_json(body: bytes) -> None:
         raise InvalidRequestError(
             "The body cannot be read: a number in it has too many digits.", reason="malformed_json"
         ) from None
+    finally:
+        gc.enable()
 
 
 def _refuse_constant(name: str) -> None:

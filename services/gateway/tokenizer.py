@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from outrider.services.gateway.chat_template import ChatTemplate
+from outrider.services.gateway.guards.text_limit import TextLimit
 from outrider.shared.base.errors import CheckpointError, InvalidRequestError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -35,10 +36,15 @@ class TextCodec:
     Attributes:
         tokenizer: The tokenizer itself, for decoding streams.
         template: The model's chat template, or None.
+        limit: Refuses texts that cannot fit in the model's context.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    limit: TextLimit = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limit", TextLimit(self.tokenizer))
 
     @classmethod
     def load(cls, path: Path) -> TextCodec:
@@ -70,8 +76,16 @@ class TextCodec:
         return cls(tokenizer, ChatTemplate(source, special) if source else None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of `text`."""
-        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Return the token ids of `text`.
+
+        Raises:
+            InvalidRequestError: If the text cannot fit in the model's context.
+        """
+        self.limit.check(len(text))
+        if len(text) <= SHORT_TEXT:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Only the batch functions of the library release Python's lock while they work.
+        return tuple(self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -110,7 +124,9 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        if len(token_ids) <= SHORT_TEXT:
+            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        return str(self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
+from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import CHAT
 from outrider.services.gateway.render import choice_extras, metadata_object, reply_speculation, usage_object
 from outrider.services.gateway.request import FINISH_NAMES, Completion, merge_usage
@@ -19,7 +20,7 @@ from outrider.services.gateway.routes.openai_stream import StreamShape, stream_c
 from outrider.services.gateway.schemas.chat import ChatRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedBodyRoute)
 
 
 @router.post("/v1/chat/completions", responses=ERROR_RESPONSES)

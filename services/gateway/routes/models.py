@@ -10,12 +10,13 @@ from starlette.responses import Response
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import JsonResponse
+from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of
 from outrider.services.gateway.schemas.native import DetokenizeRequest, TokenizeRequest
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedBodyRoute)
 
 
 @router.get("/v1/models", responses=ERROR_RESPONSES)
@@ -55,6 +56,7 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     info = core.client.info
     core.builder.check_model(body.model, info)
     codec = core.need_codec("tokens")
+    codec.limit.check_ids(len(body.tokens), "tokens")
     if any(not 0 <= token < info.vocab_size for token in body.tokens):
         raise InvalidRequestError(f"tokens must be between 0 and {info.vocab_size - 1}.", field="tokens")
     return JsonResponse(

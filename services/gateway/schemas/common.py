@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.request import MAX_STOPS, RequestedSpeculation
+from outrider.services.gateway.schemas.bounded import BoundedModel
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SpeculationMode
 
 
-class StrictModel(BaseModel):
+class StrictModel(BoundedModel):
     """Base model that rejects unknown fields, NaN, and values of another type (such as "1" for 1)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
