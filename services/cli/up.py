@@ -196,6 +196,9 @@ def up(
     A service that exits unexpectedly is restarted. Ctrl-C or SIGTERM stops all services.
     """
     from outrider.shared.base.lifecycle import StopSignal
+    from outrider.shared.obs.queued_stream import queue_stderr
+
+    queue_stderr()
 
     options = StackOptions(
         target=target or DEMO_TARGET,

@@ -174,3 +174,23 @@ def test_children_are_found_by_name() -> None:
     supervisor = Supervisor([python("gateway", WAITING), python("draft", WAITING)], Lines())
     assert isinstance(supervisor.child("draft"), Child)
     assert supervisor.child("draft").process_id is None
+
+
+def test_a_log_that_cannot_be_written_leaves_the_child_alone() -> None:
+    """The end of the thread that reads the output would also kill the child."""
+    lines = Lines()
+
+    def echo(name: str, line: str) -> None:
+        if line == "lost":
+            raise OSError(28, "No space left on device")
+        lines(name, line)
+
+    with Supervisor([python("child", "print('lost', flush=True)\n" + WAITING)], echo) as supervisor:
+        assert is_running(int(lines.next_of("child")))
+        assert supervisor.child("child").starts == 1
+
+
+def test_control_characters_of_children_are_escaped() -> None:
+    lines = Lines()
+    with Supervisor([python("child", "print('\\x1b[2J')")], lines):
+        assert lines.next_of("child") == r"\x1b[2J"
