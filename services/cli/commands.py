@@ -23,7 +23,7 @@ from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
-# grpc's own log contains unescaped text of whoever reaches a port. grpc reads this variable when it is loaded.
+# grpc's own log contains unescaped text of any peer. grpc reads this variable when it is loaded.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 app = typer.Typer(

@@ -6,5 +6,5 @@ no torch.
 
 import os
 
-# grpc's own log contains unescaped text of whoever reaches a port. grpc reads this variable when it is loaded.
+# grpc's own log contains unescaped text of any peer. grpc reads this variable when it is loaded.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -61,7 +61,9 @@ class GatewayCore:
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
         )
         self.client = TargetClient(
-            settings.target, ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s)
+            settings.target,
+            ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s),
+            settings.target_probe_timeout_s,
         )
         if self.codec:
             self.codec.limit.context = lambda: self.client.info.max_model_len

@@ -27,6 +27,9 @@ class GatewaySettings(ServiceSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port of the REST API; 0 picks a free port.")
     grpc_port: int = Field(0, ge=0, le=65535, description="Port of the gRPC API; 0 disables it.")
     target: str = Field("127.0.0.1:7001", description="Address of the target: host:port or unix:/path.")
+    target_probe_timeout_s: float = Field(
+        8.0, gt=0, description="Not ready if the target owes the answer to a health check for this long."
+    )
     tokenizer: Path | None = Field(
         None,
         description="Folder with tokenizer.json, or the file itself. Without it, prompts must be token ids.",

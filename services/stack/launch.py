@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outrider.services.stack.liveness import Liveness, service_probes
 from outrider.services.stack.mps import shared_gpu
 from outrider.services.stack.option_checks import DEFAULT_MAX_SESSIONS, check_values
 from outrider.services.stack.options import INPROC, StackOptions, Transport
@@ -341,6 +342,8 @@ def running_stack(
         supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
         _wait_until_ready(plan, supervisor, progress, stopped)
         supervisor.settle()
+        probes = service_probes(plan.url, plan.target_address, plan.draft_address, cleanup)
+        cleanup.enter_context(Liveness(supervisor, probes))
         yield Stack(plan, supervisor)
 
 

@@ -114,6 +114,16 @@ class Child:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)
 
+    def kill_hung(self, starts: int, reason: str) -> None:
+        """Kill run number `starts` of the process, which hangs. It is then restarted like one that died."""
+        with self._lock:
+            process_id = self.process_id
+            if self._stopping.is_set() or self.starts != starts or process_id is None:
+                return
+            self._say(reason)
+            self._around.before_kill(process_id)
+            self._signal(signal.SIGKILL)
+
     def join(self) -> None:
         """Wait until the process has exited. Kill the process when its drain time is over."""
         self._thread.join(self.spec.drain_s)

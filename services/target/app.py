@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from outrider.services.target.api.hang_watch import follow_progress
 from outrider.services.target.api.servicer import SERVICE_NAME, Serving, TargetServicer, register
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.reachability import Reachability
@@ -129,7 +130,10 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
                 model=target.serving.model_id,
                 draft=target.drafter.state().value,
             )
+            watch = follow_progress(target.clock, server.set_serving, settings.step_deadline_s, rank_lost)
+            following = asyncio.create_task(watch)
             await stop.wait()
+            following.cancel()
             if not lost:
                 await _drain(settings, server.set_serving, target)
         if lost:
@@ -247,7 +251,7 @@ class Target:
         self._thread = EngineThread(
             watched_engine(self.engine, decoder), on_start=lambda: _use_device(device)
         )
-        self.engine.wake = self._thread.wake
+        self.engine.wake, self.clock = self._thread.wake, self._thread.clock
         self._thread.start()
         self.serving = Serving(
             engine=self.engine,
