@@ -113,13 +113,11 @@ class TextCodec:
     async def encode_chat_aside(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """Encode a chat without blocking the event loop. A long chat is encoded on a worker thread.
+        """Render and encode a chat on a worker thread, because a template may take long.
 
         Raises:
             InvalidRequestError: If the model has no chat template, or the template rejects these messages.
         """
-        if len(messages) <= SHORT_TEXT and sum(len(str(message)) for message in messages) <= SHORT_TEXT:
-            return self.encode_chat(messages, options)
         return await asyncio.to_thread(self.encode_chat, messages, options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
