@@ -13,6 +13,7 @@ from outrider.services.gateway.generation import Generator
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
 from outrider.services.gateway.request import ChoiceEvent
+from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.gateway.target_client.client import TargetClient
 from outrider.services.gateway.target_client.stream import ReaderLimits
@@ -118,18 +119,23 @@ class GatewayCore:
         """
         if not self.admitting:
             raise self._draining()
+        note = current_note.get() or RequestNote()
         with self.admission.admit(job.sequences) as slot:
             self._running += 1
             self.idle.clear()
             try:
                 info = self.client.info
                 deadline = asyncio.get_running_loop().time() + self._timeout_s(job)
-                prompts = await job.prompts()
+                prompts = await _named(job.prompts(), job.surface.prompt)
                 requests = self.builder.build(prompts, job.parameters, job.surface, info, deadline)
                 slot.add_prompts([len(request.prompt_ids) for request in requests])
                 async with aclosing(self._generator.run(requests, slot)) as events:
                     async for event in events:
+                        note.observe(event)
                         yield event
+            except OutriderError as error:
+                note.error = error
+                raise
             finally:
                 self._running -= 1
                 if not self._running:
@@ -159,3 +165,13 @@ class GatewayCore:
             reason="draining",
             retry_after_s=DRAIN_RETRY_S,
         )
+
+
+async def _named(prompts: Awaitable[Sequence[tuple[int, ...]]], field: str) -> Sequence[tuple[int, ...]]:
+    """Await the prompts. An error that names no field gets the name of the prompt's field."""
+    try:
+        return await prompts
+    except InvalidRequestError as error:
+        if error.field is not None:
+            raise
+        raise InvalidRequestError(f"{field}: {error.message}", field=field, reason=error.reason) from None

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from outrider.services.gateway.request_note import current_note
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.rpc.interceptors import as_outrider_error
 
@@ -56,6 +57,8 @@ def error_body(error: OutriderError) -> dict[str, Any]:
 
 def error_response(error: OutriderError) -> JsonResponse:
     """Return the complete error reply. It has a Retry-After header if the error has a retry delay."""
+    if (note := current_note.get()) is not None:
+        note.error = error
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.services.gateway.errors import error_response
 from outrider.services.gateway.guards.parsed_body import keep_parsed
 from outrider.services.gateway.metrics import GatewayMetrics
+from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.obs.logging import get_logger, log_context
 from outrider.shared.rpc.interceptors import as_outrider_error
@@ -63,11 +64,14 @@ class RequestContext:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
+        note = RequestNote()
+        # The context of this task ends with the request.
+        current_note.set(note)
         with log_context(request_id=request_id):
             try:
                 await self._app(scope, receive, tagged)
             except Exception as error:
-                failure = as_outrider_error(error)
+                failure = note.error = as_outrider_error(error)
                 if status:
                     raise
                 await error_response(failure)(scope, receive, tagged)
@@ -84,6 +88,7 @@ class RequestContext:
                     route=route,
                     status=status or ErrorCode.CANCELLED.value,
                     elapsed_ms=elapsed_ms,
+                    **note.fields(),
                 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar
@@ -14,15 +15,18 @@ from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, request_id_of
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
-from outrider.services.gateway.request import Chunk, Finished, RequestedSpeculation, Started
+from outrider.services.gateway.request import ChoiceEvent, Chunk, Finished, RequestedSpeculation, Started
+from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.schemas.chat import Message
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
 ROLES = ("system", "developer", "user", "assistant")
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 REQUEST_ID_KEY = REQUEST_ID_HEADER.lower()
+_log = get_logger("outrider.gateway.rpc")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reply = TypeVar("Reply", gateway_pb2.ChatReply, gateway_pb2.CompleteReply)
@@ -104,7 +108,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
     async def _replies(self, job: Job, make: type[Reply]) -> AsyncGenerator[Reply, None]:
         seed = 0
-        async with aclosing(self._core.generate(job)) as events:
+        note = RequestNote()
+        current_note.set(note)
+        async with aclosing(self._logged(job, note)) as events:
             async for one in events:
                 match one.event:
                     case Started() as start:
@@ -116,6 +122,18 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                         yield make(chunk=chunk)
                     case Finished() as end:
                         yield make(finished=_finished(end, seed))
+
+    async def _logged(self, job: Job, note: RequestNote) -> AsyncGenerator[ChoiceEvent, None]:
+        """Generate, and log the request at its end."""
+        try:
+            async with aclosing(self._core.generate(job)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            elapsed_ms = round((time.perf_counter() - note.began) * 1e3, 1)
+            _log.info(
+                "request", method="gRPC", prompt=job.surface.prompt, elapsed_ms=elapsed_ms, **note.fields()
+            )
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):

@@ -269,7 +269,7 @@ def _join_filter() -> Callable[..., str]:
         _refuse_above(
             _joined_length(str(d), [str(part) for part in parts]), MAX_OUTPUT_CHARS, "a string is too long"
         )
-        return do_join(eval_ctx, parts, d, attribute)
+        return str(do_join(eval_ctx, parts, d, attribute))
 
     return join
 
@@ -278,7 +278,7 @@ def _replace_filter() -> Callable[..., str]:
     @functools.wraps(do_replace)
     def replace(eval_ctx: Any, s: str, old: str, new: str, count: int | None = None) -> str:
         _check_replaced(str(s), str(old), str(new))
-        return do_replace(eval_ctx, s, old, new, count)
+        return str(do_replace(eval_ctx, s, old, new, count))
 
     return replace
 

@@ -18,6 +18,7 @@ from outrider.services.target.draft_client.reachability import Reachability
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.engine.status_line import log_status
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.services.target.parallel.group import Order, RankGroup, end_soon, run_rank, start_group
@@ -131,7 +132,8 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
                 draft=target.drafter.state().value,
             )
             watch = follow_progress(target.clock, server.set_serving, settings.step_deadline_s, rank_lost)
-            following = asyncio.create_task(watch)
+            status = log_status(target.engine.stats, settings.log_interval_s)
+            following = asyncio.gather(watch, status)
             await stop.wait()
             following.cancel()
             if not lost:

@@ -131,9 +131,9 @@ def queue_stderr() -> None:
 
     Streams that tests or other programs have put in place stay as they are.
     """
-    if sys.stderr is None or sys.stderr is not sys.__stderr__:
+    if sys.__stderr__ is None or sys.stderr is not sys.__stderr__:
         return
-    queued = QueuedStream(sys.stderr)
+    queued = QueuedStream(sys.__stderr__)
     sys.stderr = queued
     atexit.register(queued.drain, EXIT_DRAIN_S)
 

@@ -41,9 +41,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
     check_prompt_text(body.prompt, "prompt")
-    ids = await core.need_codec("prompt").encode_aside(
-        body.prompt, add_special_tokens=body.add_special_tokens
-    )
+    codec = core.need_codec("prompt")
+    codec.limit.check(len(body.prompt), "prompt")
+    ids = await codec.encode_aside(body.prompt, add_special_tokens=body.add_special_tokens)
     return JsonResponse(
         {"tokens": list(ids), "count": len(ids), "max_model_len": core.client.info.max_model_len}
     )
