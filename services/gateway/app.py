@@ -56,7 +56,7 @@ def create_app(core: GatewayCore) -> FastAPI:
     public_paths = PUBLIC_PATHS | ({"/metrics"} if settings.public_metrics else frozenset())
     # The middleware added last runs first. The order is therefore context, authentication, body guard.
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
-    app.add_middleware(Authentication, checker=KeyChecker(settings.api_key), public_paths=public_paths)
+    app.add_middleware(Authentication, checker=KeyChecker(settings.keys), public_paths=public_paths)
     app.add_middleware(RequestContext, metrics=core.metrics)
     _describe_validation(app)
     return app
@@ -95,7 +95,7 @@ class GatewayServer:
                 [SERVICE_NAME],
                 max_message_bytes=GRPC_REPLY_SLACK * settings.max_body_bytes,
                 max_received_bytes=settings.max_body_bytes,
-                interceptors=[AuthInterceptor(KeyChecker(settings.api_key))],
+                interceptors=[AuthInterceptor(KeyChecker(settings.keys))],
             )
             self.grpc_port = self._grpc.port
             await self._grpc.start()

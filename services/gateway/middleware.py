@@ -14,9 +14,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.services.gateway.errors import error_response
+from outrider.services.gateway.guards.framing import ambiguous_framing
 from outrider.services.gateway.guards.parsed_body import keep_parsed
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.request_note import RequestNote, current_note
@@ -35,6 +37,16 @@ _log = get_logger("outrider.gateway.http")
 def request_id_of(given: str | None) -> str:
     """Return the client's request id if it is printable and short, else a new one."""
     return given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def framing_refusal() -> Response:
+    """Return the reply to a request of ambiguous length. It closes the connection."""
+    error = InvalidRequestError(
+        "The request has both Content-Length and Transfer-Encoding.", field="Content-Length"
+    )
+    reply = error_response(error)
+    reply.headers["Connection"] = "close"
+    return reply
 
 
 class RequestContext:
@@ -69,6 +81,9 @@ class RequestContext:
         current_note.set(note)
         with log_context(request_id=request_id):
             try:
+                if ambiguous_framing(scope):
+                    await framing_refusal()(scope, receive, tagged)
+                    return
                 await self._app(scope, receive, tagged)
             except Exception as error:
                 failure = note.error = as_outrider_error(error)

@@ -131,9 +131,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                     yield event
         finally:
             elapsed_ms = round((time.perf_counter() - note.began) * 1e3, 1)
-            _log.info(
-                "request", method="gRPC", prompt=job.surface.prompt, elapsed_ms=elapsed_ms, **note.fields()
-            )
+            _log.info("request", method="gRPC", elapsed_ms=elapsed_ms, **note.fields())
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):

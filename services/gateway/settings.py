@@ -41,6 +41,9 @@ class GatewaySettings(ServiceSettings):
     api_key: tuple[str, ...] = Field(
         (), description="Accepted API keys (bearer tokens). Without any, requests are not authenticated."
     )
+    api_key_file: Path | None = Field(
+        None, description="File of accepted API keys, one per line. Unlike --api-key, it does not show in ps."
+    )
     allow_unauthenticated: bool = Field(
         False, description="Allow access from other hosts without an API key."
     )
@@ -90,13 +93,33 @@ class GatewaySettings(ServiceSettings):
         """
         check_address(self.target, "target")
         field, address = ("published_on", self.published_on) if self.published_on else ("host", self.host)
-        if not is_local(address) and not self.api_key and not self.allow_unauthenticated:
+        if not is_local(address) and not self.keys and not self.allow_unauthenticated:
             fix = "publish on 127.0.0.1 (under compose: set OUTRIDER_API_KEY, or unset OUTRIDER_BIND)"
             raise ConfigurationError(
                 f"{field}: {address} is reachable from other hosts, but no --api-key is set. "
-                f"Set one, {fix if self.published_on else 'listen on 127.0.0.1'}, "
+                f"Set one (or --api-key-file), {fix if self.published_on else 'listen on 127.0.0.1'}, "
                 "or pass --allow-unauthenticated.",
                 field=field,
             )
         if any(not key.isascii() or not key.strip() for key in self.api_key):
             raise ConfigurationError("api_key: Keys must be non-empty ASCII text.", field="api_key")
+        if self.api_key_file is not None and not self.keys:
+            raise ConfigurationError(f"api_key_file: {self.api_key_file} has no key.", field="api_key_file")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The accepted API keys, from the flag and from the file.
+
+        Raises:
+            ConfigurationError: If the file cannot be read.
+        """
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            lines = self.api_key_file.read_text(encoding="ascii").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"api_key_file: {self.api_key_file} cannot be read as ASCII text: {error}.",
+                field="api_key_file",
+            ) from None
+        return (*self.api_key, *(line.strip() for line in lines if line.strip()))

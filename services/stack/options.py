@@ -42,6 +42,8 @@ class StackOptions:
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
         host, port: REST address of the gateway. The gRPC API listens on the next port.
         skip_tokenizer: Serve token ids only.
+        log_json: Write each log line as a JSON object.
+        api_key_file, allow_unauthenticated: Who may use the gateway, in the gateway's notation.
         transport: How the target reaches the draft. `launch.wants_inproc` decides for AUTO.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.
@@ -72,6 +74,9 @@ class StackOptions:
     skip_tokenizer: bool = False
     transport: Transport = Transport.AUTO
     log_level: str = "info"
+    log_json: bool = False
+    api_key_file: Path | None = None
+    allow_unauthenticated: bool = False
     kv_tokens: int | None = None
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None

@@ -48,11 +48,13 @@ class ChildSpec:
         name: Prefix of its output lines.
         command: Command line.
         drain_s: Seconds that the process may take to stop after SIGTERM. The process is killed after that.
+        hidden: Environment variables that the process does not get.
     """
 
     name: str
     command: tuple[str, ...]
     drain_s: float = 30.0
+    hidden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +218,13 @@ def _spawn(spec: ChildSpec, variables: Mapping[str, str]) -> subprocess.Popen[st
 
     The child gets its own session, so that Ctrl-C in a terminal reaches only the supervisor.
     """
+    env = {**os.environ, **variables}
     return subprocess.Popen(
         spec.command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **variables},
+        env={name: value for name, value in env.items() if name not in spec.hidden},
         text=True,
         errors="replace",
         start_new_session=True,

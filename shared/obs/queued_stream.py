@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 MAX_QUEUED_CHARS = 4 * 1024 * 1024
 """Text that waits for the reader of the log. Further lines are dropped and counted."""
@@ -138,10 +138,11 @@ def queue_stderr() -> None:
     atexit.register(queued.drain, EXIT_DRAIN_S)
 
 
-def drain_stderr(timeout_s: float = EXIT_DRAIN_S) -> None:
-    """Write what a queued `sys.stderr` has kept. Call before `os._exit`."""
+def exit_now(code: int) -> NoReturn:
+    """End this process like `os._exit`, but first write what a queued `sys.stderr` has kept."""
     if isinstance(sys.stderr, QueuedStream):
-        sys.stderr.drain(timeout_s)
+        sys.stderr.drain(EXIT_DRAIN_S)
+    os._exit(code)
 
 
 def _descriptor(stream: Any) -> int | None:

@@ -83,3 +83,19 @@ def test_the_soft_limit_of_open_files_is_raised() -> None:
     said, real = map(int, out.split())
     assert said == real > 256
     assert raise_file_limit() > 0
+
+
+def test_a_request_of_ambiguous_length_is_refused_and_the_connection_closed(
+    make_gateway: MakeGateway,
+) -> None:
+    """Behind a proxy that reads the other length, what follows would be a request of another client."""
+    gateway = make_gateway()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request += b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HEAD
+    with _connect(gateway.server.port) as connection:
+        connection.sendall(request)
+        reply = bytearray()
+        while part := connection.recv(4096):
+            reply += part
+    assert reply.startswith(b"HTTP/1.1 400")
+    assert reply.count(b"HTTP/1.1") == 1

@@ -28,8 +28,6 @@ def test_a_reader_that_stalls_blocks_nobody_and_learns_what_is_missing() -> None
         # Far more than the pipe and the queue hold. Before, this blocked.
         for _ in range(2000):
             stream.write(LINE)
-        dropped = stream.dropped_lines
-        assert dropped > 1000
         received = bytearray()
         ended = threading.Event()
 
@@ -45,7 +43,8 @@ def test_a_reader_that_stalls_blocks_nobody_and_learns_what_is_missing() -> None
         reader.join(WAIT_S)
         assert not reader.is_alive()
     lines = received.decode().splitlines()
-    assert f"({dropped} log lines were dropped because the log could not be written)" in lines
+    dropped = sum(int(line[1:].split()[0]) for line in lines if "log lines were dropped" in line)
+    assert dropped > 1000
     assert lines.count(LINE.rstrip()) == 2000 - dropped
 
 
