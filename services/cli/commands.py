@@ -6,6 +6,7 @@ gRPC.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import Annotated, Any
@@ -21,6 +22,9 @@ from outrider.services.cli.up import Device, up
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
 from outrider.shared.base.errors import ErrorCode, OutriderError
+
+# grpc's own log contains unescaped text of any peer. grpc reads this variable when it is loaded.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 app = typer.Typer(
     name="outrider",
@@ -96,7 +100,9 @@ def serve_draft(context: typer.Context) -> None:
 
 def _run_service(name: str, settings_type: Any, run: Any, arguments: list[str]) -> None:
     from outrider.services.cli.settings_options import settings_command
+    from outrider.shared.obs.queued_stream import queue_stderr
 
+    queue_stderr()
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     inner.command()(settings_command(settings_type, run, f"Run the {name} service."))
     inner(args=arguments, prog_name=f"outrider serve {name}", standalone_mode=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -208,6 +209,20 @@ def up(
     log_level: Annotated[
         str, typer.Option(help="Log level of all services: debug, info, warning or error.")
     ] = "info",
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Write each log line as a JSON object.")
+    ] = False,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of accepted API keys, one per line. Requests without a key are then refused.",
+            metavar="FILE",
+        ),
+    ] = None,
+    allow_unauthenticated: Annotated[
+        bool,
+        typer.Option("--allow-unauthenticated", help="Allow access from other hosts without an API key."),
+    ] = False,
     **target_settings: Any,
 ) -> None:
     """Start the gateway, the target and the draft.
@@ -215,6 +230,9 @@ def up(
     A service that exits unexpectedly is restarted. Ctrl-C or SIGTERM stops all services.
     """
     from outrider.shared.base.lifecycle import StopSignal
+    from outrider.shared.obs.queued_stream import queue_stderr
+
+    queue_stderr()
 
     options = StackOptions(
         target=target or DEMO_TARGET,
@@ -243,13 +261,18 @@ def up(
         mps=mps,
         playground=playground,
         log_level=log_level,
+        log_json=log_json,
+        api_key_file=api_key_file,
+        allow_unauthenticated=allow_unauthenticated,
         target_settings={name: value for name, value in target_settings.items() if value is not None},
     )
-    console = StatusConsole(stderr=True, highlight=False)
+    # In JSON, the services' own lines tell enough.
+    console = StatusConsole(stderr=True, highlight=False, quiet=log_json)
+    lines = StatusConsole(stderr=True, highlight=False)
     with (
         StopSignal() as stop,
         launch.running_stack(
-            options, _echo_to(console), _progress_to(console), lambda: stop.requested
+            options, _echo_to(lines, log_json), _progress_to(lines, log_json), lambda: stop.requested
         ) as stack,
     ):
         console.print(
@@ -283,14 +306,21 @@ def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm) 
     return None if draft == "none" else Path(draft)
 
 
-def _echo_to(console: Console) -> Echo:
+def _echo_to(console: Console, log_json: bool) -> Echo:
     colours = {"gateway": "cyan", "target": "magenta", "draft": "yellow"}
 
     def echo(name: str, line: str) -> None:
+        if log_json:
+            # The services' own objects stay as they are. Other lines become objects, too.
+            text = line if line.startswith("{") else json.dumps({"service": name, "event": line})
+            console.print(Text(text), soft_wrap=True)
+            return
         console.print(Text.assemble((f"{name:>7} | ", colours.get(name, "white")), line), soft_wrap=True)
 
     return echo
 
 
-def _progress_to(console: Console) -> Progress:
+def _progress_to(console: Console, log_json: bool) -> Progress:
+    if log_json:
+        return lambda line: _echo_to(console, log_json)("up", line)
     return lambda line: console.print(f"[green]{line}[/]")

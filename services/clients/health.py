@@ -40,6 +40,10 @@ class ServingProbe:
             return str(error.code().name)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
+    def answers(self, timeout_s: float = 2.0) -> bool:
+        """Return True if the server answers, whatever the status is."""
+        return self.status(timeout_s) in ("SERVING", "NOT_SERVING", "SERVICE_UNKNOWN", "UNKNOWN", "NOT_FOUND")
+
     def serving(self, timeout_s: float = 2.0) -> bool:
         """Return True if the service accepts requests."""
         return self.status(timeout_s) == "SERVING"

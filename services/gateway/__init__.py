@@ -3,3 +3,8 @@
 All text handling is here: tokenization, chat templates, detokenization, stop strings and output parsers. The
 gateway imports no torch.
 """
+
+import os
+
+# grpc's own log contains unescaped text of any peer. grpc reads this variable when it is loaded.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

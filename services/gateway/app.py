@@ -15,6 +15,12 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import install_handlers
+from outrider.services.gateway.guards.connections import (
+    ACCEPTED_AT_ONCE,
+    ConnectionGuard,
+    connection_cap,
+    raise_file_limit,
+)
 from outrider.services.gateway.http_methods import HeadAsGet, add_options
 from outrider.services.gateway.middleware import (
     REQUEST_ID_HEADER,
@@ -50,9 +56,9 @@ HEADER_LIMIT_BYTES = 64 * 1024
 BACKLOG = 2048
 # Seconds to flush the last bytes of replies after the grace period.
 HTTP_STOP_S = 2
-# The size limit of gRPC messages, as a multiple of the body limit. The limit also applies to replies. A reply
-# that was delayed by a pause may contain many traced rounds.
-GRPC_SLACK = 4
+# The size limit of gRPC replies, as a multiple of the body limit. A reply that was delayed by a pause may
+# contain many traced rounds.
+GRPC_REPLY_SLACK = 4
 _log = get_logger("outrider.gateway")
 
 
@@ -80,7 +86,7 @@ def create_app(core: GatewayCore) -> FastAPI:
     # The middleware added last runs first. The order is therefore context, CORS, authentication, body guard.
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
-    app.add_middleware(Authentication, checker=KeyChecker(settings.api_key), public_paths=public_paths)
+    app.add_middleware(Authentication, checker=KeyChecker(settings.keys), public_paths=public_paths)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -125,11 +131,15 @@ class GatewayServer:
                 f"{host}:{settings.grpc_port}",
                 [(register, InferenceServicer(self.core))],
                 [SERVICE_NAME],
-                max_message_bytes=GRPC_SLACK * settings.max_body_bytes,
-                interceptors=[AuthInterceptor(KeyChecker(settings.api_key))],
+                max_message_bytes=GRPC_REPLY_SLACK * settings.max_body_bytes,
+                max_received_bytes=settings.max_body_bytes,
+                interceptors=[AuthInterceptor(KeyChecker(settings.keys))],
             )
             self.grpc_port = self._grpc.port
             await self._grpc.start()
+        guard = ConnectionGuard(
+            connection_cap(settings.max_connections, raise_file_limit()), settings.head_timeout_s
+        )
         config = uvicorn.Config(
             create_app(self.core),
             log_config=None,
@@ -137,6 +147,8 @@ class GatewayServer:
             lifespan="off",
             server_header=False,
             h11_max_incomplete_event_size=HEADER_LIMIT_BYTES,
+            http=guard.protocol,  # type: ignore[arg-type]  # uvicorn only calls it
+            backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=HTTP_STOP_S,
         )
         self._http = _QuietServer(config)
@@ -235,6 +247,12 @@ class _QuietServer(uvicorn.Server):
 
     uvicorn's own handler would stop listening before the gateway has reported not ready.
     """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept connections. asyncio has set the backlog to the number that it accepts at once."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from outrider.services.gateway.admission import Admission
 from outrider.services.gateway.generation import Generator
@@ -15,6 +16,7 @@ from outrider.services.gateway.parameters import Parameters, RequestBuilder, Sur
 from outrider.services.gateway.parsers.registry import ParserNames
 from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request import ChoiceEvent
+from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.served_target import TargetStats
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.gateway.target_client.client import TargetClient
@@ -25,6 +27,7 @@ from outrider.shared.obs.metrics import join_expositions
 
 DRAIN_RETRY_S = 5.0
 
+Result = TypeVar("Result")
 Prompts = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
 
 
@@ -71,8 +74,12 @@ class GatewayCore:
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
         )
         self.client = TargetClient(
-            settings.target, ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s)
+            settings.target,
+            ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s),
+            settings.target_probe_timeout_s,
         )
+        if self.codec:
+            self.codec.limit.context = lambda: self.client.info.max_model_len
         self.builder = RequestBuilder(settings)
         self.parsers = ParserNames.choose(
             settings.tool_call_parser,
@@ -131,6 +138,7 @@ class GatewayCore:
         """
         if not self.admitting:
             raise self._draining()
+        note = current_note.get() or RequestNote()
         with self.admission.admit(job.sequences) as slot:
             names: list[tuple[str, str]] = []
             self._running += 1
@@ -138,7 +146,7 @@ class GatewayCore:
             try:
                 info = self.client.info
                 deadline = asyncio.get_running_loop().time() + self._timeout_s(job)
-                prompts = await job.prompts()
+                prompts = await named(job.prompts(), job.surface.prompt)
                 requests = [
                     request
                     for parameters, part in _parts(job, prompts)
@@ -151,7 +159,11 @@ class GatewayCore:
                 slot.add_prompts([len(request.prompt_ids) for request in requests])
                 async with aclosing(self._generator.run(requests, slot)) as events:
                     async for event in events:
+                        note.observe(event)
                         yield event
+            except OutriderError as error:
+                note.error = error
+                raise
             finally:
                 self._forget(names)
                 self._running -= 1
@@ -218,6 +230,20 @@ def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:
     if rid is None:
         return ()
     return (rid,) if sequences == 1 else tuple(f"{rid}-{index}" for index in range(sequences))
+
+
+async def named(prompts: Awaitable[Result], field: str) -> Result:
+    """Await the prompts of a request. An error that names no field gets the name of the prompt's field.
+
+    Raises:
+        InvalidRequestError: If a prompt is not valid.
+    """
+    try:
+        return await prompts
+    except InvalidRequestError as error:
+        if error.field is not None:
+            raise
+        raise InvalidRequestError(f"{field}: {error.message}", field=field, reason=error.reason) from None
 
 
 def _parts(

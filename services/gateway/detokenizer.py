@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -21,6 +22,13 @@ MAX_HELD_TOKENS = 8
 CONTEXT_TOKENS = 8
 
 
+@lru_cache(maxsize=8)
+def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that have no text if special tokens are skipped."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
 class IncrementalDecoder:
     """Decodes one sequence. The joined pieces equal the tokenizer's decoding of the whole sequence.
 
@@ -32,6 +40,7 @@ class IncrementalDecoder:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._skipped = special_token_ids(tokenizer) if skip_special_tokens else frozenset()
         self._context: deque[int] = deque(maxlen=CONTEXT_TOKENS)
         self._held: list[int] = []
         self._num_undecodable = 0
@@ -39,6 +48,9 @@ class IncrementalDecoder:
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes, or an empty string."""
         self._held.append(token_id)
+        if token_id in self._skipped:
+            # `DecodeStream` would decode all skipped tokens again with each token.
+            return ""
         try:
             piece = self._stream.step(self._tokenizer, token_id)
         except Exception:

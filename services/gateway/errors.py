@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from outrider.services.gateway.request_note import current_note
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.rpc.interceptors import as_outrider_error
 
@@ -58,7 +59,7 @@ class JsonResponse(Response):
 
 
 class ErrorReply(JsonResponse):
-    """An error reply. It notes its error in the request's state, for the log of recent errors."""
+    """An error reply. It notes its error, for the log line of the request and the log of recent errors."""
 
     def __init__(self, error: OutriderError, body: Mapping[str, Any]) -> None:
         super().__init__(body, error.code.value, _error_headers(error))
@@ -70,7 +71,9 @@ class ErrorReply(JsonResponse):
 
 
 def note_error(scope: Scope, error: OutriderError) -> None:
-    """Note the error of a request in its state."""
+    """Note the error of a request in its state, and in the note for its log line."""
+    if (note := current_note.get()) is not None:
+        note.error = error
     scope.setdefault("state", {})["error"] = error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import hmac
 import json
@@ -10,13 +11,18 @@ import re
 import time
 import uuid
 from collections.abc import Iterable
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.services.gateway.errors import error_response
+from outrider.services.gateway.guards.framing import ambiguous_framing
+from outrider.services.gateway.guards.parsed_body import keep_parsed
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.recent_errors import RecentErrors
+from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.obs.logging import get_logger, log_context
 from outrider.shared.rpc.interceptors import as_outrider_error
@@ -34,6 +40,16 @@ _log = get_logger("outrider.gateway.http")
 def request_id_of(given: str | None) -> str:
     """Return the client's request id if it is printable and short, else a new one."""
     return given if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def framing_refusal() -> Response:
+    """Return the reply to a request of ambiguous length. It closes the connection."""
+    error = InvalidRequestError(
+        "The request has both Content-Length and Transfer-Encoding.", field="Content-Length"
+    )
+    reply = error_response(error)
+    reply.headers["Connection"] = "close"
+    return reply
 
 
 class RequestContext:
@@ -64,11 +80,17 @@ class RequestContext:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
+        note = RequestNote()
+        # The context of this task ends with the request.
+        current_note.set(note)
         with log_context(request_id=request_id):
             try:
+                if ambiguous_framing(scope):
+                    await framing_refusal()(scope, receive, tagged)
+                    return
                 await self._app(scope, receive, tagged)
             except Exception as error:
-                failure = as_outrider_error(error)
+                failure = note.error = as_outrider_error(error)
                 if status:
                     raise
                 await error_response(failure)(scope, receive, tagged)
@@ -88,6 +110,7 @@ class RequestContext:
                     route=route,
                     status=status or ErrorCode.CANCELLED.value,
                     elapsed_ms=elapsed_ms,
+                    **note.fields(),
                 )
 
 
@@ -165,6 +188,7 @@ class BodyGuard:
             if length.isdigit() and int(length) > self._max_bytes:
                 raise self._too_large()
             body = await self._read(receive)
+            parsed = None if body is None else _parse_json(body)
         except OutriderError as error:
             await error_response(error)(scope, receive, send)
             return
@@ -179,6 +203,7 @@ class BodyGuard:
             delivered = True
             return {"type": "http.request", "body": body, "more_body": False}
 
+        keep_parsed(scope, parsed)
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
@@ -203,23 +228,25 @@ class BodyGuard:
             raise OutriderError(
                 message_text, code=ErrorCode.DEADLINE_EXCEEDED, reason="body_timeout"
             ) from None
-        body = b"".join(parts)
-        _check_json(body)
-        return body
+        return b"".join(parts)
 
     def _too_large(self) -> OutriderError:
         message = f"The body is larger than {self._max_bytes} bytes."
         return OutriderError(message, code=ErrorCode.PAYLOAD_TOO_LARGE, reason="body_too_large")
 
 
-def _check_json(body: bytes) -> None:
-    """Raise InvalidRequestError unless `body` is valid JSON that Python can parse.
+def _parse_json(body: bytes) -> Any:
+    """Return the parsed body. Raise InvalidRequestError unless it is valid JSON that Python can parse.
 
     Python's parser accepts NaN and Infinity, which JSON does not allow. The parser fails on deep nesting and
     on numbers with too many digits.
+
+    The garbage collector is off meanwhile. It would traverse a body of many objects again and again. A worker
+    thread would not help, because the parser holds Python's lock.
     """
     try:
-        json.loads(body, parse_constant=_refuse_constant)
+        gc.disable()
+        return json.loads(body, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise InvalidRequestError(f"The body is not valid JSON: {error}.", reason="malformed_json") from None
     except UnicodeDecodeError:
@@ -234,6 +261,8 @@ def _check_json(body: bytes) -> None:
         raise InvalidRequestError(
             "The body cannot be read: a number in it has too many digits.", reason="malformed_json"
         ) from None
+    finally:
+        gc.enable()
 
 
 def _refuse_constant(name: str) -> None:

@@ -162,6 +162,13 @@ class RequestBuilder:
                 f"cache_salt must have at most {MAX_SALT_CHARS} characters.", field="cache_salt"
             )
         self._check_stops(p, name)
+        most = self._settings.max_queued_requests
+        if n * num_prompts > most:
+            raise InvalidRequestError(
+                f"{name}n={n} for {num_prompts} prompts makes {n * num_prompts} sequences. At most {most} "
+                "can wait on this server.",
+                field=f"{name}n",
+            )
         return n * num_prompts
 
     def _check_stops(self, p: Parameters, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar
@@ -19,16 +20,19 @@ from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, 
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
 from outrider.services.gateway.parsers.answer import AnswerReader, plain_reader
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
-from outrider.services.gateway.request import Chunk, Finished, RequestedSpeculation, Started
+from outrider.services.gateway.request import ChoiceEvent, Chunk, Finished, RequestedSpeculation, Started
+from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.tools import Tool, template_tools
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 REQUEST_ID_KEY = REQUEST_ID_HEADER.lower()
+_log = get_logger("outrider.gateway.rpc")
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Reply = TypeVar("Reply", gateway_pb2.ChatReply, gateway_pb2.CompleteReply)
@@ -121,7 +125,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         core = self._core
         core.builder.check_model(request.model or None, core.client.info)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        ids = await core.need_codec("text").encode_aside(request.text, add_special_tokens=special)
+        codec = core.need_codec("text")
+        codec.limit.check(len(request.text), "text")
+        ids = await codec.encode_aside(request.text, add_special_tokens=special)
         return gateway_pb2.TokenizeReply(token_ids=ids)
 
     async def Detokenize(
@@ -133,6 +139,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         info = core.client.info
         core.builder.check_model(request.model or None, info)
         codec = core.need_codec("token_ids")
+        codec.limit.check_ids(len(request.token_ids), "token_ids")
         if any(token >= info.vocab_size for token in request.token_ids):
             raise InvalidRequestError(
                 f"token_ids must be between 0 and {info.vocab_size - 1}.", field="token_ids"
@@ -153,7 +160,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[Reply, None]:
         seed = 0
         readers: dict[int, AnswerReader] = {}
-        async with aclosing(self._core.generate(job)) as events:
+        note = RequestNote()
+        current_note.set(note)
+        async with aclosing(self._logged(job, note)) as events:
             async for one in events:
                 index = one.index
                 match one.event:
@@ -173,6 +182,16 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                         for piece in readers[index].finish():
                             yield make(chunk=_add_piece(gateway_pb2.Chunk(index=index), piece))
                         yield make(finished=_finished(end, seed, index))
+
+    async def _logged(self, job: Job, note: RequestNote) -> AsyncGenerator[ChoiceEvent, None]:
+        """Generate, and log the request at its end."""
+        try:
+            async with aclosing(self._core.generate(job)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            elapsed_ms = round((time.perf_counter() - note.began) * 1e3, 1)
+            _log.info("request", method="gRPC", elapsed_ms=elapsed_ms, **note.fields())
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):

@@ -28,6 +28,9 @@ class GatewaySettings(ServiceSettings):
     port: int = Field(8000, ge=0, le=65535, description="Port of the REST API; 0 picks a free port.")
     grpc_port: int = Field(0, ge=0, le=65535, description="Port of the gRPC API; 0 disables it.")
     target: str = Field("127.0.0.1:7001", description="Address of the target: host:port or unix:/path.")
+    target_probe_timeout_s: float = Field(
+        8.0, gt=0, description="Not ready if the target owes the answer to a health check for this long."
+    )
     tokenizer: Path | None = Field(
         None,
         description="Folder with tokenizer.json, or the file itself. Without it, prompts must be token ids.",
@@ -51,6 +54,9 @@ class GatewaySettings(ServiceSettings):
     api_key: tuple[str, ...] = Field(
         (), description="Accepted API keys (bearer tokens). Without any, requests are not authenticated."
     )
+    api_key_file: Path | None = Field(
+        None, description="File of accepted API keys, one per line. Unlike --api-key, it does not show in ps."
+    )
     cors_origins: tuple[str, ...] = Field(
         (),
         description="Origins whose web pages may call the gateway, such as https://example.com, or *.",
@@ -70,10 +76,16 @@ class GatewaySettings(ServiceSettings):
     max_queued_prompt_tokens: int = Field(
         1_000_000, ge=1, description="Maximum number of prompt tokens of waiting sequences; more get 429."
     )
+    max_connections: int = Field(
+        0, ge=0, description="Maximum number of REST connections; 0: what the limit of open files allows."
+    )
+    head_timeout_s: float = Field(
+        10.0, gt=0, description="Close a connection that sends no complete request head for this long."
+    )
     max_body_bytes: int = Field(MIB, ge=1024, description="Maximum size of a request body.")
     max_choices: int = Field(16, ge=1, le=1024, description="Maximum n of a request.")
     max_batch: int = Field(64, ge=1, le=4096, description="Maximum number of prompts in a request.")
-    max_messages: int = Field(1024, ge=1, description="Maximum number of messages in a chat.")
+    max_messages: int = Field(1024, ge=1, le=4096, description="Maximum number of messages in a chat.")
     request_timeout_s: float = Field(
         600.0, gt=0, description="Maximum duration of a request. Clients can set a shorter deadline."
     )
@@ -103,13 +115,33 @@ class GatewaySettings(ServiceSettings):
         """
         check_address(self.target, "target")
         field, address = ("published_on", self.published_on) if self.published_on else ("host", self.host)
-        if not is_local(address) and not self.api_key and not self.allow_unauthenticated:
+        if not is_local(address) and not self.keys and not self.allow_unauthenticated:
             fix = "publish on 127.0.0.1 (under compose: set OUTRIDER_API_KEY, or unset OUTRIDER_BIND)"
             raise ConfigurationError(
                 f"{field}: {address} is reachable from other hosts, but no --api-key is set. "
-                f"Set one, {fix if self.published_on else 'listen on 127.0.0.1'}, "
+                f"Set one (or --api-key-file), {fix if self.published_on else 'listen on 127.0.0.1'}, "
                 "or pass --allow-unauthenticated.",
                 field=field,
             )
         if any(not key.isascii() or not key.strip() for key in self.api_key):
             raise ConfigurationError("api_key: Keys must be non-empty ASCII text.", field="api_key")
+        if self.api_key_file is not None and not self.keys:
+            raise ConfigurationError(f"api_key_file: {self.api_key_file} has no key.", field="api_key_file")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The accepted API keys, from the flag and from the file.
+
+        Raises:
+            ConfigurationError: If the file cannot be read.
+        """
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            lines = self.api_key_file.read_text(encoding="ascii").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"api_key_file: {self.api_key_file} cannot be read as ASCII text: {error}.",
+                field="api_key_file",
+            ) from None
+        return (*self.api_key, *(line.strip() for line in lines if line.strip()))

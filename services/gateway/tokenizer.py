@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from outrider.services.gateway.chat_template import ChatTemplate
+from outrider.services.gateway.guards.text_limit import TextLimit
 from outrider.shared.base.errors import CheckpointError, InvalidRequestError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -51,11 +52,16 @@ class TextCodec:
         tokenizer: The tokenizer itself, for decoding streams.
         template: The model's chat template, or None.
         template_source: The template's text, or an empty string.
+        limit: Refuses texts that cannot fit in the model's context.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     template_source: str = ""
+    limit: TextLimit = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limit", TextLimit(self.tokenizer))
 
     @classmethod
     def load(cls, path: Path) -> TextCodec:
@@ -87,8 +93,16 @@ class TextCodec:
         return cls(tokenizer, ChatTemplate(source, special) if source else None, source or "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of `text`."""
-        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Return the token ids of `text`.
+
+        Raises:
+            InvalidRequestError: If the text cannot fit in the model's context.
+        """
+        self.limit.check(len(text))
+        if len(text) <= SHORT_TEXT:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # Only the batch functions of the library release Python's lock while they work.
+        return tuple(self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_chat(
         self,
@@ -132,24 +146,20 @@ class TextCodec:
         options: Mapping[str, Any],
         ending: ChatEnding | None = None,
     ) -> tuple[int, ...]:
-        """Encode a chat without blocking the event loop. A long chat is encoded on a worker thread.
+        """Render and encode a chat on a worker thread, because a template may take long.
 
         Takes the arguments of `encode_chat`.
 
         Raises:
             InvalidRequestError: If the model has no chat template, or the template rejects these messages.
         """
-        if len(messages) <= SHORT_TEXT and sum(map(_size, (*messages, options))) <= SHORT_TEXT:
-            return self.encode_chat(messages, options, ending)
         return await asyncio.to_thread(self.encode_chat, messages, options, ending)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-
-def _size(part: Mapping[str, Any]) -> int:
-    return len(str(part))
+        if len(token_ids) <= SHORT_TEXT:
+            return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        return str(self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0])
 
 
 def _cut_after(text: str, content: str) -> str:

@@ -7,16 +7,17 @@ import secrets
 import shutil
 import socket
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outrider.services.stack.liveness import Liveness, service_probes
 from outrider.services.stack.mps import shared_gpu
 from outrider.services.stack.option_checks import DEFAULT_MAX_SESSIONS, check_values
 from outrider.services.stack.options import INPROC, StackOptions, Transport
+from outrider.services.stack.private_folder import private_folder
 from outrider.services.stack.shared_cache import shared_kv_tokens
 from outrider.services.stack.supervisor import ChildSpec, Echo, Supervisor, Surroundings
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
@@ -74,6 +75,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         "device": options.device,
         "dtype": options.dtype,
         "log-level": options.log_level,
+        "log-json": options.log_json or None,
         "kv-tokens": options.kv_tokens,
     }
     algorithm = {
@@ -99,6 +101,9 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         "tool-call-parser": options.tool_call_parser,
         "reasoning-parser": options.reasoning_parser,
         "playground": None if options.playground else False,
+        "log-json": options.log_json or None,
+        "api-key-file": options.api_key_file,
+        "allow-unauthenticated": options.allow_unauthenticated or None,
     }
 
     # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process reads from the checkpoint
@@ -161,7 +166,9 @@ def _child(service: str, flags: Mapping[str, object], drain_s: float = DRAIN_S) 
             given.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             given += (f"--{flag}", str(value))
-    return ChildSpec(service, (outrider_command(), "serve", service, *given), drain_s)
+    # Only the gateway needs its API keys.
+    hidden = () if service == "gateway" else ("OUTRIDER_GATEWAY_API_KEY",)
+    return ChildSpec(service, (outrider_command(), "serve", service, *given), drain_s, hidden)
 
 
 def outrider_command() -> str:
@@ -333,7 +340,7 @@ def running_stack(
     """
     check_options(options)
     with ExitStack() as cleanup:
-        runtime_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
+        runtime_dir = cleanup.enter_context(private_folder())
         inproc = wants_inproc(options)
         if not inproc:
             options = replace(options, kv_tokens=options.kv_tokens or shared_kv_tokens(options))
@@ -344,6 +351,8 @@ def running_stack(
         supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
         _wait_until_ready(plan, supervisor, progress, stopped)
         supervisor.settle()
+        probes = service_probes(plan.url, plan.target_address, plan.draft_address, cleanup)
+        cleanup.enter_context(Liveness(supervisor, probes))
         yield Stack(plan, supervisor)
 
 

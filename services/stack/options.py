@@ -43,6 +43,8 @@ class StackOptions:
         host, port: REST address of the gateway. The gRPC API listens on the next port.
         skip_tokenizer: Serve token ids only.
         tool_call_parser, reasoning_parser: Formats of the model's answers, in the gateway's notation.
+        log_json: Write each log line as a JSON object.
+        api_key_file, allow_unauthenticated: Who may use the gateway, in the gateway's notation.
         transport: How the target reaches the draft. `launch.wants_inproc` decides for AUTO.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.
@@ -76,6 +78,9 @@ class StackOptions:
     reasoning_parser: str | None = None
     transport: Transport = Transport.AUTO
     log_level: str = "info"
+    log_json: bool = False
+    api_key_file: Path | None = None
+    allow_unauthenticated: bool = False
     kv_tokens: int | None = None
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None

@@ -7,6 +7,7 @@ child's thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -17,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from outrider.shared.obs.printable import printable
 
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 5.0
@@ -45,11 +48,13 @@ class ChildSpec:
         name: Prefix of its output lines.
         command: Command line.
         drain_s: Seconds that the process may take to stop after SIGTERM. The process is killed after that.
+        hidden: Environment variables that the process does not get.
     """
 
     name: str
     command: tuple[str, ...]
     drain_s: float = 30.0
+    hidden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +116,21 @@ class Child:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)
 
+    def kill_hung(self, starts: int, reason: str) -> None:
+        """Kill run number `starts` of the process, which hangs. It is then restarted like one that died."""
+        with self._lock:
+            process_id = self.process_id
+            if self._stopping.is_set() or self.starts != starts or process_id is None:
+                return
+            self._say(reason)
+            self._around.before_kill(process_id)
+            self._signal(signal.SIGKILL)
+
     def join(self) -> None:
         """Wait until the process has exited. Kill the process when its drain time is over."""
         self._thread.join(self.spec.drain_s)
         if self._thread.is_alive():
-            self._echo(self.spec.name, f"did not stop within {self.spec.drain_s:g} s; killed")
+            self._say(f"did not stop within {self.spec.drain_s:g} s; killed")
             if (process_id := self.process_id) is not None:
                 self._around.before_kill(process_id)
             self._signal(signal.SIGKILL)
@@ -124,6 +139,11 @@ class Child:
     def _signal(self, number: signal.Signals) -> None:
         if self._process and self._process.poll() is None:
             self._process.send_signal(number)
+
+    def _say(self, line: str) -> None:
+        """Pass a line on. The line is lost if this fails: the end of this thread would kill the child."""
+        with contextlib.suppress(Exception):
+            self._echo(self.spec.name, line)
 
     def _keep_running(self) -> None:
         backoff_s = 0.0
@@ -137,21 +157,20 @@ class Child:
                     process = self._process = _spawn(self.spec, self._around.variables)
                 except OSError as error:
                     self.exit_code = COMMAND_NOT_FOUND
-                    self._echo(self.spec.name, f"cannot start {self.spec.command[0]}: {error}")
+                    self._say(f"cannot start {self.spec.command[0]}: {error}")
                     return
                 self.starts += 1
             assert process.stdout is not None
             for line in process.stdout:
-                self.last_lines.append(line.rstrip("\n"))
-                self._echo(self.spec.name, line.rstrip("\n"))
+                text = printable(line.rstrip("\n"))
+                self.last_lines.append(text)
+                self._say(text)
             self.exit_code = process.wait()
             process.stdout.close()
             if self._stopping.is_set() or not self._settled.is_set():
                 return
             backoff_s = next_backoff(backoff_s, time.monotonic() - started)
-            self._echo(
-                self.spec.name, f"exited with {_describe_exit(self.exit_code)}; restarting in {backoff_s:g} s"
-            )
+            self._say(f"exited with {_describe_exit(self.exit_code)}; restarting in {backoff_s:g} s")
             if self._stopping.wait(backoff_s):
                 return
 
@@ -199,12 +218,13 @@ def _spawn(spec: ChildSpec, variables: Mapping[str, str]) -> subprocess.Popen[st
 
     The child gets its own session, so that Ctrl-C in a terminal reaches only the supervisor.
     """
+    env = {**os.environ, **variables}
     return subprocess.Popen(
         spec.command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **variables},
+        env={name: value for name, value in env.items() if name not in spec.hidden},
         text=True,
         errors="replace",
         start_new_session=True,

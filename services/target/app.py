@@ -11,12 +11,14 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from outrider.services.target.api.hang_watch import follow_progress
 from outrider.services.target.api.servicer import SERVICE_NAME, Serving, TargetServicer, register
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.reachability import Reachability
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.engine.status_line import log_status
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.services.target.parallel.group import Order, RankGroup, end_soon, run_rank, start_group
@@ -129,7 +131,11 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
                 model=target.serving.model_id,
                 draft=target.drafter.state().value,
             )
+            watch = follow_progress(target.clock, server.set_serving, settings.step_deadline_s, rank_lost)
+            status = log_status(target.engine.stats, settings.log_interval_s)
+            following = asyncio.gather(watch, status)
             await stop.wait()
+            following.cancel()
             if not lost:
                 await _drain(settings, server.set_serving, target)
         if lost:
@@ -247,7 +253,7 @@ class Target:
         self._thread = EngineThread(
             watched_engine(self.engine, decoder), on_start=lambda: _use_device(device)
         )
-        self.engine.wake = self._thread.wake
+        self.engine.wake, self.clock = self._thread.wake, self._thread.clock
         self._thread.start()
         self.serving = Serving(
             engine=self.engine,

@@ -161,11 +161,20 @@ class TargetSettings(ServiceSettings):
         RoundPlacement.AUTO,
         description="Where rounds with a remote draft run: host, or device (of both); auto: device on a GPU.",
     )
+    step_deadline_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds after which a step of the engine counts as hung: the target is not ready. "
+        "After three times as long, the process ends.",
+    )
     drain_notice_s: float = Field(
         0.0, ge=0, description="On SIGTERM: seconds between not serving and refusing new requests."
     )
     drain_grace_s: float = Field(
         30.0, ge=0, description="On SIGTERM: seconds that running requests may take to finish."
+    )
+    log_interval_s: float = Field(
+        10.0, ge=0, description="Seconds between log lines on load and speed; 0 logs none."
     )
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from outrider.shared.engine.progress import StepClock
+
 SWITCH_INTERVAL_S = 1e-4
 """How long another Python thread may keep the GIL while the engine waits for it.
 
@@ -66,6 +68,9 @@ class EngineThread:
         on_start: Called first on the thread, e.g. to select its CUDA device.
         event: The event that the thread sleeps on when the engine has no work. By default, a new
             `threading.Event`.
+
+    Attributes:
+        clock: How long the running step has taken.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class EngineThread:
         on_start: Callable[[], None] = lambda: None,
         event: WakeUp | None = None,
     ) -> None:
+        self.clock = StepClock()
         self._engine = engine
         self._on_start = on_start
         self._event: WakeUp = event or threading.Event()
@@ -111,12 +117,15 @@ class EngineThread:
             if self._stopping:
                 return
             if engine.has_work():
+                self.clock.begin()
                 try:
                     engine.step()
                 # A bug or a device fault is the cause: fail only the requests of this step.
                 except Exception as error:
                     _log.exception("an engine step failed")
                     engine.step_failed(error)
+                finally:
+                    self.clock.end()
                 continue
             due = engine.next_wakeup()
             event.wait(None if due is None else max(0.0, due - time.monotonic()))

@@ -13,6 +13,8 @@ import structlog
 from structlog.contextvars import bound_contextvars as log_context
 from structlog.typing import FilteringBoundLogger, Processor
 
+from outrider.shared.obs.printable import printable
+
 __all__ = ["configure_logging", "get_logger", "log_context"]
 
 
@@ -43,6 +45,7 @@ def configure_logging(
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
         add_service,
+        _escape_values,
     ]
     final: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if json:
@@ -73,6 +76,19 @@ def configure_logging(
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+
+
+def _escape_values(
+    _logger: Any, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Escape control characters in all texts, which may come from clients or other libraries.
+
+    Tracebacks keep their lines. Their renderer runs later.
+    """
+    for key, value in event.items():
+        if type(value) is str and not value.isprintable():
+            event[key] = printable(value)
+    return event
 
 
 def get_logger(name: str) -> FilteringBoundLogger:

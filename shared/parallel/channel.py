@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
 import select
 import socket
@@ -24,6 +23,7 @@ from enum import IntEnum
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from outrider.shared.base.errors import ConfigurationError, ProtocolError, UnavailableError
+from outrider.shared.obs.queued_stream import exit_now
 
 MAX_FRAME = 1 << 16
 MAX_GREETING = 64
@@ -289,7 +289,7 @@ def _beat(connection: RankConnection, grace_s: float) -> None:
         while not poller.poll(BEAT_S * 1000):
             connection.report(RankReport(ReportKind.BEAT))
     time.sleep(grace_s)
-    os._exit(1)
+    exit_now(1)
 
 
 def _listen(host: str) -> socket.socket:

@@ -6,30 +6,35 @@ MIB = 1024 * 1024
 INTERNAL_MESSAGE_LIMIT = 64 * MIB
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
+HANDSHAKE_TIMEOUT_MS = 10_000
 
 Options = list[tuple[str, int | str]]
 
 
-def _limits(max_message_bytes: int) -> Options:
+def _limits(max_message_bytes: int, max_received_bytes: int | None = None) -> Options:
     return [
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_received_bytes or max_message_bytes),
     ]
 
 
-def server_options(max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> Options:
-    """Return the server's options.
+def server_options(
+    max_message_bytes: int = INTERNAL_MESSAGE_LIMIT, max_received_bytes: int | None = None
+) -> Options:
+    """Return the server's options. `max_received_bytes` limits received messages; by default like sent ones.
 
     The server tolerates keepalive pings on quiet streams. By default gRPC answers them with GOAWAY
     too_many_pings.
     """
     return [
-        *_limits(max_message_bytes),
+        *_limits(max_message_bytes, max_received_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        # A connection that sends nothing is closed after this time.
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         # Otherwise a second server could bind the same port, and each connection would reach a random one of
         # the two.
         ("grpc.so_reuseport", 0),

@@ -168,14 +168,17 @@ def aio_server(
     service_names: Sequence[str],
     *,
     max_message_bytes: int = INTERNAL_MESSAGE_LIMIT,
+    max_received_bytes: int | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> AioServer:
     """Build and bind an asyncio server.
 
-    Call this inside the running loop. Arguments and errors are those of `sync_server`.
+    Call this inside the running loop. `max_received_bytes` is the largest message to receive, by default
+    `max_message_bytes`. Other arguments and errors are those of `sync_server`.
     """
     server = grpc.aio.server(
-        interceptors=[AioErrorInterceptor(), *interceptors], options=server_options(max_message_bytes)
+        interceptors=[AioErrorInterceptor(), *interceptors],
+        options=server_options(max_message_bytes, max_received_bytes),
     )
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -187,3 +191,33 @@ def test_streams_that_outlast_the_grace_period_are_cancelled(
         assert next(stream.iter_lines()).startswith("data: ")
         gateway.call(gateway.server.drain())
         assert fake.cancels.get(timeout=TIMEOUT_S).request_id == fake.seen[-1].request_id
+
+
+def test_a_suspended_target_is_not_ready(make_gateway: MakeGateway, tokenizer: Tokenizer) -> None:
+    """A suspended process keeps its connections, so only an overdue answer tells that it hangs."""
+    script = (
+        "import sys, signal\n"
+        "from fake_target import FakeTarget\n"
+        "print(FakeTarget(int(sys.argv[1])).start(), flush=True)\n"
+        "signal.pause()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(tokenizer.get_vocab_size())],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert child.stdout
+        gateway = make_gateway(target=child.stdout.readline().strip(), target_probe_timeout_s=0.3)
+        child.send_signal(signal.SIGSTOP)
+        gateway.wait_ready(False)
+        with client_of(gateway) as client:
+            assert client.get("/ready").status_code == 503
+            assert client.get("/health").status_code == 200
+        child.send_signal(signal.SIGCONT)
+        gateway.wait_ready()
+    finally:
+        child.kill()
+        child.communicate()

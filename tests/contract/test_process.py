@@ -111,3 +111,26 @@ def test_a_taken_port_is_told_with_the_fix() -> None:
     assert child.returncode == 1
     assert "--port" in output
     assert "Traceback" not in output
+
+
+def test_a_goaway_frame_cannot_forge_log_lines(shared_fake: FakeTarget, tokenizer_dir: Path) -> None:
+    """grpc's own log would print the frame's text as it is, before any authentication."""
+
+    def frame(kind: int, payload: bytes) -> bytes:
+        return len(payload).to_bytes(3, "big") + bytes([kind, 0]) + bytes(4) + payload
+
+    forged = b'x"\nFORGED LINE\x1b[2J'
+    grpc_port = free_port()
+    with process(target=shared_fake.address, tokenizer=tokenizer_dir, grpc_port=grpc_port, port=0) as child:
+        wait_ready(child)
+        with socket.create_connection(("127.0.0.1", grpc_port), timeout=TIMEOUT_S) as connection:
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, b""))
+            connection.sendall(frame(7, bytes(8) + forged))
+            # The server closes the connection once it has handled the frame.
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):
+                pass
+        child.send_signal(signal.SIGTERM)
+        output = child.communicate(timeout=TIMEOUT_S)[0]
+    assert child.returncode == 0
+    assert "FORGED" not in output

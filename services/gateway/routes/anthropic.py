@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.services.gateway.chat_turn import ChatTurn, TurnEnd
-from outrider.services.gateway.core import GatewayCore, Job
+from outrider.services.gateway.core import GatewayCore, Job, named
 from outrider.services.gateway.errors import JsonResponse, anthropic_error_body, anthropic_error_response
+from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import ANTHROPIC, Parameters
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
 from outrider.services.gateway.render import speculation_object
@@ -29,7 +30,7 @@ from outrider.services.gateway.sse import NamedEventStream, run_until_disconnect
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import FinishReason
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedBodyRoute)
 
 
 @router.post("/v1/messages", responses=ERROR_RESPONSES)
@@ -54,7 +55,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
     headers = ignored_header(body)
-    (ids,) = await _turn(core, body, Parameters()).prompts()
+    (ids,) = await named(_turn(core, body, Parameters()).prompts(), ANTHROPIC.prompt)
     return JsonResponse({"input_tokens": len(ids)}, headers=headers)
 
 

@@ -12,6 +12,7 @@ from outrider.services.gateway.chat_turn import ChatTurn
 from outrider.services.gateway.core import Job, rids_of
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
+from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import CHAT
 from outrider.services.gateway.parsers.answer import Answer, AnswerReader
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
@@ -34,7 +35,7 @@ from outrider.services.gateway.routes.openai_stream import StreamShape, stream_c
 from outrider.services.gateway.schemas.chat import ChatRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedBodyRoute)
 
 
 @router.post("/v1/chat/completions", responses=ERROR_RESPONSES)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from outrider.services.gateway.core import GatewayCore, Job, rids_of
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
+from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import COMPLETIONS, check_prompt_text
 from outrider.services.gateway.parsers.answer import Answer
 from outrider.services.gateway.parsers.pieces import Piece, Text
@@ -33,7 +34,7 @@ from outrider.services.gateway.routes.openai_stream import StreamShape, stream_c
 from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedBodyRoute)
 
 
 @router.post("/v1/completions", responses=ERROR_RESPONSES)

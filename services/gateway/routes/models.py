@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.services.gateway.core import GatewayCore
+from outrider.services.gateway.core import GatewayCore, named
 from outrider.services.gateway.errors import JsonResponse
+from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header
 from outrider.services.gateway.schemas.native import DetokenizeRequest, TokenizeRequest
@@ -18,7 +19,7 @@ from outrider.services.gateway.schemas.tools import template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedBodyRoute)
 
 
 @router.get("/v1/models", responses=ERROR_RESPONSES)
@@ -57,6 +58,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             )
         for text in texts:
             check_prompt_text(text, "prompt")
+            codec.limit.check(len(text), "prompt")
         special = body.add_special_tokens is not False
         encoded = [await codec.encode_aside(text, add_special_tokens=special) for text in texts]
     many = isinstance(body.prompt, list)
@@ -84,7 +86,8 @@ async def _encode_chat(core: GatewayCore, body: TokenizeRequest) -> tuple[int, .
     ending = ChatEnding(
         body.add_generation_prompt is not False, add_special_tokens=bool(body.add_special_tokens)
     )
-    return await core.need_codec("messages").encode_chat_aside(shown, options, ending)
+    codec = core.need_codec("messages")
+    return await named(codec.encode_chat_aside(shown, options, ending), "messages")
 
 
 @router.post("/v1/detokenize", responses=ERROR_RESPONSES)
@@ -99,6 +102,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     batch = [one for one in body.tokens if isinstance(one, list)]
     many = bool(batch)
     batch = batch or [[one for one in body.tokens if isinstance(one, int)]]
+    for tokens in batch:
+        codec.limit.check_ids(len(tokens), "tokens")
     if any(not 0 <= token < info.vocab_size for tokens in batch for token in tokens):
         raise InvalidRequestError(f"tokens must be between 0 and {info.vocab_size - 1}.", field="tokens")
 

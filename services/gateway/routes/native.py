@@ -13,6 +13,7 @@ from starlette.responses import Response
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
+from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
 from outrider.services.gateway.render import speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
@@ -24,7 +25,7 @@ from outrider.services.gateway.sse import EventStream, run_until_disconnect
 from outrider.shared.base.generation import FinishReason
 from outrider.shared.base.version import installed_version
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedBodyRoute)
 
 
 @router.post("/generate", responses=ERROR_RESPONSES)

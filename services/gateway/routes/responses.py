@@ -14,6 +14,7 @@ from starlette.responses import Response
 from outrider.services.gateway.chat_turn import ChatTurn, TurnEnd
 from outrider.services.gateway.core import Job, rids_of
 from outrider.services.gateway.errors import JsonResponse, error_body
+from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import RESPONSES
 from outrider.services.gateway.render import speculation_object
 from outrider.services.gateway.request import Started
@@ -30,7 +31,7 @@ from outrider.services.gateway.sse import NamedEventStream, run_until_disconnect
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import FinishReason
 
-router = APIRouter()
+router = APIRouter(route_class=ParsedBodyRoute)
 
 
 @router.post("/v1/responses", responses=ERROR_RESPONSES)

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from outrider.services.gateway.core import Job
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
+from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import NATIVE, Parameters
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header
 from outrider.services.gateway.schemas.native import AbortRequest
@@ -17,7 +18,7 @@ from outrider.services.gateway.sse import run_until_disconnect
 from outrider.shared.base.errors import InvalidRequestError
 
 HEALTH_TIMEOUT_S = 20.0
-router = APIRouter()
+router = APIRouter(route_class=ParsedBodyRoute)
 
 
 @router.get("/health_generate", responses=ERROR_RESPONSES)

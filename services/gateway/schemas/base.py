@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
+from outrider.services.gateway.schemas.bounded import BoundedModel
 from outrider.services.gateway.schemas.field_rules import NEUTRAL, REFUSED, is_neutral
 from outrider.shared.base.errors import InvalidRequestError
 
@@ -14,7 +15,7 @@ _UNPRINTABLE = re.compile(r"[^\w.\-]", re.ASCII)
 MAX_NAME_CHARS = 64
 
 
-class StrictModel(BaseModel):
+class StrictModel(BoundedModel):
     """Base model that rejects unknown fields, NaN, and values of another type (such as "1" for 1)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())

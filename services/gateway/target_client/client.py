@@ -19,6 +19,7 @@ from outrider.services.gateway.convert import (
 )
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish
 from outrider.services.gateway.served_target import ServedTarget, TargetStats
+from outrider.services.gateway.target_client.probe import PROBE_TIMEOUT_S, probe_target
 from outrider.services.gateway.target_client.stream import ReaderLimits, TargetStream
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.obs.logging import get_logger
@@ -60,14 +61,17 @@ class Readiness:
 class TargetClient:
     """Maintains a session with one target, and reconnects a lost session. Use it on one event loop only."""
 
-    def __init__(self, address: str, limits: ReaderLimits) -> None:
+    def __init__(self, address: str, limits: ReaderLimits, probe_timeout_s: float = PROBE_TIMEOUT_S) -> None:
         self._address = address
+        self._probe_timeout_s = probe_timeout_s
         self._limits = limits
         self._channel: grpc.aio.Channel | None = None
         self._task: asyncio.Task[None] | None = None
         self._streams: dict[str, TargetStream] = {}
         self._outgoing: asyncio.Queue[target_pb2.SessionRequest] | None = None
         self._serving = asyncio.Event()
+        # False while the target owes an answer to a health check.
+        self._answers = True
         self._info: ServedTarget | None = None
         self.readiness = Readiness()
 
@@ -175,6 +179,7 @@ class TargetClient:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._watch_health())
                     group.create_task(self._hold_session())
+                    group.create_task(self._probe())
             except* Exception as failure:
                 # A session that was established restarts the back-off.
                 attempt = 0 if self._outgoing is not None else attempt
@@ -192,6 +197,15 @@ class TargetClient:
                 self._serving.clear()
             self._announce()
         raise ConnectionError("the target ended its health stream")
+
+    async def _probe(self) -> None:
+        assert self._channel is not None
+        await self._serving.wait()
+        await probe_target(self._channel, TARGET_SERVICE, self._set_answers, self._probe_timeout_s)
+
+    def _set_answers(self, answers: bool) -> None:
+        self._answers = answers
+        self._announce()
 
     async def _hold_session(self) -> None:
         assert self._channel is not None
@@ -224,7 +238,7 @@ class TargetClient:
             await session.write(await outgoing.get())
 
     def _announce(self) -> None:
-        self.readiness.set(self._outgoing is not None and self._serving.is_set())
+        self.readiness.set(self._outgoing is not None and self._serving.is_set() and self._answers)
 
     def _dispatch(self, message: target_pb2.SessionReply) -> None:
         for reply in message.replies:
@@ -251,6 +265,7 @@ class TargetClient:
                 running=len(self._streams),
             )
         self._outgoing = None
+        self._answers = True
         self._serving.clear()
         self._announce()
         error = UnavailableError(

@@ -39,6 +39,7 @@ from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Progress, default_dtype
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.obs.queued_stream import exit_now
 from outrider.shared.parallel.channel import (
     RankConnection,
     RankReport,
@@ -140,7 +141,7 @@ class RankGroup:
     def _give_up(self) -> None:
         """Exit without leaving NCCL. Leaving would block forever, because another rank does not leave."""
         _end(self._processes, 0.0)
-        os._exit(1)
+        exit_now(1)
 
 
 def end_soon(error: OutriderError) -> None:
@@ -150,7 +151,7 @@ def end_soon(error: OutriderError) -> None:
     because no Python thread runs then, although a library may still wait for the device.
     """
     signal.alarm(math.ceil(2 * END_GRACE_S))
-    _in(END_GRACE_S, lambda: os._exit(1))
+    _in(END_GRACE_S, lambda: exit_now(1))
 
 
 def _in(seconds: float, act: Callable[[], None]) -> threading.Timer:

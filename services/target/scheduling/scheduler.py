@@ -5,11 +5,12 @@ The life of a sequence:
 1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
 2. The sequence prefills in chunks and then decodes in every step.
 3. If a decoding sequence needs a page and none is free, one sequence is *retracted*: a paused sequence, or
-   else the latest arrival. The retracted sequence returns its pages, keeps its tokens and waits again. Later,
-   its prompt and its emitted tokens are prefilled again. This does not change the sequence's tokens.
+   else the latest arrival. A paused sequence is also retracted if a waiting one needs its slot or its pages.
+   The retracted sequence returns its pages, keeps its tokens and waits again. Later, its prompt and its
+   emitted tokens are prefilled again. This does not change the sequence's tokens.
 
-The oldest sequence is never retracted for a younger sequence. Every sequence fits into the pool alone, which
-is checked on submission. Therefore at least one sequence always advances.
+The oldest sequence that is not paused is never retracted for a younger sequence. Every sequence fits into the
+pool alone, which is checked on submission. Therefore at least one sequence always advances.
 """
 
 from __future__ import annotations
@@ -203,9 +204,9 @@ class Scheduler:
             [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ()
         ):
             while (lease := self._lease_for_admission(sequence)) is None:
-                # Slow readers must not block other requests. If every active sequence is paused, one sequence
-                # gives up its pages.
-                if not self.active or any(other.paused_at is None for other in self.active):
+                # Slow readers must not hold what other requests wait for. Paused sequences give up their
+                # slots and pages, the youngest first.
+                if not any(other.paused_at is not None for other in self.active):
                     return admitted
                 victim = self._victim()
                 self._retract(victim)

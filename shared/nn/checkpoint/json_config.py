@@ -128,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         hint = "check the path" if not path.parent.is_dir() else "pass a Hugging Face model folder"
         raise CheckpointError(f"{path} does not exist: {hint}.", field=str(path)) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read as JSON ({error}); download the file again.", field=str(path)
         ) from error

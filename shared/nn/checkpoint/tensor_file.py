@@ -139,7 +139,7 @@ class SafetensorsFile(TensorFile):
             raise self._corrupt(f"announces a header of {length} bytes but is {file_size} bytes long")
         try:
             header = json.loads(self._memory[8 : 8 + length].decode("utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise self._corrupt(f"has a header that is not JSON ({error})") from error
         if not isinstance(header, dict):
             raise self._corrupt("has a header that is not a JSON object")
@@ -171,7 +171,7 @@ class SafetensorsFile(TensorFile):
             raise self._corrupt(
                 f"describes {name} with a shape or offset that is not a whole number", field=name
             )
-        if dtype_name not in DTYPES:
+        if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
             raise CheckpointError(
                 f"{self._path} stores {name} as {dtype_name!r}, which is not supported; "
                 f"supported: {', '.join(DTYPES)}.",

@@ -20,6 +20,9 @@ DEMO_TARGET = Path(__file__).parents[3] / "models" / "demo" / "target"
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<b>"}]
 
 
+NESTED = "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"
+
+
 def render(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>"}, now=lambda: datetime(2026, 11, 21))
     return template.render(MESSAGES if messages is None else messages, options)
@@ -92,12 +95,38 @@ def test_a_refusal_is_the_clients_error_with_the_templates_words() -> None:
         "{{ messages | tojson(indent=9999999999) }}",
         "{% set ns = namespace(x='aaaaaaaa') %}"
         "{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set r = range(99999) %}"
+        "{% for i in r %}{% for j in r %}{% for k in r %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set r = range(99999) %}{% for i in r %}{% for j in r if j < 0 %}{% endfor %}{% endfor %}",
+        "{{ lipsum(n=1000000) }}",
+        "{% set ns = namespace(x=9) %}{% for i in range(20) %}{% set ns.x = ns.x ** 64 %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+        "{{ ns.x | tojson }}{{ ns.x | string }}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x=1) %}"
+        "{% for i in range(60) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}",
+        "{% set ns = namespace(x=1) %}"
+        "{% for i in range(60) %}{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}",
+        "{% set a = 'a' * 4000 %}{{ a | replace('a', a) | replace('a', a) }}",
+        "{% set a = 'a' * 4000 %}{{ a.replace('a', a).replace('a', a) }}",
+        "{% set a = 'a' * 4000 %}{{ a.join(a.join('aaaa').join(a)) }}",
+        "{% set a = 'a' * 4000 %}{{ range(99999) | join(a) }}",
+        "{{ ('%9999d' * 400000) % ([1] * 190000) }}",
+        "{% set a = 'a' * 4000000 %}{{ '{0}{0}{0}{0}'.format(a) }}",
+        "{{ ('\t' * 1000000).expandtabs(9999) }}",
+        "{{ 'aaaa'.translate({97: 'a' * 1000000}) }}",
+        "{{ [[]] * 100000 | sum(start=[]) }}",
+        "{{ 1.5 | round(1000000000, 'ceil') }}",
+        "{{ (1).to_bytes(1000000000, 'big') }}",
+        "{{ ([none] * 99999) | map('default', range(99999) | list, true) | list | string }}",
+        "{{ range(99999) | map('replace', '1', 'a' * 100000) | list }}",
     ],
 )
 def test_hostile_and_broken_templates_fail_on_the_request_alone(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.services.gateway.chat_template.MAX_RENDER_S", 0.3)
+    monkeypatch.setattr("outrider.services.gateway.template_bounds.MAX_RENDER_S", 0.3)
     messages = [dict(message) for message in MESSAGES]
     with pytest.raises(InvalidRequestError):
         render(source, messages)
@@ -105,12 +134,22 @@ def test_hostile_and_broken_templates_fail_on_the_request_alone(
 
 
 def test_an_endless_output_is_cut_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.services.gateway.chat_template.MAX_OUTPUT_CHARS", 1000)
+    monkeypatch.setattr("outrider.services.gateway.template_bounds.MAX_OUTPUT_CHARS", 1000)
     with pytest.raises(InvalidRequestError, match="longer than 1000"):
         render("{% for i in range(90000) %}xxxxxxxxxx{% endfor %}")
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ unclosed", "{% nonsense %}", "x" * 300_000])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ unclosed",
+        "{% nonsense %}",
+        "x" * 300_000,
+        NESTED,
+        "{{ 1 | slice(9) }}",
+    ],
+)
 def test_a_template_that_does_not_compile_is_a_start_up_error(source: str) -> None:
     with pytest.raises(CheckpointError, match="chat template"):
         ChatTemplate(source, {})
@@ -171,4 +210,30 @@ def test_long_texts_are_encoded_aside(monkeypatch: pytest.MonkeyPatch, length: i
     assert list(asyncio.run(codec.encode_aside(text))) == encode(text).ids
     messages = [{"role": "user", "content": text}]
     assert asyncio.run(codec.encode_chat_aside(messages, {})) == codec.encode_chat(messages, {})
-    assert len(threads) == (2 if length > SHORT_TEXT else 0)
+    # Templates may take long on any chat, so every chat goes to a worker thread.
+    assert len(threads) == (2 if length > SHORT_TEXT else 1)
+
+
+def test_running_out_of_memory_is_a_named_error() -> None:
+    def no_memory() -> datetime:
+        raise MemoryError
+
+    with pytest.raises(InvalidRequestError, match="MemoryError"):
+        ChatTemplate("{{ strftime_now('%Y') }}", {}, no_memory).render(MESSAGES, {})
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'a' ~ 1 ~ none ~ missing }}", "a1None"),
+        ("{% for a, b in [(1, 2), (3, 4)] if b > 2 %}{{ a }}{{ loop.index }}{% endfor %}", "31"),
+        ("{% set a, b = 1, [2, messages[0].role] %}{{ a }}{{ b }}", "1[2, 'user']"),
+        ("{% for i in [] %}{% else %}none{% endfor %}", "none"),
+        ("{{ ['a', 'b'] | join('-') }}{{ '-'.join(['a', 'b']) }}{{ 'x.y'.replace('.', '!') }}", "a-ba-bx!y"),
+        ("{{ messages | map(attribute='role') | list }}{{ [1, 2] | sum }}{{ 2 ** 10 }}", "['user']31024"),
+        ("{{ '%s is %d' % ('a', 1) }}{{ '{} and {:02d}'.format('b', 3) }}", "a is 1b and 03"),
+        ("{{ {'a': [1, {'b': none}]} | tojson }}{{ 1.25 | round(1) }}", '{"a": [1, {"b": null}]}1.2'),
+    ],
+)
+def test_what_templates_use_works_within_the_bounds(source: str, text: str) -> None:
+    assert render(source, [{"role": "user", "content": "x"}]) == text

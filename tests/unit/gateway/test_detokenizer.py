@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.toy_text import make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from outrider.services.gateway.detokenizer import IncrementalDecoder, TextAssembler
+from outrider.services.gateway.detokenizer import IncrementalDecoder, TextAssembler, special_token_ids
 from outrider.services.gateway.request import StopRules
 
 
@@ -147,3 +147,21 @@ def test_without_a_tokenizer_ids_pass_through() -> None:
         ("", (7,)),
         ("", ()),
     ]
+
+
+def test_a_long_run_of_skipped_tokens_is_not_decoded_again_and_again(tmp_path: Path) -> None:
+    """`DecodeStream` keeps skipped tokens and decodes all of them with each further one."""
+    tokenizer = Tokenizer.from_file(str(make_tokenizer(tmp_path) / "tokenizer.json"))
+    special = min(special_token_ids(tokenizer))
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
+    steps = []
+
+    class Counting:
+        def step(self, used: Tokenizer, token_id: int) -> str:
+            steps.append(token_id)
+            return "x"
+
+    decoder._stream = Counting()  # type: ignore[assignment]
+    assert "".join(decoder.push(special) for _ in range(5000)) == ""
+    assert decoder.push(9) == "x"
+    assert steps == [9]

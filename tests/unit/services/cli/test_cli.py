@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import typer
 from pydantic import Field
+from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
 from outrider.services.cli.settings_options import settings_command
-from outrider.services.cli.up import StatusConsole
+from outrider.services.cli.up import StatusConsole, _echo_to
 from outrider.services.stack import launch
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError
@@ -311,6 +312,17 @@ class ClosedPipe(io.StringIO):
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
+
+
+def test_json_lines_of_services_stay_and_other_lines_become_objects() -> None:
+    out = io.StringIO()
+    echo = _echo_to(Console(file=out), log_json=True)
+    echo("target", '{"event": "ready"}')
+    echo("draft", "plain [bold]text[/]")
+    assert [json.loads(line) for line in out.getvalue().splitlines()] == [
+        {"event": "ready"},
+        {"service": "draft", "event": "plain [bold]text[/]"},
+    ]
 
 
 def test_a_closed_status_output_goes_quiet() -> None:

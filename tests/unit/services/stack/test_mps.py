@@ -17,7 +17,7 @@ from outrider.services.stack.launch import plan_stack, running_stack, wants_inpr
 from outrider.services.stack.mps import PROGRAM, shared_gpu
 from outrider.services.stack.option_checks import check_values
 from outrider.services.stack.options import StackOptions, Transport
-from outrider.services.stack.supervisor import ChildSpec, Supervisor, Surroundings
+from outrider.services.stack.supervisor import Child, ChildSpec, Supervisor, Surroundings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
 
@@ -179,6 +179,9 @@ def test_the_stack_runs_inside_the_daemon(control: FakeControl, monkeypatch: pyt
     class Fake:
         def settle(self) -> None:
             found.append(Surroundings())
+
+        def child(self, name: str) -> Child:
+            return Child(ChildSpec(name, ()), Lines(), threading.Event(), Surroundings())
 
     @contextmanager
     def supervisor(_children: object, _echo: object, around: Surroundings) -> Iterator[Fake]:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
+
 from outrider.services.stack.supervisor import Child, ChildSpec, Supervisor, next_backoff
 
 # Prints its process id, then waits for a signal.
@@ -174,3 +176,33 @@ def test_children_are_found_by_name() -> None:
     supervisor = Supervisor([python("gateway", WAITING), python("draft", WAITING)], Lines())
     assert isinstance(supervisor.child("draft"), Child)
     assert supervisor.child("draft").process_id is None
+
+
+def test_a_log_that_cannot_be_written_leaves_the_child_alone() -> None:
+    """The end of the thread that reads the output would also kill the child."""
+    lines = Lines()
+
+    def echo(name: str, line: str) -> None:
+        if line == "lost":
+            raise OSError(28, "No space left on device")
+        lines(name, line)
+
+    with Supervisor([python("child", "print('lost', flush=True)\n" + WAITING)], echo) as supervisor:
+        assert is_running(int(lines.next_of("child")))
+        assert supervisor.child("child").starts == 1
+
+
+def test_control_characters_of_children_are_escaped() -> None:
+    lines = Lines()
+    with Supervisor([python("child", "print('\\x1b[2J')")], lines):
+        assert lines.next_of("child") == r"\x1b[2J"
+
+
+def test_a_child_does_not_get_hidden_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_GATEWAY_API_KEY", "secret")
+    code = "import os; print('OUTRIDER_GATEWAY_API_KEY' in os.environ)"
+    lines = Lines()
+    hidden = ChildSpec("hidden", (sys.executable, "-c", code), 10.0, ("OUTRIDER_GATEWAY_API_KEY",))
+    with Supervisor([hidden, python("open", code)], lines):
+        assert lines.next_of("hidden") == "False"
+        assert lines.next_of("open") == "True"

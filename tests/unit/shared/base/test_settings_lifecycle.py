@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +130,18 @@ def test_a_container_may_listen_on_all_addresses_if_its_port_is_published_locall
 def test_keys_that_could_never_match_are_refused(key: str) -> None:
     with pytest.raises(ConfigurationError, match="api_key"):
         GatewaySettings(api_key=(key,)).check()
+
+
+def test_api_keys_come_from_a_file(tmp_path: Path) -> None:
+    """A key on the command line would show in ps."""
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n", encoding="ascii")
+    settings = GatewaySettings(host="0.0.0.0", api_key=("zero",), api_key_file=file)
+    settings.check()
+    assert settings.keys == ("zero", "one", "two")
+    file.write_text("\n", encoding="ascii")
+    with pytest.raises(ConfigurationError, match="has no key") as caught:
+        GatewaySettings(api_key_file=file).check()
+    assert caught.value.field == "api_key_file"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        GatewaySettings(api_key_file=tmp_path / "none").check()

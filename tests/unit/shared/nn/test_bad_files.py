@@ -91,6 +91,15 @@ TARGET_FAULTS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "",
         "header that is not JSON",
     ),
+    "header with a huge number": (
+        lambda folder: (folder / WEIGHTS_FILE).write_bytes(struct.pack("<Q", 5000) + b"1" * 5000),
+        *("", "header that is not JSON"),
+    ),
+    "dtype that is a list": (
+        lambda folder: edit_header(folder, lambda header: header[LAYER].update(dtype=["F32"])),
+        LAYER,
+        "not supported",
+    ),
     "overlapping offsets": (
         lambda folder: edit_header(folder, overlap),
         "model.",

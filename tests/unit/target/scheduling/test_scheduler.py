@@ -343,3 +343,38 @@ def test_the_gate_bounds_requests_and_prompt_tokens() -> None:
     with pytest.raises(OverloadedError) as rate:
         gate.enter(1)
     assert rate.value.retry_after_s == 2.0, "half of the queue, at the measured four seconds per request"
+
+
+@pytest.mark.parametrize("num_paused", [1, 3])
+def test_paused_sequences_give_their_slots_to_those_that_wait(num_paused: int) -> None:
+    """One sequence goes on all the time. Before, paused ones were retracted only if all were paused."""
+    scheduler = Scheduler(PageAllocator(64), PAGE_SIZE, LIMITS)
+    first = [make_sequence(number, 4, 20) for number in range(LIMITS.max_running)]
+    for sequence in first:
+        scheduler.gate.enter(sequence.prompt_len)
+        scheduler.add(sequence)
+    while not all(sequence.status is SequenceStatus.RUNNING for sequence in first):
+        execute(scheduler, scheduler.schedule(0.0))
+    for sequence in first[1 : 1 + num_paused]:
+        sequence.paused_at = 0.0
+    late = [make_sequence(10 + number, 4, 20) for number in range(num_paused)]
+    for sequence in late:
+        scheduler.gate.enter(sequence.prompt_len)
+        scheduler.add(sequence)
+    plan = scheduler.schedule(0.0)
+    assert plan.admitted == late
+    assert set(plan.retracted) == set(first[1 : 1 + num_paused])
+    assert first[0] in scheduler.active
+    assert scheduler.num_retractions == num_paused
+    scheduler.check()
+
+
+def test_paused_sequences_keep_their_slots_while_nobody_waits() -> None:
+    scheduler = Scheduler(PageAllocator(64), PAGE_SIZE, LIMITS)
+    sequence = make_sequence(1, 4, 20)
+    scheduler.gate.enter(4)
+    scheduler.add(sequence)
+    execute(scheduler, scheduler.schedule(0.0))
+    sequence.paused_at = 0.0
+    assert not scheduler.schedule(0.0).retracted
+    assert sequence in scheduler.active

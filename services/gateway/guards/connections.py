@@ -1,0 +1,162 @@
+"""Bounds the connections of the REST port: their number, and the time until a complete request head.
+
+A client needs no key to connect. Without these bounds, silent connections would use up all file descriptors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from outrider.shared.obs.logging import get_logger
+
+WANTED_FILES = 65_536
+"""File descriptors to ask for. More would not help: ports and memory are used up earlier."""
+OTHER_FILES = 256
+"""File descriptors that are kept for everything else: gRPC, the target, log files."""
+ACCEPTED_AT_ONCE = 64
+"""Connections that asyncio accepts before it lets a protocol close any of them."""
+MIN_CONNECTIONS = 16
+LOG_INTERVAL_S = 10.0
+_log = get_logger("outrider.gateway.connections")
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files as far as the hard limit and `WANTED_FILES` allow, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            return soft
+        return wanted
+    return WANTED_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def connection_cap(asked: int, open_files: int) -> int:
+    """Return the limit of connections.
+
+    Args:
+        asked: Limit that the operator set. 0: as many as the limit of open files allows.
+        open_files: Limit of open files of this process.
+    """
+    fitting = max(MIN_CONNECTIONS, open_files - OTHER_FILES - ACCEPTED_AT_ONCE)
+    return min(asked, fitting) if asked else fitting
+
+
+class ConnectionGuard:
+    """Counts connections, and closes those that wait for a request head.
+
+    At the limit, the connection that has waited longest for its head makes room for the new one. If every
+    connection has a request, the new one is closed.
+
+    Attributes:
+        limit: Largest number of connections.
+        head_timeout_s: Seconds from the connection, or from the end of a request, to the next complete head.
+        closed: Number of connections that were closed because of the limit.
+    """
+
+    def __init__(self, limit: int, head_timeout_s: float) -> None:
+        self.limit = limit
+        self.head_timeout_s = head_timeout_s
+        self.closed = 0
+        self._open: set[GuardedProtocol] = set()
+        # In the order in which the connections began to wait. Values are unused.
+        self._waiting: dict[GuardedProtocol, None] = {}
+        self._logged_at = -LOG_INTERVAL_S
+        self._unlogged = 0
+
+    def protocol(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> asyncio.Protocol:
+        """Make the protocol of a new connection. This is uvicorn's `http_protocol_class`."""
+        return GuardedProtocol(self, config, server_state, app_state, _loop)
+
+    def opened(self, connection: GuardedProtocol) -> None:
+        """Count a new connection, and close one if there are too many."""
+        self._open.add(connection)
+        if len(self._open) > self.limit:
+            victim = next(iter(self._waiting), connection)
+            self._note_closed()
+            self.lost(victim)
+            victim.transport.abort()
+
+    def lost(self, connection: GuardedProtocol) -> None:
+        """Forget a connection."""
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def waits(self, connection: GuardedProtocol, waiting: bool) -> None:
+        """Note whether a connection waits for a request head."""
+        if waiting and connection in self._open:
+            self._waiting.setdefault(connection, None)
+        elif not waiting:
+            self._waiting.pop(connection, None)
+
+    def _note_closed(self) -> None:
+        self.closed += 1
+        self._unlogged += 1
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_INTERVAL_S:
+            _log.warning("too many connections", limit=self.limit, closed=self._unlogged)
+            self._logged_at, self._unlogged = now, 0
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1 protocol, with a time limit until each complete request head."""
+
+    def __init__(self, guard: ConnectionGuard, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._guard = guard
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept the connection, or close it if there are too many."""
+        super().connection_made(transport)
+        self._guard.opened(self)
+        self._follow_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse bytes. They may complete a head."""
+        super().data_received(data)
+        self._follow_head()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next head."""
+        super().on_response_complete()
+        self._follow_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._stop_timer()
+        self._guard.lost(self)
+        super().connection_lost(exc)
+
+    def _follow_head(self) -> None:
+        """Start the timer if no request is running, else stop it. A running timer is not extended."""
+        waiting = self.cycle is None or self.cycle.response_complete
+        self._guard.waits(self, waiting)
+        if not waiting:
+            self._stop_timer()
+        elif self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self._guard.head_timeout_s, self._close_headless)
+
+    def _close_headless(self) -> None:
+        self._head_timer = None
+        self.transport.abort()
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

@@ -1,0 +1,77 @@
+"""Collects what the log line of a request says about its generation."""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.services.gateway.request import (
+    FINISH_NAMES,
+    ChoiceEvent,
+    Chunk,
+    Finished,
+    Started,
+    merge_speculation,
+)
+from outrider.shared.base.errors import OutriderError
+from outrider.shared.base.generation import SpeculationReport
+
+current_note: ContextVar[RequestNote | None] = ContextVar("request_note", default=None)
+"""The note of the HTTP request that this task serves."""
+
+
+@dataclass(slots=True)
+class RequestNote:
+    """Notes on one request, with all of its sequences.
+
+    Attributes:
+        began: Start of the request, from `time.perf_counter`.
+        prompt_tokens: Prompt tokens of all sequences.
+        completion_tokens: Tokens emitted so far.
+        ttft_s: Seconds from the start to the first tokens, or None.
+        error: Why the request failed, or None.
+    """
+
+    began: float = field(default_factory=time.perf_counter)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float | None = None
+    error: OutriderError | None = None
+    _started: bool = False
+    _finishes: list[str] = field(default_factory=list)
+    _reports: list[SpeculationReport] = field(default_factory=list)
+
+    def observe(self, one: ChoiceEvent) -> None:
+        """Note an event of the generation."""
+        match one.event:
+            case Chunk(token_ids=token_ids):
+                self.completion_tokens += len(token_ids)
+                if self.ttft_s is None and token_ids:
+                    self.ttft_s = time.perf_counter() - self.began
+            case Started(prompt_tokens=prompt_tokens):
+                self._started = True
+                self.prompt_tokens += prompt_tokens
+            case Finished() as end:
+                self._reports.append(end.speculation)
+                finish = FINISH_NAMES[end.reason]
+                if finish not in self._finishes:
+                    self._finishes.append(finish)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the log line. Empty for a request that generated nothing and did not fail."""
+        fields: dict[str, Any] = {}
+        if self._started:
+            fields = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
+        if self.ttft_s is not None:
+            fields["ttft_ms"] = round(self.ttft_s * 1e3, 1)
+        if self._reports and (accept_length := merge_speculation(self._reports).accept_length):
+            fields["accept_length"] = round(accept_length, 2)
+        if self._finishes:
+            fields["finish"] = ",".join(self._finishes)
+        if self.error is not None:
+            fields["error"] = self.error.reason or self.error.code.name.lower()
+            if self.error.field:
+                fields["field"] = self.error.field
+        return fields

@@ -1,0 +1,45 @@
+"""Asks the target for its health at intervals, because a process that hangs keeps its connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider.shared.obs.logging import get_logger
+
+PROBE_INTERVAL_S = 2.0
+PROBE_TIMEOUT_S = 8.0
+_log = get_logger("outrider.gateway.target")
+
+
+async def probe_target(
+    channel: grpc.aio.Channel, service: str, answers: Callable[[bool], None], timeout_s: float
+) -> None:
+    """Probe until cancelled.
+
+    Running sequences are left alone: a target that was only suspended goes on with them.
+
+    Args:
+        channel: Channel to the target.
+        service: Full name of the target's gRPC service.
+        answers: Called with False when an answer is overdue, and with True when answers arrive again.
+        timeout_s: Time after which an answer is overdue.
+    """
+    stub = health_pb2_grpc.HealthStub(channel)
+    overdue = False
+    while True:
+        await asyncio.sleep(min(PROBE_INTERVAL_S, timeout_s))
+        try:
+            await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            # Other errors end the session, whose own handling follows.
+            failed = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        else:
+            failed = False
+        if failed is not overdue:
+            overdue = failed
+            _log.warning("target does not answer" if failed else "target answers again")
+            answers(not failed)

@@ -1,0 +1,112 @@
+"""Kills services that run but do not answer, so that their supervisor restarts them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from outrider.services.stack.supervisor import Child, Supervisor
+
+PROBE_INTERVAL_S = 2.0
+HUNG_AFTER_S = 30.0
+
+Probe = Callable[[], bool]
+"""Returns True if a service answers, whatever it answers. Must return within a few seconds."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known about one run of a child.
+
+    Attributes:
+        starts: Number of the run.
+        answered: True once the run has answered. Until then, it is starting, which may take minutes.
+        silent_since: Time of the first failed probe after an answer, or None.
+    """
+
+    starts: int = 0
+    answered: bool = False
+    silent_since: float | None = None
+
+
+class Liveness:
+    """Probes children on a thread of its own. Use as a context manager.
+
+    Args:
+        supervisor: Restarts the children.
+        probes: A probe for each child, by name.
+        hung_after_s: Time without an answer after which a child is killed.
+        interval_s: Time between probes.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        probes: Mapping[str, Probe],
+        hung_after_s: float = HUNG_AFTER_S,
+        interval_s: float = PROBE_INTERVAL_S,
+    ) -> None:
+        self._children = [(supervisor.child(name), probe, _Record()) for name, probe in probes.items()]
+        self._hung_after_s = hung_after_s
+        self._interval_s = interval_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
+
+    def __enter__(self) -> Liveness:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            for child, probe, record in self._children:
+                self._check(child, probe, record)
+
+    def _check(self, child: Child, probe: Probe, record: _Record) -> None:
+        starts = child.starts
+        if starts != record.starts:
+            record.starts, record.answered, record.silent_since = starts, False, None
+        if probe():
+            record.answered, record.silent_since = True, None
+            return
+        now = time.monotonic()
+        if not record.answered or self._stopping.is_set():
+            return
+        if record.silent_since is None:
+            record.silent_since = now
+        elif now - record.silent_since >= self._hung_after_s:
+            record.answered = False
+            child.kill_hung(starts, f"has not answered for {now - record.silent_since:.0f} s; killed")
+
+
+def service_probes(
+    url: str, target_address: str, draft_address: str | None, cleanup: ExitStack
+) -> dict[str, Probe]:
+    """Return a probe for each service of a stack. Any answer counts, also of a service that drains.
+
+    Args:
+        url: REST address of the gateway.
+        target_address: gRPC address of the target.
+        draft_address: Address of the draft, or None if it has no process of its own.
+        cleanup: Closes the connections of the probes.
+    """
+    from outrider.services.clients.health import DRAFT_SERVICE, TARGET_SERVICE, ServingProbe
+    from outrider.services.clients.rest import RestClient
+    from outrider.shared.rpc.address import grpc_address
+
+    gateway = cleanup.enter_context(RestClient(url))
+    target = cleanup.enter_context(ServingProbe(target_address, TARGET_SERVICE))
+    probes: dict[str, Probe] = {
+        "gateway": lambda: gateway.status("/health")[0] != 0,
+        "target": target.answers,
+    }
+    if draft_address:
+        address = grpc_address(draft_address, "draft")
+        probes["draft"] = cleanup.enter_context(ServingProbe(address, DRAFT_SERVICE)).answers
+    return probes

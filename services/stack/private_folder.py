@@ -1,0 +1,46 @@
+"""The private folder of one stack: its sockets. Removes folders of stacks that were killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "outrider-"
+_NAME = re.compile(rf"{PREFIX}(\d+)-\w+")
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make a folder that only this user can enter, and remove it at the end.
+
+    The name contains this process's id, so that a later stack can remove what a killed one has left.
+    """
+    remove_abandoned(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove this user's folders in `parent` whose process has ended. Others stay, also if anything fails.
+
+    A folder of the MPS daemon stays, because the daemon may still run, and its pipes are needed to stop it.
+    """
+    with contextlib.suppress(OSError):
+        for folder in parent.iterdir():
+            match = _NAME.fullmatch(folder.name)
+            if match and not Path(f"/proc/{match[1]}").exists() and _is_ours(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    plain = folder.is_dir() and not folder.is_symlink() and not (folder / "mps").exists()
+    return found.st_uid == os.getuid() and plain

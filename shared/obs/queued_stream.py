@@ -1,0 +1,151 @@
+"""Writes log lines on another thread, so that a full disk or a log that nobody reads stops no service."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, NoReturn, TextIO
+
+MAX_QUEUED_CHARS = 4 * 1024 * 1024
+"""Text that waits for the reader of the log. Further lines are dropped and counted."""
+EXIT_DRAIN_S = 1.0
+"""Longest wait for the reader of the log when the process ends."""
+MAX_WRITE_BYTES = 64 * 1024
+
+
+class QueuedStream(io.TextIOBase):
+    """A text stream whose `write` never blocks and never raises.
+
+    A thread writes the text to the stream behind it. While the reader of that stream stalls, text is kept up
+    to `max_chars`, and then dropped. A line in the output says how many lines are missing. Text that cannot
+    be written, for example because the disk is full, is dropped in the same way.
+
+    Args:
+        behind: The stream to write to.
+        max_chars: Most characters to keep.
+    """
+
+    def __init__(self, behind: TextIO, max_chars: int = MAX_QUEUED_CHARS) -> None:
+        self._behind = behind
+        self._max_chars = max_chars
+        self._descriptor = _descriptor(behind)
+        self._changed = threading.Condition()
+        self._texts: deque[str] = deque()
+        self._chars = 0
+        self._missing = 0
+        self._writing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Encoding of the stream behind."""
+        return self._behind.encoding or "utf-8"
+
+    @property
+    def dropped_lines(self) -> int:
+        """Number of lines that were dropped and that the output has not reported yet."""
+        return self._missing
+
+    def write(self, text: str) -> int:
+        """Queue text. Return its length."""
+        with self._changed:
+            if self._chars + len(text) > self._max_chars:
+                self._missing += text.count("\n")
+                return len(text)
+            self._texts.append(text)
+            self._chars += len(text)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_texts, name="log-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: the thread writes without delay."""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all text is written, at most `timeout_s`. Return True if it is."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._texts and not self._writing, max(0.0, deadline - time.monotonic())
+            )
+
+    def isatty(self) -> bool:
+        """Return True if the stream behind is a terminal."""
+        return self._behind.isatty()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the stream behind."""
+        return self._behind.fileno()
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def _write_texts(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._texts))
+                missing, self._missing = self._missing, 0
+                text = "".join(self._texts)
+                self._texts.clear()
+                self._writing = True
+            if missing:
+                text = f"({missing} log lines were dropped because the log could not be written)\n{text}"
+            try:
+                self._write_out(text)
+            except Exception:
+                # The service goes on without this part of its log.
+                with self._changed:
+                    self._missing += missing + text.count("\n") - bool(missing)
+            with self._changed:
+                # Text counts until it is written. So at most twice `max_chars` are in memory.
+                self._chars = sum(map(len, self._texts))
+                self._writing = False
+                self._changed.notify_all()
+
+    def _write_out(self, text: str) -> None:
+        if self._descriptor is None:
+            self._behind.write(text)
+            self._behind.flush()
+            return
+        # Not through the stream's own buffer, which would keep what could not be written.
+        data = memoryview(text.encode(self.encoding, "backslashreplace"))
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data[:MAX_WRITE_BYTES]) :]
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
+
+
+def queue_stderr() -> None:
+    """Replace `sys.stderr` by a `QueuedStream`, and write what it has kept when the process ends.
+
+    Streams that tests or other programs have put in place stay as they are.
+    """
+    if sys.__stderr__ is None or sys.stderr is not sys.__stderr__:
+        return
+    queued = QueuedStream(sys.__stderr__)
+    sys.stderr = queued
+    atexit.register(queued.drain, EXIT_DRAIN_S)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process like `os._exit`, but first write what a queued `sys.stderr` has kept."""
+    if isinstance(sys.stderr, QueuedStream):
+        sys.stderr.drain(EXIT_DRAIN_S)
+    os._exit(code)
+
+
+def _descriptor(stream: Any) -> int | None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return int(stream.fileno())
+    return None

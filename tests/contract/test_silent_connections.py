@@ -1,0 +1,101 @@
+"""Connections without requests: closed after a time, and never in the way of clients with requests."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import socket
+import subprocess
+import sys
+
+import pytest
+from http_calls import MakeGateway, client_of
+
+from outrider.services.gateway.guards.connections import connection_cap, raise_file_limit
+
+WAIT_S = 20
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def _connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+
+
+def _closed(connection: socket.socket) -> bool:
+    """Wait until the server closes the connection. A timeout raises."""
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(4096):
+            pass
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost", HEAD + b"GET /health HTT"])
+def test_a_connection_without_a_complete_head_is_closed(make_gateway: MakeGateway, sent: bytes) -> None:
+    gateway = make_gateway(head_timeout_s=0.2)
+    with _connect(gateway.server.port) as connection:
+        connection.sendall(sent)
+        assert _closed(connection)
+
+
+def test_a_running_request_outlives_the_head_timeout(make_gateway: MakeGateway) -> None:
+    """A body that is not complete keeps the request running. Only its own limit may end it."""
+    gateway = make_gateway(head_timeout_s=0.05)
+    start = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+    start += b"Content-Type: application/json\r\nContent-Length: 15\r\n\r\n"
+    with _connect(gateway.server.port) as connection, _connect(gateway.server.port) as silent:
+        connection.sendall(start)
+        assert _closed(silent)
+        connection.sendall(b'{"prompt": "x"}')
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_silent_connections_make_room_for_requests(
+    make_gateway: MakeGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = make_gateway(max_connections=16, head_timeout_s=300)
+    caplog.set_level(logging.WARNING, "outrider.gateway.connections")
+    with contextlib.ExitStack() as held:
+        connections = [held.enter_context(_connect(gateway.server.port)) for _ in range(64)]
+        assert all(map(_closed, connections[:48]))
+        with client_of(gateway) as client:
+            assert client.get("/health").status_code == 200
+    assert len([one for one in caplog.records if "too many connections" in one.getMessage()]) <= 1
+
+
+def test_the_limit_leaves_file_descriptors_for_the_rest() -> None:
+    assert connection_cap(0, 1024) <= 1024 - 256
+    assert connection_cap(100, 1024) == 100
+    assert connection_cap(5000, 1024) == connection_cap(0, 1024)
+    assert connection_cap(0, 64) > 0
+
+
+def test_the_soft_limit_of_open_files_is_raised() -> None:
+    """The limit belongs to the process, so another process tries it."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    script = (
+        "import resource\n"
+        "from outrider.services.gateway.guards.connections import raise_file_limit\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"
+        "print(raise_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    said, real = map(int, out.split())
+    assert said == real > 256
+    assert raise_file_limit() > 0
+
+
+def test_a_request_of_ambiguous_length_is_refused_and_the_connection_closed(
+    make_gateway: MakeGateway,
+) -> None:
+    """Behind a proxy that reads the other length, what follows would be a request of another client."""
+    gateway = make_gateway()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request += b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + HEAD
+    with _connect(gateway.server.port) as connection:
+        connection.sendall(request)
+        reply = bytearray()
+        while part := connection.recv(4096):
+            reply += part
+    assert reply.startswith(b"HTTP/1.1 400")
+    assert reply.count(b"HTTP/1.1") == 1

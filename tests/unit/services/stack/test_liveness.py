@@ -1,0 +1,86 @@
+"""Children that run but do not answer are killed and restarted. The children are small UDP servers."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+
+from outrider.services.stack.liveness import Liveness
+from outrider.services.stack.supervisor import ChildSpec, Supervisor
+
+WAIT_S = 20
+ANSWERS = """
+import os, socket
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("127.0.0.1", 0))
+print(os.getpid(), server.getsockname()[1], flush=True)
+while True:
+    server.sendto(*server.recvfrom(64))
+"""
+SILENT = "import os, signal; print(os.getpid(), 0, flush=True); signal.pause()"
+
+
+class Pair:
+    """Notes what children say, and probes them."""
+
+    def __init__(self) -> None:
+        self.lines: queue.Queue[str] = queue.Queue()
+        self.answered = threading.Event()
+        self.failed = threading.Semaphore(0)
+        self.port = 0
+
+    def echo(self, _name: str, line: str) -> None:
+        self.lines.put(line)
+
+    def next_start(self) -> int:
+        """Return the process id of the next run that reports its start."""
+        while True:
+            words = self.lines.get(timeout=WAIT_S).split()
+            if len(words) == 2 and all(word.isdigit() for word in words):
+                self.port = int(words[1])
+                return int(words[0])
+
+    def probe(self) -> bool:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+            client.settimeout(0.2)
+            try:
+                client.sendto(b"?", ("127.0.0.1", self.port or 9))
+                client.recv(64)
+            except OSError:
+                self.failed.release()
+                return False
+        self.answered.set()
+        return True
+
+
+def test_a_suspended_child_is_killed_and_restarted() -> None:
+    pair = Pair()
+    spec = ChildSpec("child", (sys.executable, "-c", ANSWERS), 10.0)
+    with Supervisor([spec], pair.echo) as supervisor:
+        supervisor.settle()
+        first = pair.next_start()
+        with Liveness(supervisor, {"child": pair.probe}, hung_after_s=0.1, interval_s=0.01):
+            assert pair.answered.wait(WAIT_S)
+            os.kill(first, signal.SIGSTOP)
+            second = pair.next_start()
+            assert second != first
+            pair.answered.clear()
+            assert pair.answered.wait(WAIT_S)
+        assert supervisor.child("child").starts == 2
+
+
+def test_a_child_that_is_still_starting_is_left_alone() -> None:
+    """Loading a model may take minutes. Silence counts only after the first answer."""
+    pair = Pair()
+    spec = ChildSpec("child", (sys.executable, "-c", SILENT), 10.0)
+    with Supervisor([spec], pair.echo) as supervisor:
+        supervisor.settle()
+        pair.next_start()
+        with Liveness(supervisor, {"child": pair.probe}, hung_after_s=0.0, interval_s=0.01):
+            for _ in range(3):
+                assert pair.failed.acquire(timeout=WAIT_S)
+        assert supervisor.child("child").starts == 1
