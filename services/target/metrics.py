@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outrider.services.target.policy.controller import ExecutedStep
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
@@ -143,12 +144,12 @@ class TargetMetrics:
                 trees were not requested through the host.
         """
         self._verify_s.observe(step.verify_s)
-        if step.round_s is not None:
+        if step.path is not DraftPath.HOST:
             self._round_s.observe(step.round_s)
         if answer_s is not None:
             self._rpc_s.observe(answer_s)
-        if step.depth:
-            self._draft_s.observe(step.wait_s or draft_s)
+        if step.requested:
+            self._draft_s.observe(step.draft_s or draft_s)
             self._count_drafts(step)
 
     def _count_drafts(self, step: ExecutedStep) -> None:
