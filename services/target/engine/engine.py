@@ -165,10 +165,7 @@ class TargetEngine(Steppable):
     def prometheus_text(self) -> str:
         """Return the current metrics in Prometheus text format."""
         return self.metrics.render(
-            self._scheduler,
-            self._drafter.state(),
-            self._sessions.num_resyncs,
-            self.controller.speedup_estimate,
+            self._scheduler, self._drafter.state(), self._sessions.num_resyncs, self.controller
         )
 
     def stats(self) -> EngineStats:
@@ -185,6 +182,8 @@ class TargetEngine(Steppable):
             rounds=self._loop.num_rounds,
             speculation=self._output.totals,
             speedup_estimate=self.controller.speedup_estimate,
+            verdict=self.controller.verdict,
+            looks_lost_s=self.controller.lost_s,
         )
 
     @property
