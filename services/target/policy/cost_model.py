@@ -21,12 +21,10 @@ from enum import Enum
 from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.spec.tree import DraftShape
 
-COST_WEIGHT = 0.15
-"""Weight of a new sample in the moving averages of costs."""
 CHEAPER_WEIGHT = 0.5
-"""Weight of a sample of a time that other work can only prolong, if the sample is below the average."""
+"""Weight of a sample that is below the moving average. Other work can prolong a time but not shorten it."""
 DEARER_WEIGHT = 0.05
-"""Weight of such a sample if it is above the average."""
+"""Weight of a sample that is above the moving average."""
 UNSEEN_ROW_COST = 0.03
 """Assumed cost of one more row per sequence until larger passes are measured, as a share of a plain pass."""
 UNSEEN_LEVEL_COST = 0.06
@@ -89,12 +87,12 @@ class RoundCosts:
             known = self._draft.setdefault((shape.depth, shape.topk == 1), {})
             share = parts[shape] / total if total else 1 / len(parts)
             size = power_of_2(count)
-            known[size] = _lowest_blend(known.get(size), seconds * share)
+            known[size] = _blend(known.get(size), seconds * share)
 
     def observe_rest(self, batch_size: int, drafts: bool, seconds: float) -> None:
         """Record how much longer a round took than its drafts and its verify pass."""
         key = (power_of_2(batch_size), drafts)
-        self._rest[key] = _lowest_blend(self._rest.get(key), max(seconds, 0.0))
+        self._rest[key] = _blend(self._rest.get(key), max(seconds, 0.0))
 
     def observe_answer(self, seconds: float) -> None:
         """Record the time from a proposal's announcement to its arrival."""
@@ -204,13 +202,8 @@ def _size_class(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _blend(average: float | None, sample: float, weight: float = COST_WEIGHT) -> float:
+def _blend(average: float | None, sample: float) -> float:
     """Return the average after one more sample. The sample counts as at most four times the average."""
-    return sample if average is None else average + weight * (min(sample, 4 * average) - average)
-
-
-def _lowest_blend(average: float | None, sample: float) -> float:
-    """Return the average of times that other work can prolong but not shorten."""
     if average is None:
         return sample
     weight = CHEAPER_WEIGHT if sample < average else DEARER_WEIGHT
