@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from outrider.services.target.policy.controller import ExecutedStep, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
-from outrider.services.target.policy.verdict import Reason, Verdict, shape_name
+from outrider.services.target.policy.verdict import Reason, Verdict
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
@@ -201,9 +203,11 @@ class TargetMetrics:
     def _tell_decision(self, verdict: Verdict) -> None:
         for reason in Reason:
             self._decision.labels(reason.value).set(1 if verdict.reason is reason else 0)
-        rows = {shape_name(shape): count for shape, count in verdict.shapes.items()}
-        rows["plain"] = verdict.plain_rows
+        # Names without topk and nodes, because each name is a series, and requests can set many bounds.
+        rows = Counter({"plain": verdict.plain_rows})
+        for shape, count in verdict.shapes.items():
+            rows[f"{'chain' if shape.topk == 1 else 'tree'} {shape.depth}"] += count
         self._shapes_seen |= rows.keys()
-        for name in self._shapes_seen:
-            self._auto_rows.labels(name).set(rows.get(name, 0))
+        for name in tuple(self._shapes_seen):
+            self._auto_rows.labels(name).set(rows[name])
         self._auto_speedup.set(1.0 if verdict.speedup is None else verdict.speedup)

@@ -118,7 +118,7 @@ class SpeculationController:
         if identity == self._identity:
             return
         self._identity = identity
-        self._drafter = self._drafters.pop(identity, None) or DrafterAcceptance()
+        self._drafter = self._drafters.pop(identity, DrafterAcceptance())
         self._drafters[identity] = self._drafter
         while len(self._drafters) > MOST_DRAFTERS:
             del self._drafters[next(iter(self._drafters))]
@@ -267,7 +267,9 @@ class SpeculationController:
         # 2. What would a look cost?
         costs: dict[DraftShape, tuple[float, list[int]]] = {}
         for looking in filter(None, sets):
-            for shape in dict.fromkeys(shape for index in looking for shape in expected[index]):
+            for shape in partitions.offered:
+                if not any(shape in expected[index] for index in looking):
+                    continue
                 loss_s = self._look_loss(rows, expected, best, partitions, others, looking, shape)
                 if shape not in best.shapes and loss_s < costs.get(shape, (math.inf, []))[0]:
                     costs[shape] = (loss_s, looking)

@@ -13,6 +13,7 @@ the batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -24,6 +25,8 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 SMALL_STEP_ROWS = 32
 """Rounds of up to this number of rows may be tried even if no round of half the size has been measured."""
 MOST_SHAPES = 2
+MOST_OFFERED = 8
+"""Largest number of shapes that are compared. Requests with other bounds cannot prolong a decision."""
 PRICE_STEPS = 2
 """Number of times that the price is computed again from the rate that it leads to."""
 
@@ -113,6 +116,7 @@ class Partitions:
         batch_size: Number of rows, i.e. of sequences.
         path: Where the trees come from.
         most_rows: Largest number of nodes of the round.
+        offered: The shapes that are compared: those that most rows may have.
         plain: The partition in which all `auto` rows decode plainly.
     """
 
@@ -129,6 +133,11 @@ class Partitions:
         # stays short.
         self.most_rows = min(max(SMALL_STEP_ROWS, 2 * costs.most_rows(self.batch_size)), MOST_ROWS)
         self.plain = self.of((), 0.0)
+        allowed: Counter[DraftShape] = Counter()
+        for one in classes:
+            for shape in one.tokens:
+                allowed[shape] += one.count
+        self.offered = [shape for shape, _ in allowed.most_common(MOST_OFFERED)]
 
     def best(self, kept: tuple[DraftShape, ...], advantage: float) -> Partition:
         """Return the best partition.
@@ -138,8 +147,7 @@ class Partitions:
                 their rate.
             advantage: See `kept`.
         """
-        offered = list(dict.fromkeys(shape for one in self._classes for shape in one.tokens))
-        best = self.plain
+        offered, best = self.offered, self.plain
         for shape in offered:
             best = max(best, self.priced((shape,), best.rate), key=_rate)
         if self.path is not DraftPath.EXCHANGE and best.shapes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.services.target.policy.cost_model import DraftPath, RoundCosts
-from outrider.services.target.policy.partition import Others, Partition, Partitions, RowClass
+from outrider.services.target.policy.partition import MOST_OFFERED, Others, Partition, Partitions, RowClass
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(5, 8, 32)
@@ -81,3 +81,11 @@ def test_a_round_has_at_most_twice_the_rows_of_the_largest_measured_round() -> N
     made.observe_verify(32, 40, 0.0041)
     of = Partitions([row(3.9, 3.9, 32)], NOBODY, made, DraftPath.DEVICE)
     assert of.best((), 1.0).counts == {CHAIN: 16}
+
+
+def test_many_different_bounds_do_not_prolong_a_decision() -> None:
+    usual = row(3.5, 3.6, 8)
+    odd = [RowClass({DraftShape(depth, topk, 20): 1.5}, 1) for depth in range(2, 8) for topk in range(2, 8)]
+    of = Partitions([*odd, usual], NOBODY, costs(44), DraftPath.DEVICE)
+    assert len(of.offered) == MOST_OFFERED
+    assert set(of.best((), 1.0).counts) == {CHAIN}
