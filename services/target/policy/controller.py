@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.services.target.policy.acceptance import DrafterAcceptance, SamplingKind
-from outrider.services.target.policy.cost_model import DraftPath, RoundCosts
+from outrider.services.target.policy.cost_model import SHORTEST_S, DraftPath, RoundCosts
 from outrider.services.target.policy.expectations import Expectations, Tokens, expected_tokens
 from outrider.services.target.policy.looks import LOOK_ROUNDS, LOOK_ROWS, Looks
 from outrider.services.target.policy.offered_shapes import cut
@@ -323,7 +323,7 @@ class SpeculationController:
             costs.observe_drafts(step.requested, step.path, step.draft_s)
         plain_s, tokens = costs.plain(batch_size), batch_size + sum(row.accepted for row in step.rows)
         # The duration without the prompts that ran between the rounds.
-        seconds = step.draft_s + step.verify_s + costs.rest(batch_size, drafts)
+        seconds = max(SHORTEST_S, step.draft_s + step.verify_s + costs.rest(batch_size, drafts))
         if plain_s is not None:
             plain_s += costs.rest(batch_size, False)
             self._account(step, tokens, seconds, plain_s)

@@ -32,6 +32,8 @@ UNSEEN_LEVEL_COST = 0.06
 FIXED_DRAFT_SHARE = 0.3
 """Share of a draft's time that does not grow with depth. Used to scale a time to another depth."""
 WAITS_KEPT = 128
+SHORTEST_S = 1e-7
+"""Least estimate of a round, because clocks may measure nothing."""
 
 
 class DraftPath(Enum):
@@ -152,7 +154,7 @@ class RoundCosts:
         """
         drafts = [self.draft(shape, count) for shape, count in groups.items() if count]
         drafting = max(drafts, default=0.0) if path is DraftPath.HOST else sum(drafts)
-        return drafting + self.verify(batch_size, rows) + self.rest(batch_size, bool(drafts))
+        return max(SHORTEST_S, drafting + self.verify(batch_size, rows) + self.rest(batch_size, bool(drafts)))
 
     def rest(self, batch_size: int, drafts: bool) -> float:
         """Estimate how much longer a round takes than its drafts and its verify pass."""
