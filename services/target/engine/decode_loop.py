@@ -205,12 +205,16 @@ class DecodeLoop:
         self, finished: FinishedRound, executed: list[ExecutedRow], wait: ProposalWait | None
     ) -> None:
         depth = max((entry.shape.depth for entry in finished.round.entries), default=0)
+        provisional = finished.round.provisional
         if wait is None:
+            wait_s = 0.0 if depth else None
             step = ExecutedStep(
-                executed, depth, 0.0 if depth else None, finished.verify_s, 0.0, finished.seconds
+                executed, depth, wait_s, finished.verify_s, 0.0, finished.seconds, provisional=provisional
             )
         else:
-            step = ExecutedStep(executed, wait.depth, wait.wait_s, finished.seconds, 0.0)
+            step = ExecutedStep(
+                executed, wait.depth, wait.wait_s, finished.seconds, 0.0, provisional=provisional
+            )
         self._controller.observe(step)
         self._metrics.observe_round(step, finished.draft_s, wait.answer_s if wait else None)
 

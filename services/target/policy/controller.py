@@ -171,8 +171,11 @@ class SpeculationController:
 
     def observe(self, step: ExecutedStep) -> None:
         """Learn the costs, the speedup over plain steps and each row's acceptance from an executed step."""
+        self._learn_acceptance(step)
         batch_size = len(step.rows)
         nodes = sum(row.num_nodes for row in step.rows)
+        if step.provisional:
+            return
         if step.round_s is not None:
             self.costs.observe_round(batch_size, nodes, step.depth, step.round_s)
             plain = self.costs.plain_round(batch_size)
@@ -202,6 +205,8 @@ class SpeculationController:
             self._draft_rate = (
                 ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
             )
+
+    def _learn_acceptance(self, step: ExecutedStep) -> None:
         for row in step.rows:
             if row.num_nodes > 1 and row.offered_depth:
                 self.acceptance.of(row.chain).observe(row.accepted, row.offered_depth)

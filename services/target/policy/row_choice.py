@@ -99,6 +99,8 @@ class ExecutedStep:
         overhead_s: Duration of scheduling, committing and delivering.
         round_s: For a round on the device, the time since the end of the previous round, including drafting.
             The other times are not measured in this case. None for a host-driven step.
+        provisional: True if later steps of this kind will take less time, because a piece without a CUDA
+            graph will soon be recorded. Nothing is learned from the times of such a step.
     """
 
     rows: Sequence[ExecutedRow]
@@ -107,6 +109,7 @@ class ExecutedStep:
     verify_s: float
     overhead_s: float
     round_s: float | None = None
+    provisional: bool = False
 
 
 class FormChoice:

@@ -192,3 +192,17 @@ def test_acceptance_forgets_and_starts_from_its_prior() -> None:
         fresh.observe(0, 2)
     assert fresh.rate(1) < 0.2
     assert fresh.expected_tokens(2)[0] == 1.0
+
+
+def test_times_of_provisional_steps_are_not_learned() -> None:
+    """A round whose pieces are not recorded yet takes longer than later rounds of its kind."""
+    controller = SpeculationController()
+    row = controller.new_row()
+    rows = [ExecutedRow(row, 16, 5, 4)]
+    slow = ExecutedStep(rows, 5, 0.0, 0.04, 0.0, 0.05, provisional=True)
+    for _ in range(8):
+        controller.observe(slow)
+    assert controller.costs.plain_round(1) is None
+    assert controller.costs.most_rows(1) == SpeculationController().costs.most_rows(1)
+    assert row.acceptance.trees.tried, "accepted drafts do not depend on graphs"
+    assert controller.speedup_estimate is None
