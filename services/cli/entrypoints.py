@@ -62,6 +62,11 @@ def serve_target(settings: TargetSettings) -> int:
     return app.run(plain, lambda decoder, sizing: drafter_beside(decoder, draft, sizing))
 
 
+def import_draft() -> None:
+    """Import the code of the draft service, which takes seconds."""
+    from outrider.services.draft import app  # noqa: F401
+
+
 def serve_draft(settings: DraftSettings) -> int:
     """Run the draft until it is stopped."""
     watch_sockets()
