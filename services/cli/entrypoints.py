@@ -39,6 +39,7 @@ def serve_target(settings: TargetSettings) -> int:
         return app.run(settings)
     from outrider.services.draft.inproc import drafter_beside
     from outrider.services.draft.settings import DraftSettings
+    from outrider.services.target.settings import MOST_RUNNING_REQUESTS
 
     # Both services must agree on tree shapes, limits and page size.
     alike = ("max_steps", "max_topk", "max_nodes", "page_size", "num_steps", "topk", "num_draft_tokens")
@@ -51,7 +52,7 @@ def serve_target(settings: TargetSettings) -> int:
             "speculative_token_map": settings.speculative_token_map,
             "ngram_corpus": settings.ngram_corpus,
             "target_weights": settings.model,
-            "max_sessions": settings.max_running_requests,
+            "max_sessions": settings.max_running_requests or MOST_RUNNING_REQUESTS,
             "disable_tile_trial": settings.disable_tile_trial,
             **caps,
         }

@@ -117,7 +117,10 @@ MaxNodes = Annotated[
 ]
 MaxRunningRequests = Annotated[
     int | None,
-    typer.Option(help="Maximum number of sequences that run at the same time.", show_default="16"),
+    typer.Option(
+        help="Maximum number of sequences that run at the same time.",
+        show_default="as many as memory allows, 16 to 256; 16 on a CPU",
+    ),
 ]
 MemFractionStatic = Annotated[
     float | None,

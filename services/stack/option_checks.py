@@ -20,7 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_NUM_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
 DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
-DEFAULT_MAX_SESSIONS = 64
+DEFAULT_MAX_SESSIONS = 256
 """The DEFAULT constants copy the services' defaults, because importing the services would load torch.
 
 A test compares the copies with the originals.

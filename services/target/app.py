@@ -24,6 +24,7 @@ from outrider.services.target.parallel.watchdog import forget_graphs, watched, w
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits, longest_text
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.settings import TargetSettings
+from outrider.services.target.startup.cache_planner import CachePlanner
 from outrider.services.target.startup.graph_plan import (
     GraphPlan,
     await_draft,
@@ -31,7 +32,6 @@ from outrider.services.target.startup.graph_plan import (
     plan_graphs,
     record_graphs,
 )
-from outrider.services.target.startup.memory_plan import CachePlanner
 from outrider.services.target.startup.numerics import load_target_model, prepare_attention, prepare_decoder
 from outrider.services.target.startup.parity_check import check_parity
 from outrider.services.target.startup.warmup import prompt_rehearsals, run_through
@@ -225,8 +225,8 @@ class Target:
         self.drafter = (
             make_drafter(decoder, planner.draft_tokens) if make_drafter else _make_drafter(settings, decoder)
         )
-        memory = planner.plan()
-        _log.info("memory", **memory.numbers())
+        memory, settings = planner.plan(), planner.settings
+        _log.info("memory", running_requests=settings.running_requests, **memory.numbers())
         # 3. Make the engine and warm it up.
         graph_plan = plan_graphs(
             settings, cuda=device.type == "cuda", waits=waits_for_device(attention), offers=stand_in is None
@@ -254,7 +254,7 @@ class Target:
             decoder=decoder,
             limits=settings.limits(),
             model_id=settings.served_model_id or settings.model.resolve().name,
-            max_running_requests=settings.max_running_requests,
+            max_running_requests=settings.running_requests,
             describe_draft=self._describe_draft,
         )
         _log.info(
@@ -318,7 +318,12 @@ class Target:
                 waited_s=round(timeout_s - deadline + time.monotonic(), 1),
             )
             return
-        recorded, deadline = self.engine.ask_recorded(), time.monotonic() + RECORD_LIMIT_S
+        await self.wait_recorded()
+
+    async def wait_recorded(self, *, for_all: bool = False) -> None:
+        """Wait, for at most `RECORD_LIMIT_S`, until the first CUDA graphs or all of them are recorded."""
+        recorded = self.engine.ask_recorded(for_all=for_all)
+        deadline = time.monotonic() + RECORD_LIMIT_S
         # Poll on this thread, because a stop would have to wait for any other thread.
         while not recorded.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
@@ -354,7 +359,7 @@ def _make_engine(
 ) -> TargetEngine:
     config, pool = runner.decoder.config, runner.pool
     most = SchedulerLimits(
-        settings.max_running_requests,
+        settings.running_requests,
         settings.max_queued_requests,
         settings.max_queued_prompt_tokens,
         settings.prefill_tokens(),

@@ -98,6 +98,9 @@ class TargetMetrics:
         self._speedup = gauge(
             "estimated_speedup", "Tokens per second of drafting steps, relative to plain steps."
         )
+        self._graphs_left = gauge(
+            "graphs_left", "CUDA graphs that will be recorded while no request is live."
+        )
         self._state = gauge("speculation_state", "1 for the current state of speculation.", ("reason",))
         self._fallbacks = counter(
             "draft_fallback", "Rounds that requested draft nodes and got none, by reason.", ("reason",)
@@ -161,7 +164,14 @@ class TargetMetrics:
                     self._positions[index].inc()
                     self._depths[index].inc()
 
-    def render(self, scheduler: Scheduler, state: DrafterState, resyncs: int, speedup: float | None) -> str:
+    def render(
+        self,
+        scheduler: Scheduler,
+        state: DrafterState,
+        resyncs: int,
+        speedup: float | None,
+        graphs_left: int = 0,
+    ) -> str:
         """Set the gauges to their current values, and return all metrics as Prometheus text. Thread-safe."""
         allocator = scheduler.allocator
         sequences = tuple(scheduler.active)
@@ -178,6 +188,7 @@ class TargetMetrics:
         self._resyncs.inc(resyncs - self._resyncs_seen)
         self._resyncs_seen = resyncs
         self._speedup.set(1.0 if speedup is None else speedup)
+        self._graphs_left.set(graphs_left)
         for known, reason in REASONS_OF_STATE.items():
             self._state.labels(reason).set(1 if known is state else 0)
         return self._metrics.render()

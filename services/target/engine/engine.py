@@ -172,6 +172,7 @@ class TargetEngine(Steppable):
             self._drafter.state(),
             self._sessions.num_resyncs,
             self.controller.speedup_estimate,
+            self.recorder.num_first + self.recorder.num_further,
         )
 
     def stats(self) -> EngineStats:
@@ -195,9 +196,9 @@ class TargetEngine(Steppable):
         """Number of queued and running requests, including those in the inbox."""
         return len(self._live) + sum(isinstance(message, Submit) for message in tuple(self._inbox))
 
-    def ask_recorded(self) -> threading.Event:
-        """Return an event that is set once the first graphs for the draft are recorded. Thread-safe."""
-        asked = self.recorder.ask()
+    def ask_recorded(self, *, for_all: bool = False) -> threading.Event:
+        """Return an event that is set once the first graphs, or all, are recorded. Thread-safe."""
+        asked = self.recorder.ask(for_all=for_all)
         self.wake()
         return asked
 

@@ -73,6 +73,7 @@ class Recorder:
         # Whether the next further graph has all its kernels, and how many graphs in a row lacked some.
         self._checked, self._uncompiled = False, 0
         self._asked: list[threading.Event] = []
+        self._asked_for_all: list[threading.Event] = []
         self._started = 0.0
         self._live_until = -idle_s
 
@@ -94,7 +95,7 @@ class Recorder:
     @property
     def next_due(self) -> float | None:
         """Time at which the next graph may be recorded unless a request is live. None if none is left."""
-        if self._first or self._asked:
+        if self._first or self._asked or self._asked_for_all:
             return self._live_until
         return self._live_until + self._idle_s if self._further else None
 
@@ -103,10 +104,15 @@ class Recorder:
         due = self.next_due
         return due is not None and self._clock() >= due
 
-    def ask(self) -> threading.Event:
-        """Return an event that is set once all first graphs are recorded. May be called from any thread."""
+    def ask(self, *, for_all: bool = False) -> threading.Event:
+        """Return an event that is set once graphs are recorded. May be called from any thread.
+
+        Args:
+            for_all: Whether to wait for all graphs instead of the first ones. They are then recorded at once
+                if no request is live.
+        """
         asked = threading.Event()
-        self._asked.append(asked)
+        (self._asked_for_all if for_all else self._asked).append(asked)
         return asked
 
     def follow(
@@ -133,6 +139,12 @@ class Recorder:
         self._checked, self._uncompiled = False, 0
         self._started = self._clock()
 
+    def forget(self) -> None:
+        """Record no graph any more, because the process must end."""
+        self._list = None
+        self._first.clear()
+        self._further.clear()
+
     def live(self) -> None:
         """Note that a request is live now."""
         self._live_until = self._clock()
@@ -154,8 +166,9 @@ class Recorder:
             if not self._further:
                 self._report("all")
         if not self._first:
-            while self._asked:
-                self._asked.pop().set()
+            _answer(self._asked)
+            if not self._further:
+                _answer(self._asked_for_all)
         return description
 
     def _record(self, queue: deque[Recording]) -> str:
@@ -190,3 +203,8 @@ class Recorder:
             round(self._graphs.memory_bytes / 2**20),
             self._clock() - self._started,
         )
+
+
+def _answer(asked: list[threading.Event]) -> None:
+    while asked:
+        asked.pop().set()

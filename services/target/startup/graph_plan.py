@@ -116,7 +116,7 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     auto = settings.limits().resolve(SpeculationMode.AUTO)
     tree = auto.shape
     usual = (tree, DraftShape(tree.depth, 1, tree.depth + 1)) if tree.drafts else ()
-    max_bs = min(settings.cuda_graph_max_bs, settings.max_running_requests)
+    max_bs = min(settings.cuda_graph_max_bs, settings.running_requests)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
     loop = LoopPlan(
         lookahead=int(on),
@@ -191,7 +191,10 @@ def record_graphs(
         compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
     total = recorder.num_first
     with _progress("recording CUDA graphs", to_console) as progress:
-        while recorder.num_first and not stopped():
+        while recorder.num_first:
+            if stopped():
+                recorder.forget()
+                return
             description = recorder.record_next()
             progress.tell(total - recorder.num_first, total, description)
 

@@ -94,10 +94,10 @@ def test_capacity_flags_reach_the_services_that_have_them() -> None:
 def test_more_running_requests_than_draft_sessions_raise_the_session_limit() -> None:
     few, many = (
         command_lines(plan_stack(StackOptions(max_running_requests=n), RUNTIME, inproc=False))
-        for n in (64, 65)
+        for n in (256, 257)
     )
     assert "--max-sessions" not in few["draft"]
-    assert "--max-sessions 65" in many["draft"]
+    assert "--max-sessions 257" in many["draft"]
 
 
 @pytest.mark.parametrize("inproc", [False, True])

@@ -87,6 +87,16 @@ def test_a_caller_waits_for_the_first_graphs_only() -> None:
     assert late.is_set()
 
 
+def test_a_caller_that_waits_for_all_graphs_does_not_wait_for_idle_time() -> None:
+    world = World("a", "bc").follow()
+    world.recorder.live()
+    asked = world.recorder.ask(for_all=True)
+    while not asked.is_set():
+        assert world.recorder.is_due()
+        world.recorder.record_next()
+    assert world.made == ["a", "b", "c"]
+
+
 def test_a_new_draft_starts_the_list_again() -> None:
     world = World("a", "bc").follow()
     world.recorder.record_next()

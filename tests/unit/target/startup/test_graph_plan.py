@@ -118,7 +118,7 @@ def planned(plan: GraphPlan) -> tuple[list[Any], list[Any]]:
 
 def test_few_greedy_rounds_are_recorded_before_the_server_is_ready() -> None:
     first, _ = planned(plan_graphs(settings(max_running_requests=256), cuda=True, waits=False))
-    plain = [(size, NO_DRAFT, SamplingMode.GREEDY) for size in (64, 16, 4, 1)]
+    plain = [(size, NO_DRAFT, SamplingMode.GREEDY) for size in (256, 64, 16, 4, 1)]
     assert first == [*plain, (1, DraftShape(5, 4, 16), SamplingMode.GREEDY)]
 
 
@@ -171,6 +171,7 @@ def test_a_stop_ends_the_recording() -> None:
     made = engine.recordings.made
     record_graphs(cast(TargetEngine, engine), graphs, plan, to_console=False, stopped=lambda: len(made) == 2)
     assert len(made) == 2
+    assert engine.recorder.next_due is None, "the engine's thread must not go on"
 
 
 @pytest.mark.parametrize(
