@@ -249,6 +249,7 @@ class TargetEngine(Steppable):
 
     def _adopts_draft(self) -> bool:
         """Adopt a changed draft. Return True if this step has recorded one of the graphs for it instead."""
+        self.recorder.hear()
         if self._sessions.outdated:
             # Sequences may be prefilled again, to capture the features that the new draft needs.
             self._loop.drain()

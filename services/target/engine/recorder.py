@@ -72,8 +72,9 @@ class Recorder:
         self._is_compiled: Callable[[Callable[[], None]], bool] = always
         # Whether the next further graph has all its kernels, and how many graphs in a row lacked some.
         self._checked, self._uncompiled = False, 0
-        self._asked: list[threading.Event] = []
-        self._asked_for_all: list[threading.Event] = []
+        # Callers of `ask` that `hear` has not noted yet, and those that it has, each with `for_all`.
+        self._asked: deque[tuple[threading.Event, bool]] = deque()
+        self._heard: list[tuple[threading.Event, bool]] = []
         self._started = 0.0
         self._live_until = -idle_s
 
@@ -95,7 +96,7 @@ class Recorder:
     @property
     def next_due(self) -> float | None:
         """Time at which the next graph may be recorded unless a request is live. None if none is left."""
-        if self._first or self._asked or self._asked_for_all:
+        if self._first or self._asked or self._heard:
             return self._live_until
         return self._live_until + self._idle_s if self._further else None
 
@@ -112,8 +113,17 @@ class Recorder:
                 if no request is live.
         """
         asked = threading.Event()
-        (self._asked_for_all if for_all else self._asked).append(asked)
+        self._asked.append((asked, for_all))
         return asked
+
+    def hear(self) -> None:
+        """Note the callers of `ask`. Call this before checking whether the draft has changed.
+
+        A caller that asks after the check waits for the next one, because the draft may have changed between
+        the check and the question.
+        """
+        while self._asked:
+            self._heard.append(self._asked.popleft())
 
     def follow(
         self,
@@ -165,10 +175,11 @@ class Recorder:
             description = self._record(self._further)
             if not self._further:
                 self._report("all")
-        if not self._first:
-            _answer(self._asked)
-            if not self._further:
-                _answer(self._asked_for_all)
+        for one in list(self._heard):
+            asked, for_all = one
+            if not self._first and not (for_all and self._further):
+                asked.set()
+                self._heard.remove(one)
         return description
 
     def _record(self, queue: deque[Recording]) -> str:
@@ -203,8 +214,3 @@ class Recorder:
             round(self._graphs.memory_bytes / 2**20),
             self._clock() - self._started,
         )
-
-
-def _answer(asked: list[threading.Event]) -> None:
-    while asked:
-        asked.pop().set()

@@ -77,12 +77,16 @@ def test_each_call_records_one_graph() -> None:
 def test_a_caller_waits_for_the_first_graphs_only() -> None:
     world = World("ab", "c").follow()
     asked = world.recorder.ask()
+    world.recorder.hear()
     world.recorder.record_next()
     assert not asked.is_set()
     world.recorder.record_next()
     assert asked.is_set()
     late = world.recorder.ask()
     assert world.recorder.is_due(), "nothing is left to wait for"
+    world.recorder.record_next()
+    assert not late.is_set(), "the draft may have changed since the last check"
+    world.recorder.hear()
     world.recorder.record_next()
     assert late.is_set()
 
@@ -91,6 +95,7 @@ def test_a_caller_that_waits_for_all_graphs_does_not_wait_for_idle_time() -> Non
     world = World("a", "bc").follow()
     world.recorder.live()
     asked = world.recorder.ask(for_all=True)
+    world.recorder.hear()
     while not asked.is_set():
         assert world.recorder.is_due()
         world.recorder.record_next()
