@@ -32,7 +32,13 @@ from outrider.services.target.startup.graph_plan import (
     record_graphs,
 )
 from outrider.services.target.startup.memory_plan import CachePlanner
-from outrider.services.target.startup.numerics import load_target_model, prepare_attention, prepare_decoder
+from outrider.services.target.startup.numerics import (
+    load_target_model,
+    prepare_attention,
+    prepare_decoder,
+    prepare_thread,
+    use_device,
+)
 from outrider.services.target.startup.parity_check import check_parity
 from outrider.services.target.startup.warmup import prompt_rehearsals, run_through
 from outrider.shared.attn.create import waits_for_device
@@ -207,7 +213,7 @@ class Target:
         device = settings.torch_device()
         if device.type == "cpu":
             torch.set_num_threads(settings.cpu_threads())
-        _use_device(device)
+        use_device(device)
         self._ranks: RankGroup | None = None
         self._waited_s = 0.0
         self._stopped = stopped
@@ -244,9 +250,8 @@ class Target:
         with watched(decoder):
             self._warm_up(settings, runner, graph_plan)
         # 4. Start the engine's thread.
-        self._thread = EngineThread(
-            watched_engine(self.engine, decoder), on_start=lambda: _use_device(device)
-        )
+        engine = watched_engine(self.engine, decoder)
+        self._thread = EngineThread(engine, on_start=lambda: prepare_thread(settings, decoder, attention))
         self.engine.wake = self._thread.wake
         self._thread.start()
         self.serving = Serving(
@@ -341,12 +346,6 @@ class Target:
 
     def _describe_draft(self) -> tuple[str, str]:
         return self.drafter.describe() if isinstance(self.drafter, Described) else ("", "")
-
-
-def _use_device(device: torch.device) -> None:
-    """Make `device` the current device of this thread."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
 
 
 def _make_engine(

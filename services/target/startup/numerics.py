@@ -13,6 +13,8 @@ from outrider.services.target.startup.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import AttentionKind, create_backend
 from outrider.shared.attn.deterministic import DeterministicAttention
+from outrider.shared.attn.library import prepare_chunks
+from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder, OnLayer, Progress, default_dtype
@@ -99,6 +101,49 @@ def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBa
         # implementation.
         return create_backend(AttentionKind.TRITON, decoder.device)
     return create_backend(settings.attention_backend, decoder.device)
+
+
+def prepare_rank(settings: TargetSettings, decoder: Decoder) -> AttentionBackend:
+    """Prepare the loaded decoder and this thread, which runs the passes of a rank above 0.
+
+    Returns:
+        The rank's attention.
+
+    Raises:
+        ConfigurationError: See `prepare_decoder` and `prepare_attention`.
+    """
+    prepare_decoder(settings, decoder)
+    attention = prepare_attention(settings, decoder)
+    prepare_thread(settings, decoder, attention)
+    return attention
+
+
+def prepare_thread(settings: TargetSettings, decoder: Decoder, attention: AttentionBackend) -> None:
+    """Prepare the thread that runs the passes, before it serves.
+
+    Long prompts attend by a library, if it is faster and agrees with this project's kernel. The library
+    prepares itself once per thread.
+    """
+    use_device(decoder.device)
+    kept = decoder.cached
+    if not isinstance(attention, KernelAttention) or decoder.device.type != "cuda":
+        return
+    if decoder.kv_dtype is not None or kept.latent is not None or kept.sinks or all(kept.windows):
+        return  # The library can attend in none of the layers.
+    attention.chunks = prepare_chunks(
+        kept.num_heads,
+        kept.num_kv_heads,
+        kept.head_dim,
+        decoder.dtype,
+        decoder.device,
+        settings.prefill_tokens(),
+    )
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the current device of this thread."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def _compile(decoder: Decoder, max_rows: int) -> None:
