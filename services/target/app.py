@@ -33,11 +33,10 @@ from outrider.services.target.startup.graph_plan import (
 )
 from outrider.services.target.startup.memory_plan import CachePlanner
 from outrider.services.target.startup.numerics import (
+    idle_preparation,
     load_target_model,
     prepare_attention,
     prepare_decoder,
-    prepare_thread,
-    use_device,
 )
 from outrider.services.target.startup.parity_check import check_parity
 from outrider.services.target.startup.warmup import prompt_rehearsals, run_through
@@ -213,7 +212,7 @@ class Target:
         device = settings.torch_device()
         if device.type == "cpu":
             torch.set_num_threads(settings.cpu_threads())
-        use_device(device)
+        _use_device(device)
         self._ranks: RankGroup | None = None
         self._waited_s = 0.0
         self._stopped = stopped
@@ -249,9 +248,11 @@ class Target:
         self.engine = _make_engine(settings, runner, self.drafter, graph_plan)
         with watched(decoder):
             self._warm_up(settings, runner, graph_plan)
-        # 4. Start the engine's thread.
-        engine = watched_engine(self.engine, decoder)
-        self._thread = EngineThread(engine, on_start=lambda: prepare_thread(settings, decoder, attention))
+        # 4. Start the engine's thread. It prepares the library for long prompts while it is idle.
+        self.engine.rerecording.later(idle_preparation(settings, decoder, attention))
+        self._thread = EngineThread(
+            watched_engine(self.engine, decoder), on_start=lambda: _use_device(device)
+        )
         self.engine.wake = self._thread.wake
         self._thread.start()
         self.serving = Serving(
@@ -346,6 +347,12 @@ class Target:
 
     def _describe_draft(self) -> tuple[str, str]:
         return self.drafter.describe() if isinstance(self.drafter, Described) else ("", "")
+
+
+def _use_device(device: torch.device) -> None:
+    """Make `device` the current device of this thread."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def _make_engine(

@@ -70,7 +70,7 @@ class ChunkAttention:
         least_gain_us: float = LEAST_GAIN_US,
     ) -> None:
         self._attend = attend
-        self._shapes = frozenset(shapes)
+        self._shapes = set(shapes)
         self._most_rows = most_rows
         self._dtype = dtype
         self._sizes = sizes
@@ -116,6 +116,21 @@ class ChunkAttention:
         if first < len(chunks):
             others(first, len(chunks), out)
         return out
+
+    def allow(self, shape: TileShape) -> None:
+        """Let the library be called with another shape, whose plan exists now."""
+        self._shapes.add(shape)
+
+    def takes(self, lens: Sequence[tuple[int, int]], width: int) -> bool:
+        """Return True if the library would attend from some of these chunks on this thread.
+
+        Args:
+            lens: For each chunk, the token index of its first row and its number of rows.
+            width: Number of heads times elements per head.
+        """
+        return threading.get_ident() == self._thread and any(
+            self._tiles(start, start + count, width) is not None for start, count in lens
+        )
 
     def _chunks(self, batch: AttentionBatch, q: torch.Tensor, k_plane: torch.Tensor) -> list[_Chunk]:
         """Return the sequences of a batch, or nothing if the batch cannot be taken."""

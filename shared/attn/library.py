@@ -1,14 +1,15 @@
 """Prepares prompt attention by cuDNN, through torch: checks it, builds its plans, decides whether to use it.
 
 cuDNN builds a plan for each shape, on the host and once per thread. Building takes too long to do while
-serving, so `prepare_chunks` builds the plans at startup, and only these shapes are used.
+requests wait, so plans are built while no request is live, and only shapes with plans are used.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,7 +20,7 @@ from outrider.shared.attn.tiles import SIZES, TileShape, shapes_of
 from outrider.shared.obs.logging import get_logger
 
 BUILD_S = 6.0
-"""Maximum time for building plans. The first plans built are the most useful ones."""
+"""Maximum time for building plans at startup, in seconds. The first plans are the most useful ones."""
 LARGEST_DIM = 128
 """Largest head that every cuDNN of torch's packages supports on Hopper."""
 LARGEST_ERROR = 0.02
@@ -52,23 +53,10 @@ def cudnn_attention(
     return out[0].transpose(0, 1), lse.reshape(heads, rows).t()
 
 
-@torch.inference_mode()
-def prepare_chunks(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    most_rows: int,
-    *,
-    attend: Attend | None = None,
-    sizes: Sequence[int] = SIZES,
-    build_s: float = BUILD_S,
-    clock: Callable[[], float] = time.monotonic,
-) -> ChunkAttention | None:
-    """Return attention of prompt chunks by a library, or None if this project's kernel is to be used.
+class Library:
+    """Prepares attention of prompt chunks by a library, one piece at a time.
 
-    Call this on the thread that runs the passes. It waits for the device and logs the decision.
+    Use it on the thread that runs the passes, because a library may keep its plans per thread.
 
     Args:
         heads, kv_heads, head_dim: Shape of the queries, keys and values of one token in one layer.
@@ -77,42 +65,96 @@ def prepare_chunks(
         most_rows: Largest number of prompt tokens per pass.
         attend: Attention of one tile. By default cuDNN's, if the device is a Hopper GPU.
         sizes: See `tiles.tiles_of`.
-        build_s: Maximum time in seconds for building plans.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        most_rows: int,
+        *,
+        attend: Attend | None = None,
+        sizes: Sequence[int] = SIZES,
+    ) -> None:
+        self._heads = _Heads(heads, kv_heads, head_dim, dtype, device)
+        self._most_rows = most_rows
+        self._attend = attend
+        self._sizes = sizes
+
+    @torch.inference_mode()
+    def prepare(self, use: Callable[[ChunkAttention | None], None]) -> Iterator[TileShape | None]:
+        """Check the library, then build one plan for each item that is taken from the iterator.
+
+        Args:
+            use: Called with the library's attention once it has passed the check. The shapes that it takes
+                grow with each plan. Called with None if the library fails later.
+
+        Yields:
+            None after the check, then the shape of each plan, the most useful first. Nothing if the library
+            cannot be used. The log says why.
+        """
+        heads, attend = self._heads, self._attend
+        if attend is None:
+            reason = _unsupported(heads.dim, heads.dtype, heads.device)
+            if reason is not None:
+                _log.info("prompts attend by this project's kernel", reason=reason)
+                return
+            attend = cudnn_attention
+        wanted = shapes_of(self._most_rows, self._sizes)
+        try:
+            error = _error(attend, heads, self._sizes)
+            if not error < LARGEST_ERROR:  # A NaN is an error, too.
+                _log.error(
+                    "prompts attend by this project's kernel: the library's disagrees", error=round(error, 4)
+                )
+                return
+            chunks = ChunkAttention(attend, (), self._most_rows, heads.dtype, sizes=self._sizes)
+            use(chunks)
+            yield None
+            for shape in wanted:
+                _build(attend, shape, heads)
+                chunks.allow(shape)
+                yield shape
+        except Exception:
+            # The library may be missing, too old or out of memory. Serving works without it.
+            _log.exception("prompts attend by this project's kernel: the library's failed")
+            use(None)
+            return
+        _log.info("long prompts attend by a library", plans=len(wanted), error=round(error, 4))
+
+
+def prepare_within(
+    library: Library,
+    use: Callable[[ChunkAttention | None], None],
+    limit_s: float = BUILD_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Prepare a library at once, but begin no further plan after `limit_s` seconds.
+
+    Args:
+        library: The library.
+        use: See `Library.prepare`.
+        limit_s: Maximum time in seconds for the check and all plans but the last.
         clock: Returns the time in seconds.
     """
-    if attend is None:
-        reason = _unsupported(head_dim, dtype, device)
-        if reason is not None:
-            _log.info("prompts attend by this project's kernel", reason=reason)
-            return None
-        attend = cudnn_attention
-    try:
-        started = clock()
-        error = _error(attend, heads, kv_heads, head_dim, dtype, device, sizes)
-        if not error < LARGEST_ERROR:  # A NaN is an error, too.
-            _log.error(
-                "prompts attend by this project's kernel: the library's disagrees", error=round(error, 4)
-            )
-            return None
-        built: list[TileShape] = []
-        wanted = shapes_of(most_rows, sizes)
-        for shape in wanted:
-            if clock() - started > build_s:
-                break
-            _build(attend, shape, heads, kv_heads, head_dim, dtype, device)
-            built.append(shape)
-    except Exception:
-        # The library may be missing, too old or out of memory. Serving works without it.
-        _log.exception("prompts attend by this project's kernel: the library's failed")
-        return None
-    _log.info(
-        "long prompts attend by a library",
-        plans=len(built),
-        of=len(wanted),
-        seconds=round(clock() - started, 2),
-        error=round(error, 4),
-    )
-    return ChunkAttention(attend, built, most_rows, dtype, sizes=sizes)
+    started = clock()
+    for _ in library.prepare(use):
+        if clock() - started > limit_s:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The shape of queries, keys and values, their dtype and their device."""
+
+    q: int
+    kv: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 def _unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -128,48 +170,32 @@ def _unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str
     return None
 
 
-def _build(
-    attend: Attend,
-    shape: TileShape,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
+def _build(attend: Attend, shape: TileShape, heads: _Heads) -> None:
     """Call the library once with a shape, so that it builds its plan."""
     q, k, v = (
-        torch.zeros(count, width, head_dim, dtype=dtype, device=device)
-        for count, width in ((shape.rows, heads), (shape.keys, kv_heads), (shape.keys, kv_heads))
+        torch.zeros(count, width, heads.dim, dtype=heads.dtype, device=heads.device)
+        for count, width in ((shape.rows, heads.q), (shape.keys, heads.kv), (shape.keys, heads.kv))
     )
     attend(q, k, v, shape.causal, 1.0)
 
 
-def _error(
-    attend: Attend,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    sizes: Sequence[int],
-) -> float:
+def _error(attend: Attend, heads: _Heads, sizes: Sequence[int]) -> float:
     """Return the largest relative error of a random chunk against this project's kernel.
 
     The chunk lies behind prefixes of different lengths, so that all kinds of merges take part: the kernels of
     all of them are compiled here.
     """
-    least = sizes[-1]
+    device, dtype, least = heads.device, heads.dtype, sizes[-1]
     longest = min(8 * least, sizes[0])
     tokens = longest + least
     pages = -(-tokens // _CHECK_PAGE)
     generator = torch.Generator().manual_seed(0)
     k_plane, v_plane = (
-        torch.randn(pages, _CHECK_PAGE, kv_heads, head_dim, generator=generator).to(device, dtype)
+        torch.randn(pages, _CHECK_PAGE, heads.kv, heads.dim, generator=generator).to(device, dtype)
         for _ in range(2)
     )
     table = torch.randperm(pages, generator=generator).to(device, torch.int32)[None]
-    q = torch.randn(least, heads, head_dim, generator=generator).to(device, dtype)
+    q = torch.randn(least, heads.q, heads.dim, generator=generator).to(device, dtype)
     largest = 0.0
     # One merge, two, and as many as there can be. The second chunk is not aligned to tiles.
     for start in (least, 2 * least + least // 2, longest - least):

@@ -57,6 +57,10 @@ class KernelAttention(StoredAttention):
         self._works = {}
         self._parts.clear()
 
+    def use_library(self, chunks: ChunkAttention | None) -> None:
+        """Attend from long prompt chunks by a library from now on, or no longer."""
+        self.chunks = chunks
+
     def run(
         self,
         layer: int,

@@ -63,7 +63,7 @@ class EngineThread:
     Args:
         engine: The engine to run.
         name: The thread's name.
-        on_start: Called first on the thread, e.g. to select its CUDA device. `start` waits for its end.
+        on_start: Called first on the thread, e.g. to select its CUDA device.
         event: The event that the thread sleeps on when the engine has no work. By default, a new
             `threading.Event`.
     """
@@ -79,14 +79,12 @@ class EngineThread:
         self._on_start = on_start
         self._event: WakeUp = event or threading.Event()
         self._stopping = False
-        self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Start the thread. Shortens the interpreter's switch interval for the whole process."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread.start()
-        self._started.wait()
 
     def wake(self) -> None:
         """Make a sleeping engine check for work."""
@@ -106,10 +104,7 @@ class EngineThread:
 
     def _run(self) -> None:
         engine, event = self._engine, self._event
-        try:
-            self._on_start()
-        finally:
-            self._started.set()
+        self._on_start()
         while True:
             event.clear()
             # Check after the clear, because otherwise the thread could sleep through a stop.

@@ -11,7 +11,7 @@ from merge_cases import check_merge, check_poison, check_unseen
 
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.chunks import ChunkAttention
-from outrider.shared.attn.library import cudnn_attention, prepare_chunks
+from outrider.shared.attn.library import Library, cudnn_attention
 from outrider.shared.attn.tiles import SIZES, shapes_of
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.kv.pool import KVPool
@@ -89,6 +89,33 @@ def test_long_and_short_sequences_in_one_pass() -> None:
     check_chunks(all_chunks(), [0, 700, 0, 100, 512, 30], [3, 2048, 1000, 64, 700, 1])
 
 
+@pytest.mark.parametrize("count", [256, 512, 1024, 2048, 8192])
+@pytest.mark.parametrize("start", [0, 1000])
+def test_equals_plain_attention(start: int, count: int) -> None:
+    """Attend as the target does, whichever kernel that is, and compare with attention in fp32."""
+    generator = torch.Generator("cuda").manual_seed(count)
+    stop = start + count
+    pool = KVPool(-(-stop // PAGE), PAGE, 1, KV_HEADS, DIM, BF16, "cuda")
+    for plane in pool.planes():
+        plane.normal_(generator=generator)
+    lease = pool.lease(stop)
+    assert lease is not None
+    q = torch.randn(count, HEADS, DIM, device="cuda", generator=generator).to(BF16)
+    attention = KernelAttention()
+    attention.use_library(ChunkAttention(cudnn_attention, shapes_of(SIZES[0]), SIZES[0], BF16))
+    attention.plan(build_batch(pool, [lease], [start], [count]))
+    found = attention.attend(0, q, pool, SCALE).view(count, HEADS, DIM)
+    assert attention.chunks is not None, "the library failed; the log has the reason"
+    slots = torch.from_numpy(pool.slot_array(lease, 0, stop)).cuda()
+    k, v = (planes[0].flatten(0, 1)[slots].float() for planes in (pool.k_planes, pool.v_planes))
+    hidden = torch.ones(count, stop, dtype=torch.bool, device="cuda").triu(start + 1)
+    for head in range(0, HEADS, 5):
+        shared = head // (HEADS // KV_HEADS)
+        scores = (q[:, head].float() @ k[:, shared].t() * SCALE).masked_fill(hidden, float("-inf"))
+        expected = scores.softmax(-1) @ v[:, shared]
+        torch.testing.assert_close(found[:, head].float(), expected, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize(PARAMETERS, SHAPES)
 def test_shapes_of_models(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     check_chunks(all_chunks(dtype), [1500], [2500], dtype, heads, kv_heads, dim)
@@ -113,10 +140,12 @@ def test_the_log_sum_exp(causal: bool) -> None:
 
 @pytest.mark.parametrize(PARAMETERS, SHAPES)
 def test_startup_chooses_the_library(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
-    """Prepare as the target does, with time for all plans."""
-    chunks = prepare_chunks(heads, kv_heads, dim, dtype, torch.device("cuda"), 2048, build_s=120.0)
+    """Prepare as the target does while it is idle."""
+    used: list[ChunkAttention | None] = []
+    library = Library(heads, kv_heads, dim, dtype, torch.device("cuda"), 2048)
+    assert list(library.prepare(used.append)) == [None, *shapes_of(2048)]
+    (chunks,) = used
     assert chunks is not None
-    assert chunks._shapes == frozenset(shapes_of(2048))
     check_chunks(chunks, [0], [2048], dtype, heads, kv_heads, dim)
 
 
@@ -140,7 +169,8 @@ def test_attention_is_enqueued_without_waiting() -> None:
 
 
 def test_heads_that_cudnn_refuses_keep_our_kernel() -> None:
-    assert prepare_chunks(8, 2, 100, BF16, torch.device("cuda"), 512) is None
+    library = Library(8, 2, 100, BF16, torch.device("cuda"), 512)
+    assert not list(library.prepare(lambda chunks: None))
 
 
 @pytest.mark.parametrize("out", [torch.float32, BF16])

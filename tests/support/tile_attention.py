@@ -23,15 +23,22 @@ def attend_tile(
 
 
 class Recorder:
-    """`attend_tile` that also records the shapes of its calls. `wrong` changes its results."""
+    """`attend_tile` that also records the shapes of its calls. `wrong` changes its results.
+
+    Attributes:
+        fails: True to fail all further calls.
+    """
 
     def __init__(self, wrong: float = 0.0) -> None:
         self.shapes: list[TileShape] = []
+        self.fails = False
         self._wrong = wrong
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.fails:
+            raise RuntimeError("out of memory")
         assert q.is_contiguous()
         assert k.is_contiguous()
         assert v.is_contiguous()

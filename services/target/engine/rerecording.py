@@ -1,4 +1,4 @@
-"""Records CUDA graphs again after the draft has changed, one graph at a time, while no request is live."""
+"""Does work in pieces while no request is live: records CUDA graphs, and prepares what is not urgent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from outrider.shared.engine.graphs import GraphCache
 
@@ -15,9 +15,13 @@ _log = logging.getLogger("outrider.target")
 Plan = Callable[[], Iterable[Callable[[], None]]]
 """Returns functions that each record one graph, or do nothing if that graph exists."""
 
+_DONE = object()
+
 
 class Rerecording:
-    """The list of graphs that are not recorded yet. Engine thread only, except for `ask`.
+    """The graphs that are not recorded yet, and other work for idle times.
+
+    Engine thread only, except for `ask`.
 
     Args:
         graphs: The target's CUDA graphs.
@@ -27,6 +31,7 @@ class Rerecording:
         self._graphs = graphs
         self._plan: Plan | None = None
         self._pieces: deque[Callable[[], None]] = deque()
+        self._later: deque[Iterator[object]] = deque()
         self._asked: list[threading.Event] = []
         self._started = 0.0
 
@@ -37,8 +42,8 @@ class Rerecording:
 
     @property
     def waiting(self) -> bool:
-        """True if graphs are left to record, or if a caller of `ask` waits for its event."""
-        return bool(self._pieces or self._asked)
+        """True if work is left, or if a caller of `ask` waits for its event."""
+        return bool(self._pieces or self._asked or self._later)
 
     def ask(self) -> threading.Event:
         """Return an event that is set once no graph is left to record. May be called from any thread."""
@@ -50,6 +55,15 @@ class Rerecording:
         """Set the plan of graphs to record after each future change of the draft."""
         self._plan = plan
 
+    def later(self, work: Iterable[object]) -> None:
+        """Add work that is done after the graphs, while no request is live.
+
+        Args:
+            work: Does one piece of the work for each item that is taken from it. Graphs that it records are
+                kept.
+        """
+        self._later.append(iter(work))
+
     def renew(self) -> None:
         """Plan all graphs again, because the draft's features have changed."""
         if self._plan is not None:
@@ -57,7 +71,7 @@ class Rerecording:
             self._pieces = deque(self._plan())
 
     def record_next(self) -> None:
-        """Record one graph, if any is left. A request that arrives meanwhile waits for this graph only."""
+        """Record one graph, or do one piece of the other work. A request that arrives waits for it only."""
         if self._pieces:
             with self._graphs.keeping():
                 self._pieces.popleft()()
@@ -67,6 +81,10 @@ class Rerecording:
                     len(self._graphs.keys),
                     time.monotonic() - self._started,
                 )
+        elif self._later and not self._asked:
+            with self._graphs.keeping():
+                if next(self._later[0], _DONE) is _DONE:
+                    self._later.popleft()
         if not self._pieces:
             while self._asked:
                 self._asked.pop().set()

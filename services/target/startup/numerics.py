@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from outrider.services.target.startup.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import AttentionKind, create_backend
 from outrider.shared.attn.deterministic import DeterministicAttention
-from outrider.shared.attn.library import prepare_chunks
+from outrider.shared.attn.library import Library, prepare_within
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.config.model_config import ModelConfig
@@ -114,23 +115,23 @@ def prepare_rank(settings: TargetSettings, decoder: Decoder) -> AttentionBackend
     """
     prepare_decoder(settings, decoder)
     attention = prepare_attention(settings, decoder)
-    prepare_thread(settings, decoder, attention)
+    library = prompt_library(settings, decoder, attention)
+    if library is not None and isinstance(attention, KernelAttention):
+        prepare_within(library, attention.use_library)
     return attention
 
 
-def prepare_thread(settings: TargetSettings, decoder: Decoder, attention: AttentionBackend) -> None:
-    """Prepare the thread that runs the passes, before it serves.
+def prompt_library(settings: TargetSettings, decoder: Decoder, attention: AttentionBackend) -> Library | None:
+    """Return the library by which long prompts may attend, or None if it can attend in none of the layers.
 
-    Long prompts attend by a library, if it is faster and agrees with this project's kernel. The library
-    prepares itself once per thread.
+    Prepare it on the thread that runs the passes.
     """
-    use_device(decoder.device)
     kept = decoder.cached
     if not isinstance(attention, KernelAttention) or decoder.device.type != "cuda":
-        return
+        return None
     if decoder.kv_dtype is not None or kept.latent is not None or kept.sinks or all(kept.windows):
-        return  # The library can attend in none of the layers.
-    attention.chunks = prepare_chunks(
+        return None
+    return Library(
         kept.num_heads,
         kept.num_kv_heads,
         kept.head_dim,
@@ -140,10 +141,14 @@ def prepare_thread(settings: TargetSettings, decoder: Decoder, attention: Attent
     )
 
 
-def use_device(device: torch.device) -> None:
-    """Make `device` the current device of this thread."""
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
+def idle_preparation(
+    settings: TargetSettings, decoder: Decoder, attention: AttentionBackend
+) -> Iterable[object]:
+    """Return work that makes long prompts faster: one piece for each item. Do it on the engine's thread."""
+    library = prompt_library(settings, decoder, attention)
+    if library is None or not isinstance(attention, KernelAttention):
+        return ()
+    return library.prepare(attention.use_library)
 
 
 def _compile(decoder: Decoder, max_rows: int) -> None:

@@ -9,15 +9,23 @@ import pytest
 import torch
 from support.tile_attention import Recorder
 
-from outrider.shared.attn.library import prepare_chunks
+from outrider.shared.attn.chunks import ChunkAttention
+from outrider.shared.attn.library import Library, prepare_within
 from outrider.shared.attn.tiles import TileShape, shapes_of
 
 SIZES = (128, 64, 32, 16)
 CPU = torch.device("cpu")
 
 
-def prepare(attend: Any, **options: Any) -> Any:
-    return prepare_chunks(4, 2, 16, torch.float32, CPU, 64, attend=attend, sizes=SIZES, **options)
+def library_of(attend: Any) -> Library:
+    return Library(4, 2, 16, torch.float32, CPU, 64, attend=attend, sizes=SIZES)
+
+
+def prepare(attend: Any, **options: Any) -> ChunkAttention | None:
+    """Return the attention that is used after the preparation."""
+    used: list[ChunkAttention | None] = [None]
+    prepare_within(library_of(attend), used.append, **options)
+    return used[-1]
 
 
 def test_a_library_that_agrees_is_used_with_all_its_shapes() -> None:
@@ -30,7 +38,7 @@ def test_a_library_that_agrees_is_used_with_all_its_shapes() -> None:
 
 def test_the_check_covers_every_kind_of_tile() -> None:
     attend = Recorder()
-    prepare(attend, build_s=-1.0)
+    prepare(attend, limit_s=-1.0)
     checked = set(attend.shapes)
     assert {TileShape(16, 16, True), TileShape(16, 16, False), TileShape(16, 64, False)} <= checked
 
@@ -67,12 +75,38 @@ def test_a_library_that_fails_is_not_used() -> None:
 def test_plans_that_take_too_long_are_left_out() -> None:
     attend = Recorder()
     ticks = itertools.count()
-    chunks = prepare(attend, build_s=4.5, clock=lambda: float(next(ticks)))
+    chunks = prepare(attend, limit_s=4.5, clock=lambda: float(next(ticks)))
     assert chunks is not None
     wanted = shapes_of(64, SIZES)
     assert attend.shapes[-4:] == wanted[:4]
-    assert chunks._shapes == frozenset(wanted[:4])
+    assert chunks._shapes == set(wanted[:4])
+
+
+def test_a_shape_is_used_once_its_plan_exists() -> None:
+    used: list[ChunkAttention | None] = []
+    pieces = library_of(Recorder()).prepare(used.append)
+    assert next(pieces) is None
+    (chunks,) = used
+    assert chunks is not None
+    assert not chunks._shapes
+    wanted = shapes_of(64, SIZES)
+    for count, shape in enumerate(pieces, 1):
+        assert shape == wanted[count - 1]
+        assert chunks._shapes == set(wanted[:count])
+    assert chunks._shapes == set(wanted)
+
+
+def test_a_library_that_fails_after_the_check_is_no_longer_used() -> None:
+    attend = Recorder()
+    pieces = library_of(attend)
+    used: list[ChunkAttention | None] = []
+    work = pieces.prepare(used.append)
+    next(work)
+    attend.fails = True
+    assert not list(work)
+    assert used[0] is not None
+    assert used[1:] == [None]
 
 
 def test_without_a_gpu_there_is_no_library() -> None:
-    assert prepare_chunks(4, 2, 64, torch.bfloat16, CPU, 64) is None
+    assert not list(Library(4, 2, 64, torch.bfloat16, CPU, 64).prepare(lambda chunks: None))

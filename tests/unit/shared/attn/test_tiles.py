@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.shared.attn.tiles import LEAST_GAIN_US, SIZES, TileShape, gain_us, shapes_of, tiles_of
@@ -13,6 +13,7 @@ SMALL = (32, 16, 8, 4)
 WIDTH = 32 * 128
 
 
+@settings(deadline=None)
 @given(st.integers(0, 150), st.integers(1, 90), st.sampled_from([4, 8, 16, 32, 100]))
 def test_every_row_sees_every_token_up_to_itself_once(start: int, count: int, most_rows: int) -> None:
     stop = start + count

@@ -23,7 +23,7 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import numerics
-from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder, prepare_thread
+from outrider.services.target.startup.numerics import idle_preparation, prepare_attention, prepare_decoder
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.attn.deterministic import DeterministicAttention
 from outrider.shared.attn.triton import KernelAttention
@@ -366,9 +366,14 @@ def test_the_library_for_prompts_is_prepared_for_models_it_supports(
     )
     attention = KernelAttention()
     settings = settings_of(target_dir, prefill_chunk=2048)
-    with mock.patch.object(numerics, "prepare_chunks") as prepare:
-        prepare_thread(settings, decoder, attention)
-    assert prepare.called is prepared
-    assert (attention.chunks is not None) is prepared
+    with mock.patch.object(numerics, "Library") as library:
+        library.return_value.prepare.side_effect = lambda use: iter([use("chunks")])
+        assert len(list(idle_preparation(settings, decoder, attention))) == prepared
+    assert attention.chunks == ("chunks" if prepared else None)
     if prepared:
-        prepare.assert_called_once_with(8, 2, 64, torch.bfloat16, torch.device("cuda"), 2048)
+        library.assert_called_once_with(8, 2, 64, torch.bfloat16, torch.device("cuda"), 2048)
+
+
+def test_deterministic_attention_never_uses_the_library() -> None:
+    decoder: Any = SimpleNamespace(cached=None)
+    assert not list(idle_preparation(mock.Mock(), decoder, DeterministicAttention()))
