@@ -242,7 +242,7 @@ class Target:
             attention,
             synthetic=stand_in.synthetic if stand_in is not None else None,
             graphs=GraphCache(device, graph_plan.graphs, graph_observer(decoder)),
-            prefill_sizes=graph_plan.prefills,
+            prefill_sizes=(*graph_plan.prefills, *graph_plan.idle_prefills),
         )
         self._graphs = runner.graphs
         self.engine = _make_engine(settings, runner, self.drafter, graph_plan)

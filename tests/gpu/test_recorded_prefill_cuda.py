@@ -1,13 +1,27 @@
-"""Tests of short prompts in captured passes on a GPU: tokens, K/V and features equal an eager pass's."""
+"""Tests of prompt chunks in captured passes on a GPU: tokens, K/V and features equal an eager pass's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.prefill_rig import CASES, SAMPLINGS, SIZES, UNTOUCHED, check_same, make_runner
+from support.prefill_rig import (
+    CASES,
+    SAMPLINGS,
+    SIZES,
+    SLOTS,
+    UNTOUCHED,
+    check_same,
+    make_runner,
+    make_sequence,
+)
 from support.toys import make_toy_target
 
-from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.prefill_graph import IDLE_PREFILL_SIZES
+from outrider.services.target.model.slot_table import SlotTable
+from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.shared.attn.create import create_backend
+from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
@@ -24,11 +38,14 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     )
 
 
-@pytest.mark.parametrize("mode", [SpeculationMode.ON, SpeculationMode.OFF])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm"])
-def test_equals_the_eager_pass(decoder: Decoder, sampling: SamplingParams, mode: SpeculationMode) -> None:
+@pytest.mark.parametrize(
+    "modes",
+    [(SpeculationMode.ON,), (SpeculationMode.OFF,), (SpeculationMode.OFF, SpeculationMode.AUTO)],
+    ids=["on", "off", "mixed"],
+)
+def test_equals_the_eager_pass(decoder: Decoder, modes: tuple[SpeculationMode, ...]) -> None:
     graphs = GraphCache(CUDA)
-    for length, cuts in CASES:
+    for case in CASES:
         plain, padded = (
             make_runner(decoder, GraphCache(CUDA, enabled=False), ()),
             make_runner(decoder, graphs, SIZES),
@@ -40,5 +57,33 @@ def test_equals_the_eager_pass(decoder: Decoder, sampling: SamplingParams, mode:
             "the capture wrote into the pool"
         )
         assert len(graphs.keys) == len(SIZES)
-        check_same(plain, padded, length, cuts, sampling, mode)
+        check_same(plain, padded, case, SAMPLINGS, modes)
         graphs.clear()
+
+
+@pytest.mark.parametrize("size", IDLE_PREFILL_SIZES)
+def test_large_passes_are_recorded(decoder: Decoder, size: int) -> None:
+    """A chunk and a short prompt, both behind a chunk that is stored already."""
+    graphs = GraphCache(CUDA)
+    pool = decoder.make_pool(2 * size + 256, 4)
+    runner, eager = (
+        ModelRunner(decoder, pool, create_backend("auto", CUDA), graphs=cache, prefill_sizes=(size,))
+        for cache in (graphs, GraphCache(CUDA, enabled=False))
+    )
+    runner.use_slots(SlotTable(SLOTS, 2, pool, pool.num_pages))
+    runner.capture_prefill(size)
+    assert runner.recorded_rows(size) == size
+    chosen = []
+    for one in (eager, runner):
+        sequences = [
+            make_sequence(one, index, length, SAMPLINGS[0], SpeculationMode.OFF)
+            for index, length in enumerate((size + 40, 30))
+        ]
+        first, second = sequences
+        one.prefill([PrefillChunk(first, 0, 60)])
+        chosen += one.prefill([PrefillChunk(first, 60, size + 40), PrefillChunk(second, 0, 20)])
+        chosen += one.prefill([PrefillChunk(second, 20, 30)])
+        for sequence in sequences:
+            assert sequence.lease is not None
+            sequence.lease.release()
+    assert chosen[:2] == chosen[2:]

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outrider.kernels.ahead import compile_ahead
-from outrider.services.target.choices import OverlapSchedule, Quantization
+from outrider.services.target.choices import OverlapSchedule
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.model.prefill_graph import ALL_PREFILL_SIZES, PREFILL_SIZES, fitting
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.generation import SpeculationMode
@@ -24,19 +25,6 @@ from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
-
-PREFILL_SIZES = (32, 64, 128, 256)
-"""Numbers of rows of the recorded passes over prompts.
-
-Larger passes need no graph, because the device takes longer to run their kernels than the host takes to
-launch them.
-"""
-FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
-"""Numbers of rows of the recorded passes over prompts with FP8.
-
-With FP8, graphs pay off up to larger sizes, because the device needs half the time per pass, and because the
-host also launches rounding kernels.
-"""
 
 POLL_S = 0.02
 
@@ -55,7 +43,8 @@ class GraphPlan:
         shapes: The usual shapes of rounds.
         forms: The largest tree and chain within which `auto` chooses its shapes. Empty if no request uses
             `auto`.
-        prefills: Numbers of rows of the recorded passes over short prompts.
+        prefills: Numbers of rows of the passes over prompts that are recorded at start-up.
+        idle_prefills: Larger numbers of rows, recorded later, while no request is live.
         waits: Whether the attention backend waits for the device.
     """
 
@@ -65,6 +54,7 @@ class GraphPlan:
     shapes: tuple[DraftShape, ...]
     forms: tuple[DraftShape, ...]
     prefills: tuple[int, ...]
+    idle_prefills: tuple[int, ...]
     waits: bool = False
 
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
@@ -109,12 +99,15 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
         prefill_budget_s=settings.prefill_budget_ms / 1e3,
         recorded_entries=max_bs,
     )
-    # Single prompts are not recorded in two cases. Padding moves a row within its tile, which batch-invariant
-    # kernels cannot handle. With several ranks, the logits of a single row would have to be gathered.
-    sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
-    prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
+    # Passes over prompts are not recorded in two cases. Padding changes the tiles of batch-invariant kernels.
+    # With several ranks, a pass of many rows has collectives that have not been tried in graphs.
+    records = graphs and not settings.deterministic and settings.tp == 1
+    sizes = fitting(ALL_PREFILL_SIZES, settings.prefill_tokens()) if records else ()
+    prefills = tuple(size for size in sizes if size in PREFILL_SIZES)
     shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
-    return GraphPlan(graphs, loop, batch_buckets(max_bs), shapes, forms, prefills, waits)
+    return GraphPlan(
+        graphs, loop, batch_buckets(max_bs), shapes, forms, prefills, sizes[len(prefills) :], waits
+    )
 
 
 def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]) -> float:
@@ -179,7 +172,10 @@ def record_graphs(
         memory_mib=mib,
         seconds=round(time.monotonic() - started, 1),
     )
-    engine.rerecording.follow(lambda: [record for _, record in _recordings(engine, plan)])
+    engine.rerecording.follow(
+        lambda: [record for _, record in (*_recordings(engine, plan), *_idle_recordings(engine, plan))]
+    )
+    engine.rerecording.later(record() for _, record in _idle_recordings(engine, plan))
 
 
 def compile_kernels(
@@ -221,7 +217,7 @@ def compile_kernels(
         return
     started = time.monotonic()
     with _progress("compiling kernels", to_console) as progress:
-        recordings = [record for _, record in _recordings(engine, plan)]
+        recordings = [record for _, record in (*_idle_recordings(engine, plan), *_recordings(engine, plan))]
         works = [*more, *recordings] if more else recordings[::-1]
         compiled = compile_ahead(graphs.device, works, progress.tell)
     if compiled:
@@ -234,6 +230,11 @@ def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Ca
     yield from engine.recordings(
         [(size, shape) for size in reversed(plan.batch_sizes) for shape in plan.shapes_at(size)]
     )
+
+
+def _idle_recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:
+    for size in reversed(plan.idle_prefills):
+        yield f"prompts of {size} tokens", engine.prefill_recording(size)
 
 
 class _Meter:

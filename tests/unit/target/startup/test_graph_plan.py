@@ -13,12 +13,11 @@ import torch
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.recordings import Recording
 from outrider.services.target.engine.rerecording import Rerecording
+from outrider.services.target.model.prefill_graph import IDLE_PREFILL_SIZES, PREFILL_SIZES
 from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import graph_plan
 from outrider.services.target.startup.graph_plan import (
-    FP8_PREFILL_SIZES,
-    PREFILL_SIZES,
     compile_kernels,
     plan_graphs,
     record_graphs,
@@ -140,11 +139,60 @@ def test_each_can_be_turned_off(values: dict[str, Any], graphs: bool, overlaps: 
 @pytest.mark.parametrize(
     "values", [{"deterministic": True}, {"tp": 2}, {"disable_cuda_graph": True}], ids=str
 )
-def test_short_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
-    assert plan_graphs(settings(), cuda=True, waits=False).prefills == PREFILL_SIZES
-    assert plan_graphs(settings(quantization="fp8"), cuda=True, waits=False).prefills == FP8_PREFILL_SIZES
-    assert plan_graphs(settings(), cuda=False, waits=True).prefills == ()
-    assert plan_graphs(settings(**values), cuda=True, waits=False).prefills == ()
+def test_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
+    plan = plan_graphs(settings(prefill_chunk=8192), cuda=True, waits=False)
+    assert (plan.prefills, plan.idle_prefills) == (PREFILL_SIZES, IDLE_PREFILL_SIZES)
+    for none in (
+        plan_graphs(settings(), cuda=False, waits=True),
+        plan_graphs(settings(prefill_chunk=8192, **values), cuda=True, waits=False),
+    ):
+        assert (none.prefills, none.idle_prefills) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("chunk", "last"), [(10, 16), (16, 16), (17, 32), (512, 512), (513, 640), (3000, 2048)]
+)
+def test_no_pass_larger_than_a_chunk_is_recorded(chunk: int, last: int) -> None:
+    plan = plan_graphs(settings(prefill_chunk=chunk), cuda=True, waits=False)
+    assert (*plan.prefills, *plan.idle_prefills)[-1] == last
+
+
+def test_padding_is_at_most_a_quarter_of_a_long_pass() -> None:
+    sizes = (*PREFILL_SIZES, *IDLE_PREFILL_SIZES)
+    for rows in range(385, sizes[-1] + 1):
+        size = bucket(sizes, rows)
+        assert size is not None
+        assert size - rows <= size / 4
+
+
+def test_large_passes_over_prompts_are_recorded_while_idle() -> None:
+    recorded: list[int] = []
+
+    class Engine:
+        rerecording = Rerecording(GraphCache("cpu"))
+
+        def recordings(self, batches: list[tuple[int, DraftShape]]) -> list[Recording]:
+            return []
+
+        def prefill_recording(self, size: int) -> Callable[[], None]:
+            return lambda: recorded.append(size)
+
+    graphs = GraphCache("cpu")
+    graphs.enabled = True
+    engine, plan = Engine(), plan_graphs(settings(prefill_chunk=1024), cuda=True, waits=False)
+    record_graphs(cast(TargetEngine, engine), graphs, plan, to_console=False)
+    assert recorded == list(PREFILL_SIZES[::-1]), "the largest first, because smaller ones reuse its memory"
+    recorded.clear()
+    for _ in range(4):
+        assert engine.rerecording.waiting
+        engine.rerecording.record_next()
+    assert recorded == [1024, 768, 640]
+    assert not engine.rerecording.waiting
+    recorded.clear()
+    engine.rerecording.renew()
+    while engine.rerecording.waiting:
+        engine.rerecording.record_next()
+    assert recorded == [*PREFILL_SIZES[::-1], 1024, 768, 640], "another draft needs other graphs of all sizes"
 
 
 def test_a_backend_that_waits_for_the_device_is_not_recorded() -> None:
@@ -188,7 +236,7 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
     if compiles:
         rounds = sum(len(plan.shapes_at(size)) for size in plan.batch_sizes)
         assert rounds > 0
-        assert rehearsed == [1 + len(plan.prefills) + rounds]
+        assert rehearsed == [1 + len(plan.prefills) + len(plan.idle_prefills) + rounds]
         assert not said
     else:
         assert not rehearsed
@@ -207,12 +255,12 @@ def test_recordings_that_a_late_draft_adds_are_rehearsed_first(monkeypatch: pyte
     monkeypatch.setattr(
         graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.extend(pieces) or 0
     )
-    plan = plan_graphs(settings(), cuda=True, waits=False)
+    plan = plan_graphs(settings(prefill_chunk=8192), cuda=True, waits=False)
     graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=False, enabled=True)
     compile_kernels(cast(TargetEngine, Engine()), graphs, plan, to_console=False)
     assert rehearsed[0][0] == 1
     assert rehearsed[0][1].drafts, "if the first pieces miss no kernel, the rest is skipped"
-    assert rehearsed[-1] == PREFILL_SIZES[-1]
+    assert rehearsed[-1] == IDLE_PREFILL_SIZES[-1]
 
 
 def test_a_default_tree_that_is_a_chain_is_listed_once() -> None:
