@@ -246,10 +246,10 @@ class Target:
         )
         self._graphs = runner.graphs
         self.engine = _make_engine(settings, runner, self.drafter, graph_plan)
+        self.engine.rerecording.later(idle_preparation(settings, decoder, attention))
         with watched(decoder):
             self._warm_up(settings, runner, graph_plan)
-        # 4. Start the engine's thread. It prepares the library for long prompts while it is idle.
-        self.engine.rerecording.later(idle_preparation(settings, decoder, attention))
+        # 4. Start the engine's thread.
         self._thread = EngineThread(
             watched_engine(self.engine, decoder), on_start=lambda: _use_device(device)
         )

@@ -117,6 +117,11 @@ class ChunkAttention:
             others(first, len(chunks), out)
         return out
 
+    @property
+    def tile(self) -> Attend:
+        """Attention of one tile by the library."""
+        return self._attend
+
     def allow(self, shape: TileShape) -> None:
         """Let the library be called with another shape, whose plan exists now."""
         self._shapes.add(shape)

@@ -109,7 +109,7 @@ def check_same(
     assert tokens[0] == tokens[1]
     assert sum(len(chosen) for chosen in tokens[0]) == len(case.lengths)
     for expected, found in zip(plain.pool.planes(), padded.pool.planes(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
     features = padded.pool.planes()[-1].flatten(0, 1)  # [slots, feature size]
     stored = int((features != UNTOUCHED).any(-1).sum())
     assert stored == sum(

@@ -216,10 +216,13 @@ class TargetEngine(Steppable):
         drafts = self._source if isinstance(self._source, ResidentSource | ExchangeSource) else None
         return list(round_recordings(self._rounds, drafts, wanted, captures=self._runner.captures))
 
-    def prefill_recording(self, size: int) -> Callable[[], None]:
-        """Return a function that records the pass over prompts of up to `size` tokens, as in `recordings`."""
+    def prefill_recording(self, size: int, whole: bool = False) -> Callable[[], None]:
+        """Return a function that records a pass over up to `size` prompt tokens, as in `recordings`.
+
+        If `whole` is True, the pass is over one prompt by a library, if there is one.
+        """
         self._refresh()
-        return lambda: self._runner.capture_prefill(size)
+        return lambda: self._runner.capture_prefill(size, whole)
 
     # ---- engine thread
 

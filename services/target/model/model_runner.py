@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 
 from outrider.services.target.model.graph_key import GraphKey
-from outrider.services.target.model.prefill_graph import PrefillGraph
+from outrider.services.target.model.prefill_graph import PrefillGraph, library_of
 from outrider.services.target.model.sampling import SamplingBatches
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
@@ -20,7 +20,6 @@ from outrider.services.target.model.verify_pass import StepModel
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.attn.base import AttentionBackend, AttentionBatch, build_batch
-from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.kv.pool import KVPool
@@ -178,16 +177,15 @@ class ModelRunner:
         Long passes take longer on the device than on the host, so they are not recorded if a library's
         attention is faster. The shapes of a library's attention depend on the chunks.
         """
+        if recorded.takes_whole(chunks):
+            return recorded.takes(chunks)
         rows = sum(chunk.stop - chunk.start for chunk in chunks)
         return recorded.takes(chunks) and (rows < LIBRARY_ROWS or not self._by_library(chunks))
 
     def _by_library(self, chunks: Seq[PrefillChunk]) -> bool:
         """Return True if a library would attend from some of these chunks in an unrecorded pass."""
-        attention = self.attention
-        if not isinstance(attention, KernelAttention) or attention.chunks is None:
-            return False
-        kept = self.decoder.cached
-        return attention.chunks.takes(
+        library, kept = library_of(self.attention), self.decoder.cached
+        return library is not None and library.takes(
             [(chunk.start, chunk.stop - chunk.start) for chunk in chunks], kept.num_heads * kept.head_dim
         )
 
@@ -217,10 +215,18 @@ class ModelRunner:
         return None if self._recorded is None else self._recorded.largest(most)
 
     @torch.inference_mode()
-    def capture_prefill(self, size: int) -> None:
-        """Record the pass over prompt chunks of up to `size` tokens. `use_slots` comes first."""
+    def capture_prefill(self, size: int, whole: bool = False) -> None:
+        """Record the pass over prompt chunks of up to `size` tokens. `use_slots` comes first.
+
+        Args:
+            size: Number of rows.
+            whole: True for the pass over one prompt from its first token on, by a library, if there is one.
+        """
         assert self._recorded is not None, "there are no slots yet"
-        self._recorded.capture(size)
+        if whole:
+            self._recorded.capture_whole(size)
+        else:
+            self._recorded.capture(size)
 
     @torch.inference_mode()
     def read_features(self, sequence: Sequence, start: int, stop: int) -> torch.Tensor:

@@ -8,13 +8,17 @@ device, from lengths and from the slots' page tables.
 
 A graph ends with the hidden states of the chunks' last rows. Tokens are chosen after the graph, and only for
 complete prompts, so all sampling modes share the graphs.
+
+A prompt that comes alone has graphs of its own where a library attends faster than our kernel.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,10 +27,15 @@ from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.verify_pass import StepModel
 from outrider.services.target.scheduling.scheduler import PrefillChunk
-from outrider.shared.attn.base import AttentionBatch
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.attn.chunks import ChunkAttention
+from outrider.shared.attn.triton import KernelAttention
+from outrider.shared.attn.whole_prompt import WholePromptAttention
 from outrider.shared.engine.buckets import bucket
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.kv.pool import KVPool
+
+_log = logging.getLogger("outrider.target")
 
 PREFILL_SIZES = (16, 32, 64, 128, 256, 384, 512)
 """Numbers of rows of the recorded passes over prompts. Launching the kernels of a pass takes the host as long
@@ -37,6 +46,9 @@ IDLE_PREFILL_SIZES = (640, 768, 1024, 1280, 1536, 2048)
 Padding is at most a quarter of a pass of more than 384 rows. Longer chunks need no graphs, because the device
 takes longer to run their kernels than the host takes to launch them.
 """
+WHOLE_PROMPT_SIZES = (512, *IDLE_PREFILL_SIZES)
+"""Numbers of rows of the recorded passes over one prompt from its first token on, with a library's attention.
+They are recorded while no request is live, once the library has been checked."""
 ALL_PREFILL_SIZES = (*PREFILL_SIZES, *IDLE_PREFILL_SIZES)
 _ALIGNED = 4
 """int32 words to whose multiples tensors are aligned. Triton compiles other kernels for other addresses."""
@@ -75,6 +87,13 @@ class PrefillGraph:
             and all(chunk.sequence.slot >= 0 for chunk in chunks)
         )
 
+    def takes_whole(self, chunks: Seq[PrefillChunk]) -> bool:
+        """Return True if a graph with a library's attention is recorded for this chunk, one from token 0."""
+        if len(chunks) != 1 or chunks[0].start:
+            return False
+        size = bucket(self._sizes, chunks[0].stop)
+        return size is not None and self._graphs.replays(self._key(size, whole=True))
+
     def largest(self, rows: int) -> int | None:
         """Return the largest size of at most `rows` rows with a graph, or None if there is none."""
         for size in reversed(self._sizes[: bisect_right(self._sizes, rows)]):
@@ -98,28 +117,51 @@ class PrefillGraph:
         for chunk in chunks:
             self._table.hold(chunk.sequence)
         self._table.flush()
-        inputs = self._at(size)
+        inputs, whole = self._at(size), self.takes_whole(chunks)
         complete = inputs.load(chunks, captures)
-        hidden: torch.Tensor = self._graphs.run(self._key(size), lambda: self._pass(inputs))
+        hidden: torch.Tensor = self._graphs.run(self._key(size, whole), lambda: self._pass(inputs, whole))
         return hidden[:complete]
 
     def capture(self, size: int) -> None:
         """Record the pass of one size over padding rows, which store nothing."""
+        self._record(size, whole=False)
+
+    def capture_whole(self, size: int) -> None:
+        """Record the pass over one prompt of up to `size` tokens. Do nothing without a library."""
+        if library_of(self._model(False).attention) is None:
+            return
+        try:
+            self._record(size, whole=True)
+        except RuntimeError:  # for example too little memory
+            _log.exception("prompts of %d tokens have no graph with the library's attention", size)
+
+    def _record(self, size: int, whole: bool) -> None:
         inputs = self._at(size)
         inputs.load((), False)
-        self._graphs.capture(self._key(size), lambda: self._pass(inputs))
+        self._graphs.capture(self._key(size, whole), lambda: self._pass(inputs, whole))
 
-    def _pass(self, inputs: _Inputs) -> torch.Tensor:
-        return inputs.step(self._model(True))
+    def _pass(self, inputs: _Inputs, whole: bool) -> torch.Tensor:
+        model = self._model(True)
+        if whole:
+            library = library_of(model.attention)
+            assert library is not None, "the library was there when the pass was recorded"
+            model = replace(model, attention=WholePromptAttention(library.tile, inputs.pages, inputs.length))
+        return inputs.step(model)
 
-    def _key(self, size: int) -> GraphKey:
-        return GraphKey("prefill", size, draft_dependent=self._model(True).projector is not None)
+    def _key(self, size: int, whole: bool = False) -> GraphKey:
+        dependent = self._model(True).projector is not None
+        return GraphKey("prompt" if whole else "prefill", size, draft_dependent=dependent)
 
     def _at(self, size: int) -> _Inputs:
         found = self._inputs.get(size)
         if found is None:
             found = self._inputs[size] = _Inputs(size, self._table, self._model(False).pool)
         return found
+
+
+def library_of(attention: AttentionBackend) -> ChunkAttention | None:
+    """Return the library by which this backend attends from long prompts, or None."""
+    return attention.chunks if isinstance(attention, KernelAttention) else None
 
 
 class _Inputs:
@@ -136,7 +178,8 @@ class _Inputs:
         self._pool = pool
         most = min(size, table.slots)  # chunks
         # The padding rows form a sequence of their own, without a slot.
-        words = [2 * size, 2 * size, size, size, most, most + 1, most + 1, most + 1, most + 2]
+        pages = -(-size // pool.page_size)
+        words = [2 * size, 2 * size, size, size, most, most + 1, most + 1, most + 1, most + 2, pages]
         places = [-(-count // _ALIGNED) * _ALIGNED for count in words]
         bounds = np.cumsum(places[:-1]).tolist()
         self._host = np.zeros(sum(places), dtype=np.int32)
@@ -147,7 +190,8 @@ class _Inputs:
             self._buffer = torch.zeros(len(self._host), dtype=torch.int32, device=pool.device)
         parts = [part[:count] for part, count in zip(self._buffer.tensor_split(bounds), words, strict=True)]
         self.feature_slots = parts[1].view(torch.int64)
-        self.tokens, self.positions, self.last, prefixes, lengths, owners, starts = parts[2:]
+        self.tokens, self.positions, self.last, prefixes, lengths, owners, starts, self.pages = parts[2:]
+        self.length = lengths[:1]
         self.batch = AttentionBatch(
             page_table=table.page_table,
             prefix_lens=prefixes,
@@ -163,7 +207,7 @@ class _Inputs:
 
     def load(self, chunks: Seq[PrefillChunk], captures: bool) -> int:
         """Upload the inputs of some chunks, and return how many of them complete their prompts."""
-        tokens, positions, last, prefixes, lengths, owners, starts = self._columns
+        tokens, positions, last, prefixes, lengths, owners, starts, pages = self._columns
         self._host[:] = 0
         self._slots[:] = self._feature_slots[:] = -1
         owners[:] = -1
@@ -183,6 +227,9 @@ class _Inputs:
                 last[complete] = row - 1
                 complete += 1
         starts[len(chunks) + 1 :] = self._size
+        if chunks and chunks[0].sequence.lease is not None:
+            first = chunks[0].sequence.lease.pages[: len(pages)]
+            pages[: len(first)] = first
         source = torch.from_numpy(self._host)
         # The host does not wait for a copy from pinned memory, and torch keeps that memory until the copy is
         # done. pin_memory() has copied the array, so the array itself may change right away.

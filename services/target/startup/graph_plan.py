@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,7 +17,12 @@ from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.choices import OverlapSchedule
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.model.prefill_graph import ALL_PREFILL_SIZES, PREFILL_SIZES, fitting
+from outrider.services.target.model.prefill_graph import (
+    ALL_PREFILL_SIZES,
+    PREFILL_SIZES,
+    WHOLE_PROMPT_SIZES,
+    fitting,
+)
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.generation import SpeculationMode
@@ -172,10 +178,9 @@ def record_graphs(
         memory_mib=mib,
         seconds=round(time.monotonic() - started, 1),
     )
-    engine.rerecording.follow(
-        lambda: [record for _, record in (*_recordings(engine, plan), *_idle_recordings(engine, plan))]
-    )
-    engine.rerecording.later(record() for _, record in _idle_recordings(engine, plan))
+    idle = partial(_idle_recordings, engine, plan, by_library=True)
+    engine.rerecording.follow(lambda: [record for _, record in (*_recordings(engine, plan), *idle())])
+    engine.rerecording.later(record() for _, record in list(idle()))
 
 
 def compile_kernels(
@@ -232,9 +237,14 @@ def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Ca
     )
 
 
-def _idle_recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:
+def _idle_recordings(
+    engine: TargetEngine, plan: GraphPlan, by_library: bool = False
+) -> Iterator[tuple[str, Callable[[], None]]]:
     for size in reversed(plan.idle_prefills):
         yield f"prompts of {size} tokens", engine.prefill_recording(size)
+    for size in reversed((*plan.prefills, *plan.idle_prefills)):
+        if by_library and size in WHOLE_PROMPT_SIZES:
+            yield f"single prompts of {size} tokens", engine.prefill_recording(size, whole=True)
 
 
 class _Meter:

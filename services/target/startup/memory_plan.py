@@ -256,7 +256,7 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
     batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.max_running_requests)))
     return (
         WORKSPACES_BYTES
-        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MAX_LATE_GRAPHS + len(ALL_PREFILL_SIZES))
+        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MAX_LATE_GRAPHS + 2 * len(ALL_PREFILL_SIZES))
         * num_layers
         * GRAPH_BYTES_PER_LAYER
     )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from support.played_graphs import PlayedGraphs
 from support.prefill_rig import (
     CASES,
@@ -17,17 +18,19 @@ from support.prefill_rig import (
     check_same,
     make_runner,
     make_sequence,
+    prefill,
 )
 from support.target_harness import load_toy
-from support.tile_attention import attend_tile
+from support.tile_attention import Recorder, attend_tile
 from support.toys import make_toy_target
 
 from outrider.services.target.model import model_runner
 from outrider.services.target.model.graph_key import GraphKey
+from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.scheduling.scheduler import PrefillChunk
-from outrider.shared.attn.chunks import ChunkAttention
+from outrider.shared.attn.chunks import Attend, ChunkAttention
 from outrider.shared.attn.padded import PaddedRows
-from outrider.shared.attn.tiles import shapes_of
+from outrider.shared.attn.tiles import TileShape, shapes_of
 from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.graphs import GraphCache
@@ -117,6 +120,65 @@ def test_long_passes_are_not_recorded_where_a_library_attends(
     assert len(graphs.runs) == (not long)
     runner.prefill([PrefillChunk(sequence, 16, 31)])
     assert len(graphs.runs) == 1 + (not long), "short passes are recorded"
+
+
+def by_library(runner: ModelRunner, attend: Attend = attend_tile) -> None:
+    """Let a stand-in for a library attend from long prompts."""
+    attention = KernelAttention()
+    attention.use_library(ChunkAttention(attend, (), 16, runner.decoder.dtype))
+    runner.attention = attention
+
+
+@pytest.mark.parametrize("length", [17, 29, 32])
+@pytest.mark.parametrize("mode", [SpeculationMode.ON, SpeculationMode.OFF])
+def test_a_prompt_alone_attends_by_the_library(decoder: Decoder, length: int, mode: SpeculationMode) -> None:
+    graphs, attend = PlayedGraphs(), Recorder()
+    plain, padded = (
+        make_runner(decoder, GraphCache(decoder.device, enabled=False), ()),
+        make_runner(decoder, graphs, SIZES),
+    )
+    by_library(padded, attend)
+    padded.capture_prefill(32)
+    padded.capture_prefill(32, whole=True)
+    padded.capture_prefill(8)
+    assert all(bool((plane == UNTOUCHED).all()) for plane in padded.pool.planes()), (
+        "a recording must not write to the pool"
+    )
+    attend.shapes.clear()
+    case = Case((length, 6, 12), (((0, 0, length),), ((1, 0, 6),), ((2, 0, 9),), ((2, 9, 12),)))
+    padded.capture_prefill(4)
+    check_same(plain, padded, case, SAMPLINGS, (mode,))
+    kinds = [(key.kind, key.rows) for key in graphs.runs if isinstance(key, GraphKey)]
+    assert kinds == [("prompt", 32), ("prefill", 8), ("prompt", 32), ("prefill", 4)]
+    assert set(attend.shapes) == {TileShape(32, 32, True)}
+
+
+def test_leftovers_in_the_prompts_pages_are_not_read(decoder: Decoder) -> None:
+    plain, padded = (
+        make_runner(decoder, GraphCache(decoder.device, enabled=False), ()),
+        make_runner(decoder, PlayedGraphs(), (32,)),
+    )
+    by_library(padded)
+    for whole in (False, True):
+        padded.capture_prefill(32, whole)
+    for plane in padded.pool.planes():
+        plane.fill_(torch.nan)
+    case = Case((19,), (((0, 0, 19),),))
+    found, expected = (prefill(runner, case, SAMPLINGS, (SpeculationMode.OFF,)) for runner in (padded, plain))
+    assert found == expected
+
+
+def test_a_pass_that_the_library_fails_to_compute_is_not_recorded(
+    decoder: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs, attend = PlayedGraphs(), Recorder()
+    runner = make_runner(decoder, graphs, (32,))
+    runner.capture_prefill(32, whole=True)
+    assert not graphs.captured, "without a library there is nothing to record"
+    by_library(runner, attend)
+    attend.fails = True
+    runner.capture_prefill(32, whole=True)
+    assert "prompts of 32 tokens have no graph" in caplog.text
 
 
 def test_rows_are_padded_at_the_front(decoder: Decoder) -> None:

@@ -173,7 +173,7 @@ def test_graphs_are_counted_by_batch_sizes_and_layers() -> None:
     assert 420 << 20 < default < 500 << 20, (
         "94 graphs took 350 MiB on an H200; graphs of filtered rows and later ones come in addition"
     )
-    late = (MAX_LATE_GRAPHS + len(ALL_PREFILL_SIZES)) * 32 * GRAPH_BYTES_PER_LAYER
+    late = (MAX_LATE_GRAPHS + 2 * len(ALL_PREFILL_SIZES)) * 32 * GRAPH_BYTES_PER_LAYER
     nothing = graphs_bytes(settings(max_running_requests=16), 0)
     assert wide - default == 4 * (default - late - nothing) // 5, (
         "sizes 24, 32, 48 and 64 in addition to 1, 2, 4, 8, 16"
