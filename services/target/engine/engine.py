@@ -190,9 +190,9 @@ class TargetEngine(Steppable):
         """Number of queued and running requests, including those in the inbox."""
         return len(self._live) + sum(isinstance(message, Submit) for message in tuple(self._inbox))
 
-    def ask_recorded(self) -> threading.Event:
-        """Return an event that is set once all graphs for the current draft are recorded. Thread-safe."""
-        asked = self.rerecording.ask()
+    def ask_recorded(self, *, all_work: bool = False) -> threading.Event:
+        """Return an event that is set once the graphs for the current draft are recorded: `Rerecording.ask`."""
+        asked = self.rerecording.ask(all_work=all_work)
         self.wake()
         return asked
 

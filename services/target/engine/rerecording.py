@@ -33,6 +33,7 @@ class Rerecording:
         self._pieces: deque[Callable[[], None]] = deque()
         self._later: deque[Iterator[object]] = deque()
         self._asked: list[threading.Event] = []
+        self._asked_all: list[threading.Event] = []
         self._started = 0.0
 
     @property
@@ -43,12 +44,16 @@ class Rerecording:
     @property
     def waiting(self) -> bool:
         """True if work is left, or if a caller of `ask` waits for its event."""
-        return bool(self._pieces or self._asked or self._later)
+        return bool(self._pieces or self._asked or self._later or self._asked_all)
 
-    def ask(self) -> threading.Event:
-        """Return an event that is set once no graph is left to record. May be called from any thread."""
+    def ask(self, *, all_work: bool = False) -> threading.Event:
+        """Return an event that is set once the graphs of the plan are recorded. Thread-safe.
+
+        Args:
+            all_work: Set the event only once the work of `later` is done, too.
+        """
         asked = threading.Event()
-        self._asked.append(asked)
+        (self._asked_all if all_work else self._asked).append(asked)
         return asked
 
     def follow(self, plan: Plan) -> None:
@@ -88,3 +93,6 @@ class Rerecording:
         if not self._pieces:
             while self._asked:
                 self._asked.pop().set()
+        if not self._pieces and not self._later:
+            while self._asked_all:
+                self._asked_all.pop().set()
