@@ -191,7 +191,7 @@ class TargetEngine(Steppable):
         return len(self._live) + sum(isinstance(message, Submit) for message in tuple(self._inbox))
 
     def ask_recorded(self, *, all_work: bool = False) -> threading.Event:
-        """Return an event that is set once the graphs for the current draft are recorded: `Rerecording.ask`."""
+        """Return an event that is set once the graphs for the draft are recorded (see `Rerecording.ask`)."""
         asked = self.rerecording.ask(all_work=all_work)
         self.wake()
         return asked

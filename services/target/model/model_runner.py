@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from outrider.services.target.model.graph_key import GraphKey
@@ -197,8 +198,11 @@ class ModelRunner:
         """
         starts = [chunk.start for chunk in chunks]
         counts = [chunk.stop - chunk.start for chunk in chunks]
-        token_ids = [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.stop]]
-        positions = [index for chunk in chunks for index in range(chunk.start, chunk.stop)]
+        # The device waits for these arrays, and numpy makes them faster than Python.
+        token_ids = np.concatenate(
+            [np.array(chunk.sequence.tokens[chunk.start : chunk.stop], dtype=np.int64) for chunk in chunks]
+        )
+        positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
         batch = build_batch(self.pool, _leases([chunk.sequence for chunk in chunks]), starts, counts)
         output = self._forward(self._int64(token_ids), self._int64(positions), batch, capture)
         if capture:
@@ -258,7 +262,7 @@ class ModelRunner:
             output, slots = _output_rows(output, rows), slots[rows]
         self.pool.store_features(self._projector(output), slots)
 
-    def _int64(self, values: Seq[int]) -> torch.Tensor:
+    def _int64(self, values: Seq[int] | np.ndarray) -> torch.Tensor:
         return upload(values, torch.int64, self.device)
 
 

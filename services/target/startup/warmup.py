@@ -77,7 +77,7 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
 
 
 def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
-    """Return passes over single prompts and pairs of prompts that are longer than any recorded pass.
+    """Return unrecorded passes over single prompts and pairs of prompts.
 
     Passes that do not fit into the pool are left out. `compile_kernels` rehearses the returned passes.
     """
