@@ -19,7 +19,7 @@ from outrider.shared.attn.chunks import Attend, ChunkAttention
 from outrider.shared.attn.tiles import SIZES, TileShape, shapes_of
 from outrider.shared.obs.logging import get_logger
 
-BUILD_S = 6.0
+BUILD_S = 3.0
 """Maximum time for building plans at startup, in seconds. The first plans are the most useful ones."""
 LARGEST_DIM = 128
 """Largest head that every cuDNN of torch's packages supports on Hopper."""

@@ -32,6 +32,7 @@ class Rerecording:
         self._plan: Plan | None = None
         self._pieces: deque[Callable[[], None]] = deque()
         self._later: deque[Iterator[object]] = deque()
+        self._may_begin = False
         self._asked: list[threading.Event] = []
         self._asked_all: list[threading.Event] = []
         self._started = 0.0
@@ -44,7 +45,8 @@ class Rerecording:
     @property
     def waiting(self) -> bool:
         """True if work is left, or if a caller of `ask` waits for its event."""
-        return bool(self._pieces or self._asked or self._later or self._asked_all)
+        later = self._may_begin and self._later
+        return bool(self._pieces or self._asked or later or self._asked_all)
 
     def ask(self, *, all_work: bool = False) -> threading.Event:
         """Return an event that is set once the graphs of the plan are recorded. Thread-safe.
@@ -53,6 +55,8 @@ class Rerecording:
             all_work: Set the event only once the work of `later` is done, too.
         """
         asked = threading.Event()
+        if all_work:
+            self.begin_later()
         (self._asked_all if all_work else self._asked).append(asked)
         return asked
 
@@ -61,13 +65,17 @@ class Rerecording:
         self._plan = plan
 
     def later(self, work: Iterable[object]) -> None:
-        """Add work that is done after the graphs, while no request is live.
+        """Add work that is done after the graphs, while no request is live, and after `begin_later`.
 
         Args:
             work: Does one piece of the work for each item that is taken from it. Graphs that it records are
                 kept.
         """
         self._later.append(iter(work))
+
+    def begin_later(self) -> None:
+        """Begin with the work of `later`, which would otherwise delay the start. Thread-safe."""
+        self._may_begin = True
 
     def renew(self) -> None:
         """Plan all graphs again, because the draft's features have changed."""
@@ -86,7 +94,7 @@ class Rerecording:
                     len(self._graphs.keys),
                     time.monotonic() - self._started,
                 )
-        elif self._later and not self._asked:
+        elif self._may_begin and self._later and not self._asked:
             with self._graphs.keeping():
                 if next(self._later[0], _DONE) is _DONE:
                     self._later.popleft()

@@ -48,8 +48,16 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
     """Run short requests through the running engine and its drafter, so that both are warm for real requests.
 
     Greedy and sampled requests run with and without drafts. The controller keeps the costs that it learns,
-    and all counters are reset.
+    and all counters are reset. From then on, the engine uses idle times for work that is not urgent.
     """
+    try:
+        _run_all(engine, limits)
+    finally:
+        engine.rerecording.begin_later()
+        engine.wake()
+
+
+def _run_all(engine: TargetEngine, limits: SpeculationLimits) -> None:
     rounds = (
         (SpeculationMode.ON, 0.0),
         (SpeculationMode.ON, 1.0),

@@ -16,6 +16,7 @@ class Work:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.rerecording = Rerecording(GraphCache("cpu"))
+        self.rerecording.begin_later()
 
     def pieces(self, *names: str) -> Iterator[None]:
         for name in names:
@@ -60,6 +61,19 @@ def test_who_asks_for_the_graphs_does_not_wait_for_other_work() -> None:
     work.step()
     assert everything.is_set()
     assert not work.rerecording.waiting
+
+
+def test_other_work_does_not_delay_the_start() -> None:
+    work = Work()
+    work.rerecording = Rerecording(GraphCache("cpu"))
+    work.rerecording.later(work.pieces("a"))
+    assert not work.rerecording.waiting
+    work.follow("one")
+    work.rerecording.renew()
+    assert work.step() == ["one"]
+    assert not work.rerecording.waiting
+    work.rerecording.ask(all_work=True)
+    assert work.step() == ["a"], "whoever asks for all work begins it"
 
 
 def test_an_idle_engine_answers_at_once() -> None:

@@ -183,6 +183,7 @@ def test_large_passes_over_prompts_are_recorded_while_idle() -> None:
     record_graphs(cast(TargetEngine, engine), graphs, plan, to_console=False)
     assert recorded == list(PREFILL_SIZES[::-1]), "the largest first, because smaller ones reuse its memory"
     recorded.clear()
+    engine.rerecording.begin_later()
     while engine.rerecording.waiting:
         done = len(recorded)
         engine.rerecording.record_next()
