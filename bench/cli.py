@@ -277,8 +277,8 @@ def kernels(
         str,
         typer.Option(
             help="Kinds of cases, as comma-separated patterns: linear (the library's products), product, "
-            "fp8, norm, layer, attention, ragged, cache, choose, draft, round, trade, invariant, forward, "
-            "propose."
+            "fp8, norm, layer, attention, prefill (attention of long prompts), ragged, cache, choose, draft, "
+            "round, trade, invariant, forward, propose."
         ),
     ] = "*",
     tune: Annotated[

@@ -43,6 +43,8 @@ from outrider.shared.spec.tree import DraftShape
 
 DRAFT_START_S = 120.0
 ANSWER_S = 120.0
+IDLE_WORK_S = 60.0
+"""Longest wait for the work that an engine does while it is idle, for example recordings."""
 NO_DRAFT = "none"
 PREFILL_TOKENS = 16384
 """Maximum number of prompt tokens in a step. The peers' runs used the same `max_num_batched_tokens`."""
@@ -266,6 +268,7 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
             raise UnavailableError(
                 f"The draft is {state.value} after {DRAFT_START_S:.0f} s. Its last output:\n" + "\n".join(log)
             )
+        # Work that a server does while it is idle would disturb the measurements.
         asyncio.run(target.wait_recorded(for_all=True))
         yield BenchEngine(target, decoder, synthetic)
 

@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 
@@ -32,7 +31,12 @@ from outrider.services.target.startup.graph_plan import (
     plan_graphs,
     record_graphs,
 )
-from outrider.services.target.startup.numerics import load_target_model, prepare_attention, prepare_decoder
+from outrider.services.target.startup.numerics import (
+    idle_preparation,
+    load_target_model,
+    prepare_attention,
+    prepare_decoder,
+)
 from outrider.services.target.startup.parity_check import check_parity
 from outrider.services.target.startup.stage_times import StageTimes, progress_logger
 from outrider.services.target.startup.warmup import prompt_rehearsals, run_through
@@ -236,6 +240,7 @@ class Target:
         )
         self._graphs = runner.graphs
         self.engine = _make_engine(settings, runner, self.drafter, graph_plan)
+        self.engine.recorder.prepare(idle_preparation(settings, decoder, attention))
         with watched(decoder):
             self._warm_up(settings, runner, graph_plan)
         # 4. Start the engine's thread.

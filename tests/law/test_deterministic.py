@@ -182,6 +182,28 @@ def test_a_mixed_round_changes_no_bit(target_dir: Path, dtype: torch.dtype, chun
         assert_bits(logits, rows)
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_packed_chunks_of_any_length_change_no_bit(target_dir: Path, seed: int) -> None:
+    """Steps take a random number of prompt tokens, of several prompts at once, while others decode."""
+    decoder = load(target_dir, DEVICE, torch.bfloat16)
+    tokens, logits = plain(decoder, NEW_TOKENS)
+    harness = harness_of(decoder, FakeDrafter(random_plan(VOCAB, seed=seed)), page_size=3)
+    rng = random.Random(seed)
+    budget = mock.patch.object(harness.engine._budget, "tokens", side_effect=lambda _: rng.randint(1, 12))
+    begin = mock.patch.object(harness.runner, "begin_prefill", side_effect=harness.runner.begin_prefill)
+    with recorded(decoder) as rows, budget, begin as passes:
+        for name in ("a", "b", "c", "d"):
+            harness.submit(PROMPT, NEW_TOKENS, request_id=name, shape=(3, 2, 6))
+            if name in "ab":
+                harness.step()
+        harness.run()
+    chunks = [call.args[0] for call in passes.call_args_list]
+    assert any(len(one) > 1 for one in chunks), "chunks of several prompts must share a pass"
+    assert any(not chunk.is_last for one in chunks for chunk in one), "prompts must be cut"
+    assert [harness.sink.tokens[name] for name in ("a", "b", "c", "d")] == [tokens] * 4
+    assert_bits(logits, rows)
+
+
 FAMILIES = ["mistral-narrow", "qwen3-bias", "qwen3-moe", "gpt-oss-narrow", "deepseek-v3"]
 GENERIC = sorted(generic_models.CASES)[:2]
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 from unittest import mock
 
+import torch
 from hypothesis import strategies as st
 
 from outrider.services.target.engine.advance import Advance
@@ -25,12 +26,14 @@ from outrider.services.target.model.round_runner import Round
 from outrider.services.target.policy.controller import RowBound
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.offered_shapes import cut
+from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence as Row
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState, ProposalRow
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.device_toys import AnswerDrafter
+from support.played_graphs import PlayedGraphs
 from support.target_harness import Harness, Node, make_harness
 
 T = TypeVar("T")
@@ -88,6 +91,7 @@ class Machine:
     Attributes:
         spare_slots: Number of slots of the pool beyond those of the longest request.
         prefill_budget: Largest number of prompt tokens in a step while others decode.
+        prefill_sizes: Numbers of rows of the recorded passes over prompts.
         refuse_every: Refuse every n-th session that drafts on the device; 0 refuses none.
         losses: Steps at which the drafter loses a session.
         down: Steps from the first to the second, during which the drafter is down.
@@ -99,6 +103,7 @@ class Machine:
     spare_slots: int
     prefill_chunk: int
     prefill_budget: int
+    prefill_sizes: tuple[int, ...]
     max_packed_rows: int
     features: bool
     accuracy: float
@@ -142,6 +147,7 @@ def machines() -> st.SearchStrategy[Machine]:
         spare_slots=st.sampled_from([0, 8, 20, 40, 1000]),
         prefill_chunk=st.sampled_from([3, 16, 512]),
         prefill_budget=st.sampled_from([1, 5, 64]),
+        prefill_sizes=st.sampled_from([(), (8,), (4, 16, 64)]),
         max_packed_rows=st.sampled_from([2048, 2048, 2048, 40, 8]),
         features=st.booleans(),
         accuracy=st.sampled_from([0.4, 0.8, 1.0]),
@@ -185,7 +191,11 @@ class Service:
             page_size=machine.page_size,
             num_pages=-(-(LONGEST + machine.spare_slots) // machine.page_size),
             prefill_chunk=machine.prefill_chunk,
+            graphs=PromptGraphs(),
+            prefill_sizes=machine.prefill_sizes,
         )
+        for size in machine.prefill_sizes:
+            self.harness.runner.capture_prefill(size)
         # Slots that no one has written contain large numbers, so that reading them changes tokens.
         for plane in self.harness.runner.pool.planes():
             plane.normal_(0.0, 1e3)
@@ -198,11 +208,15 @@ class Service:
         launch = mock.patch.object(loop._rounds, "launch", self._checked(loop._rounds.launch))
         budget = mock.patch.object(engine._budget, "tokens", return_value=self.machine.prefill_budget)
         choice = mock.patch.object(controller, "choose", self._choose)
+        recorded = self.harness.runner._recorded
+        assert recorded is not None
+        prompts = mock.patch.object(recorded, "run", self._noted(recorded.run))
         with ExitStack() as patches:
             patches.enter_context(committer)
             patches.enter_context(launch)
             patches.enter_context(budget)
             patches.enter_context(choice)
+            patches.enter_context(prompts)
             last = max(one.joins + max((one.cancels or (0,))[0], sum(one.pauses or (0,))) for one in asked)
             step = 0
             while step <= last or engine.has_work():
@@ -294,6 +308,19 @@ class Service:
 
         return checked
 
+    def _noted(
+        self, run: Callable[[Sequence[PrefillChunk], bool], torch.Tensor]
+    ) -> Callable[[Sequence[PrefillChunk], bool], torch.Tensor]:
+        """Return `PrefillGraph.run` that notes what it packs."""
+
+        def noted(chunks: Sequence[PrefillChunk], captures: bool) -> torch.Tensor:
+            self.seen["recorded prompts"] += 1
+            self.seen["packed prompts"] += len(chunks) > 1
+            self.seen["recorded chunks behind others"] += any(chunk.start for chunk in chunks)
+            return run(chunks, captures)
+
+        return noted
+
     def _choose(
         self, rows: Sequence[RowBound], others: Sequence[DraftShape], path: DraftPath
     ) -> list[DraftShape]:
@@ -310,6 +337,13 @@ class Service:
             return self.drafter._host_tree(tokens, row)
         count = self._rng.randrange(row.shape.max_nodes)
         return [(self._rng.randrange(VOCAB), self._rng.randrange(index + 1)) for index in range(count)]
+
+
+class PromptGraphs(PlayedGraphs):
+    """Records passes over prompts. Rounds run unrecorded."""
+
+    def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
+        return False
 
 
 class _Counting(Committer):

@@ -289,6 +289,7 @@ def make_harness(
     graphs: GraphCache | None = None,
     attention: AttentionBackend | None = None,
     recorder: Recorder | None = None,
+    prefill_sizes: Sequence[int] = (),
     **limits: int,
 ) -> Harness:
     """Make an engine that has no thread of its own.
@@ -296,7 +297,8 @@ def make_harness(
     By default, the engine reads each round before it launches the next.
     """
     pool = decoder.make_pool(num_pages, page_size)
-    runner = ModelRunner(decoder, pool, attention or create_backend("auto", decoder.device), graphs=graphs)
+    attention = attention or create_backend("auto", decoder.device)
+    runner = ModelRunner(decoder, pool, attention, graphs=graphs, prefill_sizes=prefill_sizes)
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
     engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
     engine = TargetEngine(runner, scheduler, drafter, engine_limits, plan=plan, recorder=recorder)

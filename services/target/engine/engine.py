@@ -268,9 +268,7 @@ class TargetEngine(Steppable):
 
     def _schedule(self, now: float) -> StepPlan:
         """Plan the step, and open and close the drafter's sessions accordingly."""
-        prefilling = (one for one in self._scheduler.active if one.status is SequenceStatus.PREFILLING)
-        first = next(prefilling, None)
-        plan = self._scheduler.schedule(now, None if first is None else self._budget.tokens(first.cached_len))
+        plan = self._scheduler.schedule(now, self._prefill.limit(self._scheduler))
         for sequence in plan.retracted:
             self._source.ended(sequence)
         for sequence in self._sessions.follow(plan):
@@ -342,10 +340,10 @@ class TargetEngine(Steppable):
 
     def _make_loop(self, plan: LoopPlan) -> DecodeLoop:
         committer = Committer(self._output, self._poisoned, self._forget)
-        prefill = Prefill(self._runner, self._rounds.table, self._source, committer, self._budget)
+        self._prefill = Prefill(self._runner, self._rounds.table, self._source, committer, self._budget)
         return DecodeLoop(
             self._rounds,
-            prefill,
+            self._prefill,
             self._planner,
             self._source,
             committer,

@@ -18,7 +18,7 @@ from outrider.services.target.engine.committer import Committer
 from outrider.services.target.model.model_runner import ChosenTokens, ModelRunner
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.policy.prefill_budget import PrefillBudget
-from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 
 
@@ -65,6 +65,19 @@ class Prefill:
         self._drafts = drafts
         self._committer = committer
         self._budget = budget
+
+    def limit(self, scheduler: Scheduler) -> int | None:
+        """Return how many prompt tokens the next step may compute while sequences decode.
+
+        The limit is the largest recorded size within the time budget, so that chunks need no padding. None
+        means that no prompt is left to compute.
+        """
+        stored = (one.cached_len for one in scheduler.active if one.status is SequenceStatus.PREFILLING)
+        context = next(stored, 0 if scheduler.waiting else None)
+        if context is None:
+            return None
+        tokens = self._budget.tokens(context)
+        return self._runner.recorded_rows(tokens) or tokens
 
     def launch(self, chunks: Seq[PrefillChunk]) -> PrefillPass:
         """Enqueue prompt chunks without waiting for them. Completed sequences can take part in rounds."""

@@ -1,9 +1,10 @@
 """Decides when CUDA graphs are recorded: at start, after a change of the draft, and while no request is live.
 
-    start       | first graphs | ready | idle: one further graph per step …
+    start       | first graphs | ready | idle for `IDLE_S`: preparation, then one further graph per step …
     new draft   | idle: first graphs, at once | idle for `IDLE_S`: one further graph per step …
 
-A request that arrives meanwhile waits for one recording at most. While requests are live, a piece without a
+A preparation is other work that is not urgent, in pieces. One step does one piece. A request that arrives
+meanwhile waits for one recording or piece at most. While requests are live, a piece without a
 graph runs kernel by kernel, and `GraphCache` records it in place if it is used often and recording it is
 quick.
 """
@@ -14,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from outrider.shared.engine.graphs import GraphCache
@@ -26,6 +27,7 @@ Between the requests of one client, the engine is idle for a shorter time.
 """
 
 _log = logging.getLogger("outrider.target")
+_DONE = object()
 
 Recording = tuple[str, Callable[[], None]]
 """A description, and a function that records one graph or does nothing if the graph exists."""
@@ -69,6 +71,7 @@ class Recorder:
         self._list: Callable[[], RecordingList] | None = None
         self._first: deque[Recording] = deque()
         self._further: deque[Recording] = deque()
+        self._preparations: deque[Iterator[object]] = deque()
         self._is_compiled: Callable[[Callable[[], None]], bool] = always
         # Whether the next further graph has all its kernels, and how many graphs in a row lacked some.
         self._checked, self._uncompiled = False, 0
@@ -98,7 +101,7 @@ class Recorder:
         """Time at which the next graph may be recorded unless a request is live. None if none is left."""
         if self._first or self._asked or self._heard:
             return self._live_until
-        return self._live_until + self._idle_s if self._further else None
+        return self._live_until + self._idle_s if self._further or self._preparations else None
 
     def is_due(self) -> bool:
         """Return True if `record_next` has work, provided that no request is live."""
@@ -109,8 +112,8 @@ class Recorder:
         """Return an event that is set once graphs are recorded. May be called from any thread.
 
         Args:
-            for_all: Whether to wait for all graphs instead of the first ones. They are then recorded at once
-                if no request is live.
+            for_all: Whether to wait for all graphs and preparations instead of the first graphs. They are
+                then done at once if no request is live.
         """
         asked = threading.Event()
         self._asked.append((asked, for_all))
@@ -124,6 +127,15 @@ class Recorder:
         """
         while self._asked:
             self._heard.append(self._asked.popleft())
+
+    def prepare(self, work: Iterable[object]) -> None:
+        """Add work that is done while no request is live, before the further graphs.
+
+        Args:
+            work: Does one piece of the work for each item that is taken from it. Graphs that it records are
+                kept.
+        """
+        self._preparations.append(iter(work))
 
     def follow(
         self,
@@ -154,13 +166,14 @@ class Recorder:
         self._list = None
         self._first.clear()
         self._further.clear()
+        self._preparations.clear()
 
     def live(self) -> None:
         """Note that a request is live now."""
         self._live_until = self._clock()
 
     def record_next(self) -> str:
-        """Record one graph, or check the kernels of one graph. A request that arrives meanwhile waits for it.
+        """Record one graph, check the kernels of one graph, or do one piece of a preparation.
 
         Returns:
             The description of the recorded graph. Empty if none was recorded.
@@ -170,6 +183,10 @@ class Recorder:
             description = self._record(self._first)
             if not self._first:
                 self._report("first" if self._further else "all")
+        elif self._preparations:
+            with self._graphs.keeping():
+                if next(self._preparations[0], _DONE) is _DONE:
+                    self._preparations.popleft()
         elif self._further and (self._checked or self._check()):
             self._checked = False
             description = self._record(self._further)
@@ -177,7 +194,7 @@ class Recorder:
                 self._report("all")
         for one in list(self._heard):
             asked, for_all = one
-            if not self._first and not (for_all and self._further):
+            if not self._first and not (for_all and (self._further or self._preparations)):
                 asked.set()
                 self._heard.remove(one)
         return description

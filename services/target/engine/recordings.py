@@ -83,9 +83,14 @@ class Recordings:
         return list(mixed_recordings(self._rounds, captures=self._runner.captures))
 
     def prompt(self, size: int) -> Recording:
-        """Return the recording of the pass over prompts of up to `size` tokens."""
+        """Return the recording of the pass over prompt chunks of up to `size` tokens."""
         self._refresh()
         return f"prompts of {size} tokens", lambda: self._runner.capture_prefill(size)
+
+    def whole_prompt(self, size: int) -> Recording:
+        """Return the recording of the pass over one prompt by a library, which does nothing without one."""
+        self._refresh()
+        return f"single prompts of {size} tokens", lambda: self._runner.capture_prefill(size, True)
 
 
 def round_recordings(

@@ -142,6 +142,7 @@ class RoundRunner:
         recorded_entries: int | None = None,
     ) -> None:
         self.table = SlotTable(slots, columns, runner.pool, pages)
+        runner.use_slots(self.table)
         self.buckets = RowBuckets.up_to(max_rows)
         self.batch = PackedBatch(max_rows, slots, columns, max_nodes, runner.device)
         self._runner = runner

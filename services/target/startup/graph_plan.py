@@ -14,12 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outrider.kernels.ahead import compile_ahead, compiled_or_soon
-from outrider.services.target.choices import OverlapSchedule, Quantization
+from outrider.services.target.choices import OverlapSchedule
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.recorder import RecordingList
 from outrider.services.target.engine.recordings import Recordings
 from outrider.services.target.model.packed_batch import SamplingMode
+from outrider.services.target.model.prefill_graph import (
+    PREFILL_SIZES,
+    WHOLE_PROMPT_SIZES,
+    fitting,
+)
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.generation import SpeculationMode
@@ -29,18 +34,6 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
-PREFILL_SIZES = (32, 64, 128, 256)
-"""Numbers of rows of the recorded passes over prompts.
-
-Larger passes need no graph, because the device takes longer to run their kernels than the host takes to
-launch them.
-"""
-FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
-"""Numbers of rows of the recorded passes over prompts with FP8.
-
-With FP8, graphs pay off up to larger sizes, because the device needs half the time per pass, and because the
-host also launches rounding kernels.
-"""
 FIRST_SIZES = (1, 4, 16, 64)
 """Batch sizes whose plain rounds are recorded before the server is ready."""
 
@@ -60,7 +53,7 @@ class GraphPlan:
         shapes: The usual shapes of rounds.
         forms: The largest tree and chain within which `auto` chooses its shapes. Empty if no request uses
             `auto`.
-        prefills: Numbers of rows of the recorded passes over short prompts.
+        prefills: Numbers of rows of the passes over prompts that are recorded.
         waits: Whether the attention backend waits for the device.
     """
 
@@ -128,10 +121,10 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
         prefill_budget_s=settings.prefill_budget_ms / 1e3,
         recorded_entries=max_bs,
     )
-    # Single prompts are not recorded in two cases. Padding moves a row within its tile, which batch-invariant
-    # kernels cannot handle. With several ranks, the logits of a single row would have to be gathered.
-    sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
-    prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
+    # Passes over prompts are not recorded in two cases. Padding changes the tiles of batch-invariant kernels.
+    # With several ranks, a pass of many rows has collectives that have not been tried in graphs.
+    records = graphs and not settings.deterministic and settings.tp == 1
+    prefills = fitting(PREFILL_SIZES, settings.prefill_tokens()) if records else ()
     shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
     return GraphPlan(graphs, loop, batch_buckets(max_bs), shapes, forms, prefills, waits)
 
@@ -209,6 +202,7 @@ def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
     further = [
         *mixed[:1],
         *(recordings.prompt(size) for size in reversed(plan.prefills)),
+        *(recordings.whole_prompt(size) for size in reversed(plan.prefills) if size in WHOLE_PROMPT_SIZES),
         *recordings.rounds(plan.batches),
         *recordings.rounds(plain, [SamplingMode.FULL]),
         *mixed[1:],

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.services.target.model.prefill_graph import PREFILL_SIZES, fitting
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.engine.buckets import batch_buckets
@@ -227,7 +228,9 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     verified = max(settings.running_requests, min(verified, settings.max_packed_rows))
     # Each slot stores the feature rows of the tokens of its last round.
     slots = settings.running_requests * (settings.max_steps + 1) * config.hidden_size * dtype.itemsize
-    rows = max(settings.prefill_tokens(), verified)
+    # Recorded passes keep activations of their own. All graphs share them.
+    recorded = fitting(PREFILL_SIZES, settings.prefill_tokens())[-1]
+    rows = max(settings.prefill_tokens(), verified) + recorded
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The larger of a layer's MLP and attention activations, plus residual, norms and captured layers.
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
@@ -247,7 +250,7 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
     batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.running_requests)))
     return (
         WORKSPACES_BYTES
-        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MIXED_GRAPHS + MAX_LATE_GRAPHS)
+        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MIXED_GRAPHS + MAX_LATE_GRAPHS + 2 * len(PREFILL_SIZES))
         * num_layers
         * GRAPH_BYTES_PER_LAYER
     )

@@ -14,12 +14,11 @@ from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.recorder import Recorder, Recording
 from outrider.services.target.engine.recordings import USUAL_MODES, Recordings
 from outrider.services.target.model.packed_batch import SamplingMode
+from outrider.services.target.model.prefill_graph import PREFILL_SIZES, WHOLE_PROMPT_SIZES
 from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import graph_plan
 from outrider.services.target.startup.graph_plan import (
-    FP8_PREFILL_SIZES,
-    PREFILL_SIZES,
     GraphPlan,
     compile_kernels,
     list_graphs,
@@ -100,6 +99,9 @@ class ListedGraphs:
     def prompt(self, size: int) -> Recording:
         return self._one(("prompt", size))
 
+    def whole_prompt(self, size: int) -> Recording:
+        return self._one(("whole prompt", size))
+
     def _one(self, what: Any) -> Recording:
         return str(what), lambda: self.made.append(what)
 
@@ -130,7 +132,7 @@ def test_without_speculation_only_plain_rounds_are_recorded() -> None:
 
 
 def test_everything_else_is_recorded_while_the_engine_is_idle() -> None:
-    plan = plan_graphs(settings(max_running_requests=64), cuda=True, waits=False)
+    plan = plan_graphs(settings(max_running_requests=64, prefill_chunk=8192), cuda=True, waits=False)
     _, further = planned(plan)
     chains = {depth: DraftShape(depth, 1, depth + 1) for depth in (1, 3, 5, 10)}
     rounds = {one for one in further if len(one) == 3}
@@ -142,9 +144,8 @@ def test_everything_else_is_recorded_while_the_engine_is_idle() -> None:
         assert shapes(32, mode) == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
         assert shapes(64, mode) == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
     assert shapes(64, SamplingMode.FULL) == {NO_DRAFT}
-    assert [one for one in further if one[0] == "prompt"] == [
-        ("prompt", size) for size in PREFILL_SIZES[::-1]
-    ]
+    for what, sizes in (("prompt", PREFILL_SIZES), ("whole prompt", WHOLE_PROMPT_SIZES)):
+        assert [one[1] for one in further if one[0] == what] == list(sizes[::-1])
     assert further[0] == ("mixed", 512), "smaller graphs must be able to reuse the memory of the largest"
     assert further[-1] == ("mixed", 448)
 
@@ -211,11 +212,29 @@ def test_each_can_be_turned_off(values: dict[str, Any], graphs: bool, overlaps: 
 @pytest.mark.parametrize(
     "values", [{"deterministic": True}, {"tp": 2}, {"disable_cuda_graph": True}], ids=str
 )
-def test_short_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
-    assert plan_graphs(settings(), cuda=True, waits=False).prefills == PREFILL_SIZES
-    assert plan_graphs(settings(quantization="fp8"), cuda=True, waits=False).prefills == FP8_PREFILL_SIZES
-    assert plan_graphs(settings(), cuda=False, waits=True).prefills == ()
-    assert plan_graphs(settings(**values), cuda=True, waits=False).prefills == ()
+def test_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
+    plan = plan_graphs(settings(prefill_chunk=8192), cuda=True, waits=False)
+    assert plan.prefills == PREFILL_SIZES
+    for none in (
+        plan_graphs(settings(), cuda=False, waits=True),
+        plan_graphs(settings(prefill_chunk=8192, **values), cuda=True, waits=False),
+    ):
+        assert none.prefills == ()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "last"), [(10, 16), (16, 16), (17, 32), (512, 512), (513, 640), (3000, 2048)]
+)
+def test_no_pass_larger_than_a_chunk_is_recorded(chunk: int, last: int) -> None:
+    plan = plan_graphs(settings(prefill_chunk=chunk), cuda=True, waits=False)
+    assert plan.prefills[-1] == last
+
+
+def test_padding_is_at_most_a_quarter_of_a_long_pass() -> None:
+    for rows in range(385, PREFILL_SIZES[-1] + 1):
+        size = bucket(PREFILL_SIZES, rows)
+        assert size is not None
+        assert size - rows <= size / 4
 
 
 def test_a_backend_that_waits_for_the_device_is_not_recorded() -> None:

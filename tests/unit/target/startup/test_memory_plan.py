@@ -17,10 +17,11 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.target import app
 from outrider.services.target.engine.recordings import Recordings
 from outrider.services.target.model.packed_batch import RowBuckets
+from outrider.services.target.model.prefill_graph import PREFILL_SIZES
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import cache_planner
 from outrider.services.target.startup.cache_planner import CachePlanner
-from outrider.services.target.startup.graph_plan import FP8_PREFILL_SIZES, list_graphs, plan_graphs
+from outrider.services.target.startup.graph_plan import list_graphs, plan_graphs
 from outrider.services.target.startup.memory_plan import (
     GRAPH_BYTES_PER_LAYER,
     GRAPHS_PER_BATCH_SIZE,
@@ -169,7 +170,7 @@ def test_a_gpu_prefills_more_tokens_a_step_and_they_are_counted() -> None:
         for chunk in (512, None)
     )
     residual_and_mlp = (3 * config.intermediate_size + 2 * config.hidden_size) * 2
-    assert wide - narrow > (8192 - 512) * residual_and_mlp
+    assert wide - narrow > (8192 + 2048 - 512 - 512) * residual_and_mlp, "recorded passes keep their own"
 
 
 def test_graphs_are_counted_by_batch_sizes_and_layers() -> None:
@@ -186,13 +187,13 @@ def test_graphs_are_counted_by_batch_sizes_and_layers() -> None:
 @pytest.mark.parametrize("requests", [1, 16, 64, 256])
 @pytest.mark.parametrize("shape", [{}, {"num_steps": 8, "topk": 8, "num_draft_tokens": 64}], ids=str)
 def test_all_graphs_that_are_recorded_are_counted(requests: int, shape: dict[str, int]) -> None:
-    given = settings(max_running_requests=requests, quantization="fp8", **shape)
+    given = settings(max_running_requests=requests, prefill_chunk=8192, **shape)
     plan = plan_graphs(given, cuda=True, waits=False)
-    assert plan.prefills == FP8_PREFILL_SIZES
+    assert plan.prefills == PREFILL_SIZES
     made: set[object] = set()
     rows = max(requests, min(plan.loop.max_packed_rows, requests * plan.loop.max_nodes))
     rounds: Any = SimpleNamespace(buckets=RowBuckets.up_to(rows), max_rows=rows, capture=made.add)
-    runner: Any = SimpleNamespace(captures=True, capture_prefill=made.add)
+    runner: Any = SimpleNamespace(captures=True, capture_prefill=lambda *size: made.add(size))
     drafts: Any = SimpleNamespace(capture=lambda *draft: made.add(draft))
     recordings = Recordings(runner, rounds, drafts, drafting=True, refresh=lambda: None)
     listed = list_graphs(recordings, plan)
