@@ -13,6 +13,7 @@ REASONS_OF_STATE = {
     DrafterState.NONE: "off",
     DrafterState.CONNECTING: "connecting",
     DrafterState.WARMING: "warming",
+    DrafterState.LATE: "late",
     DrafterState.DOWN: "draft_down",
 }
 
@@ -27,7 +28,6 @@ FALLBACK_REASONS = (
     "bad_tree",
     "budget",
     "empty_tree",
-    "late",
     "misfit",
     "no_features",
     "no_proposal",

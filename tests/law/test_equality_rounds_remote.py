@@ -33,6 +33,8 @@ VOCAB = 64
 AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
 FAULT_S = 3.0 if ON_GPU else 1.0
 """Fault deadline of the draft. On a GPU it includes the time to compile a kernel for a new size."""
+PATIENT_S = 16.0
+"""Fault deadline where nothing is wrong. No row is then given up because the machine is busy."""
 PROMPT = [1, 2, 3, 4]
 BOUND_S = 20.0
 """Time limit of a run. A run delayed by more than a few fault deadlines is considered hung."""
@@ -64,14 +66,14 @@ def draft(
     assert process.stop() == 0, process.output()
 
 
-def follow(draft: DraftProcess, decoder: Decoder) -> RemoteDrafter:
+def follow(draft: DraftProcess, decoder: Decoder, fault_s: float = FAULT_S) -> RemoteDrafter:
     """Return a connected drafter."""
     drafter = RemoteDrafter(
         draft.address,
         TargetIdentity.of(decoder),
         decoder.weight,
         DEVICE,
-        fault_deadline_s=FAULT_S,
+        fault_deadline_s=fault_s,
         rounds=True,
     )
     wait_for(lambda: drafter.state() is DrafterState.ON)
@@ -80,7 +82,7 @@ def follow(draft: DraftProcess, decoder: Decoder) -> RemoteDrafter:
 
 @pytest.fixture
 def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
-    made = follow(draft, decoder)
+    made = follow(draft, decoder, PATIENT_S)
     yield made
     made.shutdown()
 

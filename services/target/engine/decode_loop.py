@@ -101,6 +101,8 @@ class DecodeLoop:
         if not entries:
             return
         prepared = self._drafts.prepare(entries)
+        if not prepared.entries:
+            return
         for entry in prepared.entries:
             self._rounds.table.hold(entry.sequence)
         try:
