@@ -34,7 +34,7 @@ class AnswerDeadlines:
         owed_s: Time of the earliest request that was sent after the last message arrived, for a session
             without an answer. The request counts even if the session has ended since. None if there is no
             such request.
-        times: Measured times of answers, without the first answers of sessions.
+        times: Measured times of answers, without the first answers of sessions, and of rounds on the device.
     """
 
     fault_deadline_s: float

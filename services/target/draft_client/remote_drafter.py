@@ -83,7 +83,7 @@ class RemoteDrafter(ExchangeDrafter):
         self._identity = identity
         self._patience = AnswerDeadlines(fault_deadline_s)
         self._breaker = Breaker(fault_deadline_s)
-        self._gate = Residency(device, identity.vocab_size, fault_deadline_s, self._late_round)
+        self._gate = Residency(device, identity.vocab_size, self._patience.times, self._late_round)
         self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device, rounds))
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()

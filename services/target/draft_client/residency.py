@@ -40,7 +40,7 @@ class Residency:
     Args:
         device: The target's device.
         vocab_size: The target's vocabulary size.
-        patience_s: Longest time that the draft may take for any answer.
+        times: Measured times of answers, to which this class adds those of rounds. They limit the waits.
         on_late: Called when the trees of a round were late, with the seconds of the wait, and True if only
             rows without a deadline have waited.
     """
@@ -49,14 +49,13 @@ class Residency:
         self,
         device: torch.device,
         vocab_size: int,
-        patience_s: float,
+        times: AnswerTimes,
         on_late: Callable[[float, bool], None],
     ) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._patience_s = patience_s
+        self._times = times
         self._on_late = on_late
-        self._times = AnswerTimes(patience_s)
         self._numbers = ExchangeNumbers()
         self._buffers: dict[tuple[int, int], TreesBuffer] = {}
         self._sizes: list[draft_pb2.RoundsEnter] = []
@@ -191,7 +190,7 @@ class Residency:
     def _await_answer(
         self, connection: Connection, take_reply: Callable[[Connection, float], bool]
     ) -> draft_pb2.RoundsEntered | None:
-        until = time.monotonic() + min(ENTER_LIMIT_S, self._patience_s)
+        until = time.monotonic() + min(ENTER_LIMIT_S, self._times.limit_s)
         while self._answer is None and (remaining := until - time.monotonic()) > 0:
             if not take_reply(connection, remaining):
                 break

@@ -208,6 +208,20 @@ class SpeculationController:
                 if row.state:
                     row.state.acceptance.of(row.chain).observe(row.accepted, row.offered_depth)
 
+    def estimated_s(self, batch_size: int, nodes: int, depth: int, *, on_device: bool) -> float | None:
+        """Return the estimated seconds of a round, or None before any plain round was measured.
+
+        Args:
+            batch_size: Number of sequences of the round.
+            nodes: Number of nodes of the round.
+            depth: Depth of the deepest tree; 0 without trees.
+            on_device: True if the round is drafted on the device.
+        """
+        costs = self.costs
+        if costs.plain_step(batch_size) is None and costs.plain_round(batch_size) is None:
+            return None
+        return (costs.round if on_device else costs.step)(batch_size, nodes, depth)
+
     def wait_cap_s(self, rows: Sequence[RowBound], batch_size: int) -> float:
         """Return the maximum time in seconds that a step waits for the proposals of its `auto` rows.
 

@@ -16,6 +16,7 @@ from outrider.services.target.draft_client.answer_times import (
     ANSWERS_TO_JUDGE,
     OTHERS_MULTIPLE,
     WAIT_MULTIPLE,
+    AnswerTimes,
 )
 from outrider.services.target.draft_client.remote_batch import MAX_ROUND_NUMBER, RemoteBatch
 from outrider.services.target.draft_client.residency import Residency
@@ -74,7 +75,7 @@ class Draft:
         self.channel = Channel()
         self.sent: list[draft_pb2.SessionRequest] = []
         self.connection = self.connect()
-        self.gate = Residency(CPU, VOCAB, 2.0, self._late)
+        self.gate = Residency(CPU, VOCAB, AnswerTimes(2.0), self._late)
         self.state = RoundState.idle(2, COLUMNS, WIDTH, torch.float32, CPU)
 
     def connect(self) -> Any:
