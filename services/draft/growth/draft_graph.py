@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from outrider.services.draft.growth.device_rounds import RoundMemory
 from outrider.services.draft.growth.draft_round import (
     GrownTrees,
     GrowthInputs,
@@ -27,6 +26,7 @@ from outrider.services.draft.growth.draft_round import (
 )
 from outrider.services.draft.growth.extend_graph import ExtendGraph
 from outrider.services.draft.growth.page_tables import PageTable
+from outrider.services.draft.growth.round_memory import RoundMemory
 from outrider.services.draft.growth.round_model import RoundModel
 from outrider.services.draft.sessions.chunks import RowChunk, take_features
 from outrider.services.draft.sessions.session import RowSource, Session
