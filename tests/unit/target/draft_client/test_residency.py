@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client import remote_batch, residency
-from outrider.services.target.draft_client.answer_times import (
-    ANSWERS_TO_JUDGE,
-    OTHERS_MULTIPLE,
-    WAIT_MULTIPLE,
-    AnswerTimes,
-)
+from outrider.services.target.draft_client import answer_times, remote_batch, residency
 from outrider.services.target.draft_client.remote_batch import MAX_ROUND_NUMBER, RemoteBatch
 from outrider.services.target.draft_client.residency import Residency
 from outrider.services.target.draft_client.session import DraftSession
@@ -75,7 +69,7 @@ class Draft:
         self.channel = Channel()
         self.sent: list[draft_pb2.SessionRequest] = []
         self.connection = self.connect()
-        self.gate = Residency(CPU, VOCAB, AnswerTimes(2.0), self._late)
+        self.gate = Residency(CPU, VOCAB, answer_times.AnswerTimes(2.0), self._late)
         self.state = RoundState.idle(2, COLUMNS, WIDTH, torch.float32, CPU)
 
     def connect(self) -> Any:
@@ -313,14 +307,14 @@ def test_measured_rounds_limit_the_waits(
     monkeypatch.setattr(remote_batch.time, "monotonic", lambda: draft.now)
     rounds = draft.enter(session, accept(draft))
     assert rounds is not None
-    for _round in range(ANSWERS_TO_JUDGE + 1):
+    for _round in range(answer_times.ANSWERS_TO_JUDGE + 1):
         rounds.exchange(draft.state, None, False)
         draft.now += 0.1
         rounds.committed([[7]])
     assert draft.channel.limits[0] == 2.0, "nothing was measured yet"
     rounds.exchange(draft.state, None, False)
-    assert draft.channel.limits[-1] == pytest.approx(WAIT_MULTIPLE * 0.1)
-    assert rounds.others_s == pytest.approx(OTHERS_MULTIPLE * 0.1)
+    assert draft.channel.limits[-1] == pytest.approx(answer_times.WAIT_MULTIPLE * 0.1)
+    assert rounds.others_s == pytest.approx(answer_times.OTHERS_MULTIPLE * 0.1)
     rounds.committed([[7]])
     rounds.leave()
     again = draft.enter(session, accept(draft))
