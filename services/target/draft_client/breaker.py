@@ -15,10 +15,10 @@ LAST_FAULTY_BACKOFF = 10.0
 Because of this length, rows without a deadline lose less than a tenth of their time to a draft that only
 answers pings.
 """
-SHARE, CAPACITY_S = 0.03, 0.15
+SHARE, CAPACITY_S = 0.02, 0.15
 """Share of the time that rows with a deadline, and rows without drafts, may lose to an open session; and what
 they may lose at once, in seconds."""
-OPENING_SHARE = 0.02
+OPENING_SHARE = 0.01
 """Share of the time that these rows may lose to sessions that the draft has not opened yet."""
 PATIENT_SHARE = 0.1
 """Share of the time that rows without a deadline may lose."""
