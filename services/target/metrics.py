@@ -17,6 +17,7 @@ REASONS_OF_STATE = {
     DrafterState.NONE: "off",
     DrafterState.CONNECTING: "connecting",
     DrafterState.WARMING: "warming",
+    DrafterState.LATE: "late",
     DrafterState.DOWN: "draft_down",
 }
 
@@ -31,7 +32,6 @@ FALLBACK_REASONS = (
     "bad_tree",
     "budget",
     "empty_tree",
-    "late",
     "misfit",
     "no_features",
     "no_proposal",

@@ -112,7 +112,9 @@ class DraftSessions:
         if self.misfit is not None:
             return "misfit"
         state = self._drafter.state()
-        if state is not DrafterState.ON:
+        if state is not DrafterState.ON and (
+            state is not DrafterState.LATE or sequence.controller_row is not None
+        ):
             return str(state.value)
         if not sequence.drafted or (self._wants_features and not sequence.has_features):
             return "no_features"

@@ -22,7 +22,8 @@ class PreparedDrafts:
     """The drafting of a round.
 
     Attributes:
-        entries: The entries of the round, in which rows that get no tree have `NO_DRAFT`.
+        entries: The entries of the round, in which rows that get no tree have `NO_DRAFT`. Rows that still
+            await their trees are left out, so the round may be empty.
         enqueue: Enqueues the drafting. None if no row drafts.
         may_run_ahead: True if the next round can be enqueued before this round has been read.
         catches_up: True if the drafter was given work on earlier tokens of some sequences.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -9,11 +10,12 @@ from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.policy.controller import RowBound, SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
+from outrider.services.target.policy.fixed_share import FixedShare
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 OVER_BUDGET = "budget"
-"""Fallback reason of a row whose tree does not fit into `max_packed_rows`."""
+"""Fallback reason of a row whose tree does not fit into `max_packed_rows`, or would slow down other rows."""
 
 
 class DraftPlanner:
@@ -42,6 +44,7 @@ class DraftPlanner:
         self._max_rows = max_rows
         self._path = path
         self._turn = 0
+        self._share = FixedShare()
 
     def shapes(self, decodes: Seq[Sequence], planned: Seq[DraftShape | None] = ()) -> list[DraftShape]:
         """Choose the shape of each row.
@@ -78,6 +81,8 @@ class DraftPlanner:
                 shapes[index] = shape.bounded() if shape.drafts else NO_DRAFT
         elif away:
             self._controller.draft_away(away, len(decodes))
+        if not planned or all(shape is None for shape in planned):
+            self._bound_fixed(decodes, shapes, auto)
         return self._within_budget(decodes, shapes, auto)
 
     def expects_drafts(self, sequence: Sequence) -> bool:
@@ -90,6 +95,40 @@ class DraftPlanner:
         """Count a round in which a row wanted drafts and gets none."""
         sequence.stats.fell_back(reason)
         self._metrics.fell_back(reason)
+
+    def _bound_fixed(self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int]) -> None:
+        """Bound the time that trees of fixed shapes add to a round of other rows. See `FixedShare`.
+
+        If all rows have fixed shapes, the rows with the smallest trees are the other rows.
+        """
+        # 1. Find the rows to bound.
+        of_auto = set(auto)
+        fixed = [index for index, shape in enumerate(shapes) if shape.drafts and index not in of_auto]
+        if len(fixed) == len(shapes):
+            smallest = min((shape.max_nodes for shape in shapes), default=0)
+            fixed = [index for index in fixed if shapes[index].max_nodes > smallest]
+        if not fixed:
+            return
+        # 2. Choose those that keep their trees.
+        places = {decodes[index].session_id: index for index in fixed}
+        bounded = set(fixed)
+        others = [shape for index, shape in enumerate(shapes) if index not in bounded]
+        nodes = sum(shape.max_nodes for shape in others) + len(fixed)
+        groups = Counter(shape for shape in others if shape.drafts)
+        costs, path = self._controller.costs, self._path()
+        if costs.plain(len(shapes)) is None:
+            return
+
+        def round_s(session_ids: Seq[int]) -> float:
+            chosen = [shapes[places[one]] for one in session_ids]
+            more = sum(shape.max_nodes - 1 for shape in chosen)
+            return costs.round(len(shapes), nodes + more, groups + Counter(chosen), path)
+
+        drafting = self._share.choose(list(places), round_s([]), round_s)
+        for session_id, index in places.items():
+            if session_id not in drafting:
+                shapes[index] = NO_DRAFT
+                self.fell_back(decodes[index], OVER_BUDGET)
 
     def _within_budget(
         self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int]

@@ -106,6 +106,8 @@ class DecodeLoop:
             return
         self._rounds.begin()
         prepared = self._drafts.prepare(entries)
+        if not prepared.entries:
+            return
         for entry in prepared.entries:
             self._rounds.table.hold(entry.sequence)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +30,13 @@ class Room:
         self.asked: list[tuple[DraftPath, int, list[DraftShape]]] = []
         self.away: list[tuple[int, int]] = []
         self.counted: list[str] = []
+        # Seconds of a round, by nodes and depth. None: no plain round was measured.
+        self.cost: Callable[[int, int], float] | None = None
         controller: Any = SimpleNamespace(
             choose=self._choose,
             draft_away=lambda rows, batch_size: self.away.append((rows, batch_size)),
             would_draft=lambda row: row.bound == CHAIN,
+            costs=SimpleNamespace(plain=lambda batch_size: self.cost and 0.006, round=self._seconds),
         )
         sessions: Any = SimpleNamespace(obstacle=lambda one: self.obstacles.get(one.session_id, ""))
         metrics: Any = SimpleNamespace(fell_back=self.counted.append)
@@ -41,6 +45,12 @@ class Room:
     def _choose(self, rows: list[RowBound], others: list[DraftShape], path: DraftPath) -> list[DraftShape]:
         self.asked.append((path, len(rows), others))
         return self.chosen[: len(rows)]
+
+    def _seconds(
+        self, batch_size: int, rows: int, groups: Mapping[DraftShape, int], path: DraftPath
+    ) -> float:
+        assert self.cost is not None
+        return self.cost(rows, max((shape.depth for shape, count in groups.items() if count), default=0))
 
     def sequence(
         self, session_id: int, shape: DraftShape = TREE, *, auto: bool = False, follow: bool = True
@@ -149,3 +159,92 @@ def test_only_rows_that_will_draft_are_fed_with_prompts() -> None:
     assert not expects(room.sequence(1, follow=False))
     assert expects(room.sequence(2, CHAIN, auto=True))
     assert not expects(room.sequence(3, TREE, auto=True))
+
+
+BIG = DraftShape(16, 16, 128)
+"""A tree whose round takes three times as long as a plain round of eight rows, by `linear`."""
+
+
+def linear(nodes: int, depth: int) -> float:
+    return 0.006 + 0.0001 * nodes if depth == 0 else 0.008 + 0.0001 * nodes
+
+
+def spent_s(room: Room, rows: list[Sequence], rounds: int) -> tuple[float, float, list[int]]:
+    """Return the seconds of the rounds without and with fixed shapes, and each row's number of trees."""
+    base_s = total_s = 0.0
+    drafted = [0] * len(rows)
+    assert room.cost is not None
+    for _round in range(rounds):
+        shapes = room.planner.shapes(rows)
+        others = [
+            shape if row.controller_row is not None else NO_DRAFT
+            for row, shape in zip(rows, shapes, strict=True)
+        ]
+        for total, of in ((0, others), (1, shapes)):
+            seconds = room.cost(sum(one.max_nodes for one in of), max(one.depth for one in of))
+            base_s, total_s = (base_s, total_s + seconds) if total else (base_s + seconds, total_s)
+        drafted = [count + shape.drafts for count, shape in zip(drafted, shapes, strict=True)]
+    return base_s, total_s, drafted
+
+
+@pytest.mark.parametrize("neighbours", ["plain", "auto"])
+def test_large_fixed_shapes_at_most_double_the_rounds_of_others(neighbours: str) -> None:
+    room = Room()
+    room.cost = linear
+    room.chosen = [CHAIN] * 4
+    others = [
+        room.sequence(index, auto=neighbours == "auto", follow=neighbours == "auto") for index in range(4)
+    ]
+    big = [room.sequence(4 + index, BIG) for index in range(4)]
+    base_s, total_s, drafted = spent_s(room, others + big, 640)
+    assert total_s <= 2.01 * base_s
+    assert total_s > 1.5 * base_s, "what is allowed is used"
+    turns = drafted[4:]
+    assert min(turns) > 0
+    assert max(turns) - min(turns) <= 16, "the rows take turns"
+    assert set(room.counted) == {"budget"}
+    if neighbours == "auto":
+        assert drafted[:4] == [640] * 4
+
+
+def test_a_single_tree_that_is_too_large_has_its_turn_now_and_then() -> None:
+    room = Room()
+    room.cost = lambda nodes, depth: 0.001 if depth == 0 else 0.006
+    rows = [room.sequence(0, follow=False), room.sequence(1, BIG)]
+    base_s, total_s, drafted = spent_s(room, rows, 640)
+    assert total_s <= 2.1 * base_s
+    assert drafted[1] > 640 / 8
+
+
+def test_small_trees_beside_others_are_not_bounded() -> None:
+    room = Room()
+    room.cost = linear
+    rows = [room.sequence(0, follow=False), *(room.sequence(1 + index) for index in range(5))]
+    assert spent_s(room, rows, 50)[2] == [0] + [50] * 5
+    assert not room.counted
+
+
+def test_equal_fixed_shapes_do_not_bound_each_other_but_larger_ones_are_bounded() -> None:
+    room = Room()
+    room.cost = linear
+    assert spent_s(room, [room.sequence(index, BIG) for index in range(6)], 20)[2] == [20] * 6
+    rows = [room.sequence(0, CHAIN), *(room.sequence(1 + index, BIG) for index in range(4))]
+    drafted = spent_s(room, rows, 400)[2]
+    assert drafted[0] == 400
+    assert all(0 < count < 300 for count in drafted[1:])
+
+
+def test_nothing_is_bounded_before_a_plain_round_was_measured() -> None:
+    room = Room()
+    rows = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
+    assert [shape.drafts for shape in room.planner.shapes(rows)] == [False] + [True] * 4
+
+
+def test_a_round_that_is_planned_again_is_bounded_once() -> None:
+    room = Room()
+    room.cost = linear
+    rows = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
+    shapes = room.planner.shapes(rows)
+    counted = len(room.counted)
+    assert room.planner.shapes(rows, list(shapes)) == shapes
+    assert len(room.counted) == counted > 0
