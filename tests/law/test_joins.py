@@ -21,6 +21,7 @@ from support.traces import check_report, check_traces
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
+from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import Round
 from outrider.services.target.policy.controller import RowBound
@@ -193,9 +194,9 @@ def test_a_prompt_is_enqueued_before_the_last_round_is_read(decoder: Decoder, fe
     begin, on_their_way = harness.runner.begin_prefill, []
     loop = harness.engine._loop
 
-    def noted(chunks: Sequence[PrefillChunk]) -> ChosenTokens:
+    def noted(chunks: Sequence[PrefillChunk], rules: SlotRules | None = None) -> ChosenTokens:
         on_their_way.append(len(loop._in_flight))
-        return begin(chunks)
+        return begin(chunks, rules)
 
     with mock.patch.object(harness.runner, "begin_prefill", side_effect=noted):
         for index in range(5):

@@ -10,6 +10,7 @@ from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.model.outcome import FAILED_TOKEN
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.generation import RoundTrace
+from outrider.shared.base.logit_rules import TokenLogprob
 
 
 class Committer:
@@ -38,7 +39,17 @@ class Committer:
             return None
         return advance(sequence, list(emitted))
 
-    def emit(self, sequence: Sequence, step: Advance, trace: RoundTrace | None = None) -> None:
+    def emit(
+        self,
+        sequence: Sequence,
+        step: Advance,
+        trace: RoundTrace | None = None,
+        logprobs: Seq[TokenLogprob] = (),
+    ) -> None:
         """Pass accepted tokens to the client, and end the sequence if they are its last tokens."""
-        if self._output.tokens(sequence, step, trace):
+        if self._output.tokens(sequence, step, trace, logprobs):
             self._forget(sequence)
+
+    def emit_prompt(self, sequence: Sequence, logprobs: Seq[TokenLogprob]) -> None:
+        """Pass the logprobs of the next prompt tokens to the client."""
+        self._output.prompt_logprobs(sequence, logprobs)

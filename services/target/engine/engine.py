@@ -40,7 +40,7 @@ from outrider.services.target.request import EventSink, GenerationRequest
 from outrider.services.target.scheduling.limits import EngineLimits
 from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
-from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
+from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.loop import Steppable
 from outrider.shared.spec.device_drafter import DeviceDrafter
@@ -379,6 +379,13 @@ class TargetEngine(Steppable):
 
     def _poisoned(self, sequence: Sequence) -> None:
         self._runner.scrub(sequence)
+        if sequence.request.sampling.rules.forbids:
+            message = (
+                "No token is left to choose: allowed_token_ids, bad_words and min_tokens forbid every token "
+                "whose logit is finite. Other requests are not affected."
+            )
+            self._fail(sequence, InvalidRequestError(message, field="allowed_token_ids"))
+            return
         message = "The model computed NaN or infinity for this request. Other requests are not affected."
         self._fail(sequence, OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error"))
 

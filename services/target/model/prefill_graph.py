@@ -21,6 +21,7 @@ from outrider.shared.attn.padded import PaddedRows
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.recorded_rows import RecordedRows
 
+_UNRECORDED = (SamplingMode.FILTERED, SamplingMode.FULL)
 LONGEST_CONTEXT = 1024
 """Number of context tokens that the page table covers. Attention is always planned for this length."""
 _EXTRA_WORDS = 8
@@ -42,7 +43,9 @@ class PrefillGraph(RecordedRows["_Inputs"]):
 
     def takes(self, chunks: Seq[PrefillChunk]) -> bool:
         """Return True if one pass over these chunks has a graph."""
-        if len(chunks) != 1 or SamplingMode.of([chunks[0].sequence]) is SamplingMode.FULL:
+        if len(chunks) != 1 or SamplingMode.of([chunks[0].sequence]) in _UNRECORDED:
+            return False
+        if chunks[0].sequence.request.logprobs.prompt_top is not None:
             return False
         return self._takes(chunks[0].start, chunks[0].stop - chunks[0].start)
 

@@ -24,6 +24,7 @@ class Chosen:
     def __init__(self, kitchen: Kitchen, tokens: list[int]) -> None:
         self._kitchen, self._tokens = kitchen, tokens
         self.on_device = torch.tensor(tokens)
+        self.logprobs, self.prompts = None, ()
 
     def wait(self) -> list[int]:
         self._kitchen.now += 1.0
@@ -52,12 +53,13 @@ class Kitchen:
             first_token=lambda one, token: self.log.append(f"first {one.session_id} {token}"),
         )
         committer: Any = SimpleNamespace(
-            accept=self._accept, emit=lambda one, step: self.log.append(f"emit {one.session_id} {step.kept}")
+            accept=self._accept,
+            emit=lambda one, step, logprobs: self.log.append(f"emit {one.session_id} {step.kept}"),
         )
         budget: Any = SimpleNamespace(observe=lambda *given: self.measured.append(given))
         self.prefill = Prefill(runner, table, drafts, committer, budget)
 
-    def _begin(self, chunks: list[PrefillChunk]) -> Chosen:
+    def _begin(self, chunks: list[PrefillChunk], rules: None) -> Chosen:
         self.log.append("begin")
         return Chosen(self, self.tokens)
 
