@@ -194,7 +194,7 @@ def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) 
         >>> state.words[0] = ints(0, 2, 0, ENDS)
         >>> state.num_biases[0], state.bias_tokens[0, 0], state.bias_values[0, 0] = 1, 2, -3.0
         >>> none = torch.zeros(1, 1, dtype=torch.int32)
-        >>> rules = RuleRows(state, slots=ints(0), depths=ints(0), paths=none, num_banned=ints(0), banned=none)
+        >>> rules = RuleRows(state, ints(0), depths=ints(0), paths=none, num_banned=ints(0), banned=none)
         >>> apply_rules(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), rules, torch.tensor([8]))
         tensor([[1.0000, 0.7500, 0.0000,   -inf]])
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from outrider.kernels.logit_rules.types import (
@@ -68,7 +70,7 @@ def _phrases(state: RuleState, slot: int) -> list[list[int]]:
     count = int(state.num_phrases[slot])
     bounds = state.phrase_starts[slot, : count + 1].tolist()
     tokens = state.phrase_tokens[slot].tolist()
-    return [tokens[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [tokens[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _ends_with(state: RuleState, slot: int, root: int, path: list[int], wanted: list[int]) -> bool:

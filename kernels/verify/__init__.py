@@ -38,8 +38,8 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     - top-p keeps the shortest prefix whose probability reaches p.
     - min-p keeps the tokens with at least min_p times the best token's probability.
 
-    Every filter keeps the best token. If `sampling.rules` is set, `logit_rules.apply_rules` changes the logits
-    first.
+    Every filter keeps the best token. If `sampling.rules` is set, `logit_rules.apply_rules` changes the
+    logits first.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16. -inf is allowed (a masked token).

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from outrider.services.gateway.admission import Admission
 from outrider.services.gateway.generation import Generator
+from outrider.services.gateway.logprobs import token_bytes
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
 from outrider.services.gateway.request import ChoiceEvent
@@ -48,6 +49,7 @@ class GatewayCore:
     """The core that REST and gRPC share. A gateway process has one core.
 
     Attributes:
+        token_bytes: Returns the bytes of a token's text, for logprobs.
         draining: True once shutdown has begun. The gateway then reports not ready.
         admitting: Whether new requests are accepted.
         idle: Event that is set while no request is running.
@@ -56,6 +58,7 @@ class GatewayCore:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.codec = TextCodec.load(settings.tokenizer) if settings.tokenizer else None
+        self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
         self.metrics = GatewayMetrics()
         self.admission = Admission(
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
@@ -63,7 +66,7 @@ class GatewayCore:
         self.client = TargetClient(
             settings.target, ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s)
         )
-        self.builder = RequestBuilder(settings)
+        self.builder = RequestBuilder(settings, self.codec.encode_plain if self.codec else None)
         self.started_at = int(time.time())
         self.draining = False
         self.admitting = True

@@ -7,23 +7,30 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from outrider.services.gateway.request import (
     MASK_64,
-    MAX_STOPS,
     GenerationRequest,
     RequestedSpeculation,
     StopRules,
+)
+from outrider.services.gateway.requested_rules import (
+    NO_REQUESTED_LOGPROBS,
+    NO_REQUESTED_RULES,
+    Encode,
+    RequestedLogprobs,
+    RequestedRules,
 )
 from outrider.services.gateway.served_target import ServedTarget
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 from outrider.shared.base.generation import SamplingParams
+from outrider.shared.base.logit_rules import LogitRules
 
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = (1 << 31) - 1
 # Lower temperatures are treated as greedy, as in SGLang. At such temperatures, sampling always picks the
@@ -52,11 +59,18 @@ class Surface:
     prefix: str = ""
     default_max_tokens: int | None = None
     speculation: str = "speculation"
+    min_tokens: str = "min_tokens"
 
 
 CHAT = Surface("messages", "max_tokens")
 COMPLETIONS = Surface("prompt", "max_tokens", default_max_tokens=16)
-NATIVE = Surface("input_ids", "sampling_params.max_new_tokens", "sampling_params.", default_max_tokens=128)
+NATIVE = Surface(
+    "input_ids",
+    "sampling_params.max_new_tokens",
+    "sampling_params.",
+    default_max_tokens=128,
+    min_tokens="min_new_tokens",
+)
 NATIVE_TEXT = replace(NATIVE, prompt="text")
 GRPC_CHAT = Surface("messages", "options.max_tokens", "options.", speculation="options.speculation")
 GRPC_COMPLETE = replace(GRPC_CHAT, prompt="prompt", default_max_tokens=16)
@@ -68,6 +82,7 @@ class Parameters:
 
     Fields that accept one value or several, such as `stop`, are tuples here. For a request without a
     `speculation` object, `speculation` is the default `RequestedSpeculation`, whose mode is AUTO.
+    `may_be_empty` allows `max_tokens` to be 0, if the reply contains the prompt or its logprobs.
     """
 
     max_tokens: int | None = None
@@ -85,13 +100,23 @@ class Parameters:
     speculation: RequestedSpeculation = field(default_factory=RequestedSpeculation)
     priority: int = 0
     cache_salt: str = ""
+    rules: RequestedRules = NO_REQUESTED_RULES
+    logprobs: RequestedLogprobs = NO_REQUESTED_LOGPROBS
+    may_be_empty: bool = False
 
 
 class RequestBuilder:
     """Checks parameters against the settings and the target's limits, and builds requests."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, encode: Encode | None = None) -> None:
+        """Create a builder.
+
+        Args:
+            settings: Limits of requests.
+            encode: Encodes the texts of `bad_words`. None if the server has no tokenizer.
+        """
         self._settings = settings
+        self._encode = encode
         self._names = frozenset(settings.served_model_name)
 
     def check_model(self, model: str | None, info: ServedTarget) -> str:
@@ -132,7 +157,8 @@ class RequestBuilder:
                 field=surface.prompt,
             )
         if p.max_tokens is not None:
-            _check(p.max_tokens >= 1, surface.max_tokens, "at least 1", p.max_tokens)
+            least = 0 if p.may_be_empty else 1
+            _check(p.max_tokens >= least, surface.max_tokens, f"at least {least}", p.max_tokens)
         if p.temperature is not None:
             _check(
                 0 <= p.temperature <= MAX_TEMPERATURE,
@@ -160,18 +186,28 @@ class RequestBuilder:
                 f"cache_salt must have at most {MAX_SALT_CHARS} characters.", field="cache_salt"
             )
         self._check_stops(p, name)
+        with _named(surface):
+            p.rules.check()
+        min_tokens = p.rules.min_tokens or 0
+        if p.max_tokens is not None and min_tokens > p.max_tokens:
+            field = name + surface.min_tokens
+            raise InvalidRequestError(
+                f"{field} must be at most {surface.max_tokens}, which is {p.max_tokens}, not {min_tokens}.",
+                field=field,
+            )
         return n * num_prompts
 
     def _check_stops(self, p: Parameters, name: str) -> None:
-        if len(p.stop) > MAX_STOPS:
+        most = self._settings.max_stop_strings
+        if len(p.stop) > most:
             raise InvalidRequestError(
-                f"{name}stop accepts at most {MAX_STOPS} strings, not {len(p.stop)}.", field=f"{name}stop"
+                f"{name}stop accepts at most {most} strings, not {len(p.stop)}.", field=f"{name}stop"
             )
         for stop in p.stop:
             _check_text(stop, f"{name}stop")
-            if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            if not 1 <= len(stop) <= self._settings.max_stop_chars:
                 raise InvalidRequestError(
-                    f"Each string of {name}stop must have 1 to {MAX_STOP_CHARS} characters.",
+                    f"Each string of {name}stop must have 1 to {self._settings.max_stop_chars} characters.",
                     field=f"{name}stop",
                 )
         if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -215,6 +251,8 @@ class RequestBuilder:
                 f"below the vocabulary size {info.vocab_size}",
                 token_id,
             )
+        with _named(surface):
+            rules = parameters.rules.build(self._encode, info.vocab_size)
         seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MASK_64
         request_id = uuid.uuid4().hex
         requests: list[GenerationRequest] = []
@@ -226,7 +264,7 @@ class RequestBuilder:
                         request_id=f"{request_id}-{len(requests)}",
                         prompt_ids=prompt_ids,
                         max_new_tokens=max_new_tokens,
-                        sampling=_sampling(parameters, seed, choice),
+                        sampling=_sampling(parameters, seed, choice, rules),
                         speculation=parameters.speculation,
                         stop=StopRules(
                             strings=parameters.stop,
@@ -234,10 +272,13 @@ class RequestBuilder:
                             ignore_eos=parameters.ignore_eos,
                             include_stop_string=parameters.include_stop_string,
                             skip_special_tokens=parameters.skip_special_tokens,
+                            min_tokens=rules.min_tokens,
                         ),
                         deadline=deadline,
                         priority=parameters.priority,
                         cache_salt=parameters.cache_salt,
+                        logprobs=parameters.logprobs.wanted,
+                        prompt_only=parameters.max_tokens == 0,
                     )
                 )
         return requests
@@ -281,7 +322,19 @@ def _check_text(text: str, field: str) -> None:
         ) from None
 
 
-def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
+@contextmanager
+def _named(surface: Surface) -> Iterator[None]:
+    """Give an error of the `with` block the field name of the client's API."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        name = error.field or ""
+        given = surface.prefix + (surface.min_tokens if name == "min_tokens" else name)
+        message = error.message.replace(name, given, 1)
+        raise InvalidRequestError(message, field=given, reason=error.reason) from None
+
+
+def _sampling(parameters: Parameters, seed: int, choice: int, rules: LogitRules) -> SamplingParams:
     temperature = 1.0 if parameters.temperature is None else parameters.temperature
     return SamplingParams(
         temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
@@ -290,6 +343,7 @@ def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
         min_p=parameters.min_p or 0.0,
         seed=seed,
         choice_index=choice,
+        rules=rules,
     )
 
 
@@ -314,6 +368,8 @@ def _check_lengths(
             raise InvalidRequestError(message, field=surface.prompt)
     if max_tokens is None:
         return min(limit - length, surface.default_max_tokens or limit)
+    # The target generates at least one token. If the client wants none, the gateway drops it.
+    max_tokens = max(1, max_tokens)
     if length + max_tokens > limit:
         message = (
             f"The prompt's {length} tokens and {surface.max_tokens}={max_tokens} exceed the model's context "

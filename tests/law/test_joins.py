@@ -21,9 +21,9 @@ from support.traces import check_report, check_traces
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
-from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import Round
+from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.policy.controller import RowBound
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.base.generation import SamplingParams, SpeculationMode

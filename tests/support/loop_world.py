@@ -19,8 +19,8 @@ from outrider.services.target.model.round_runner import FinishedRound, Marks, Ro
 from outrider.services.target.policy.controller import ExecutedStep
 from outrider.services.target.scheduling.scheduler import PrefillChunk, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
-from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.base.generation import RoundTrace
+from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.slot_sequences import seated_sequence
