@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.compute_device import GRAPHS
 from support.device_toys import AnswerDrafter
 from support.rule_oracle import ruled
 from support.target_harness import (
@@ -28,6 +29,7 @@ from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import LogitRules, LogprobParams, TokenLogprob
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 
 torch.set_num_threads(1)
@@ -80,7 +82,9 @@ def test_a_plain_request_gets_the_tokens_of_the_oracle(decoder: Decoder, seed: i
     rng = random.Random(seed)
     sampling, prompt = draw_sampling(rng), prompt_of(seed)
     stops = rng.sample(range(VOCAB), 2)
-    found = generate_plain(decoder, NoDrafter(), prompt, NEW_TOKENS, sampling=sampling, stop=stops)
+    found = generate_plain(
+        decoder, NoDrafter(decoder.device), prompt, NEW_TOKENS, sampling=sampling, stop=stops
+    )
     tokens = list(prompt)
     for token in found:
         scores = next_scores(decoder, tokens, sampling, len(prompt), stops)
@@ -90,9 +94,12 @@ def test_a_plain_request_gets_the_tokens_of_the_oracle(decoder: Decoder, seed: i
     assert len(found) == NEW_TOKENS or (found[-1] in stops and len(found) > sampling.rules.min_tokens)
 
 
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("seed", range(4))
-def test_speculation_changes_neither_tokens_nor_logprobs(decoder: Decoder, seed: int, lookahead: int) -> None:
+def test_speculation_changes_neither_tokens_nor_logprobs(
+    decoder: Decoder, seed: int, lookahead: int, graphs: bool
+) -> None:
     rng = random.Random(100 + seed)
     asked = []
     for index in range(9):
@@ -102,15 +109,16 @@ def test_speculation_changes_neither_tokens_nor_logprobs(decoder: Decoder, seed:
         asked.append((prompt_of(seed * 10 + index), sampling, wanted, rng.choice(MODES), rng.choice(SHAPES)))
     stops = [rng.randrange(VOCAB)]
     answers = [
-        generate_plain(decoder, NoDrafter(), prompt, NEW_TOKENS, sampling=sampling, stop=stops)
+        generate_plain(decoder, NoDrafter(decoder.device), prompt, NEW_TOKENS, sampling=sampling, stop=stops)
         for prompt, sampling, *_ in asked
     ]
     known = [[*prompt, *answer] for (prompt, *_), answer in zip(asked, answers, strict=True)]
     plan = LoopPlan(lookahead, drafts_on_device=True, max_depth=5, max_nodes=21)
     harness = make_harness(
         decoder,
-        AnswerDrafter(known, VOCAB, 0.8),
+        AnswerDrafter(known, VOCAB, 0.8, device=decoder.device, checked=not graphs),
         plan=plan,
+        graphs=GraphCache(decoder.device, graphs),
         max_running=4,
         num_pages=24,
         page_size=8,
@@ -159,13 +167,13 @@ def test_a_sequence_that_is_retracted_keeps_its_history(decoder: Decoder) -> Non
     """Two sequences do not fit, so one of them returns its pages and is prefilled again later."""
     rules = LogitRules(0.5, 1.5, 1.4, bad_words=((3, 5), (7, 8, 9)))
     sampling = SamplingParams(temperature=1.0, seed=3, rules=rules)
-    harness = make_harness(decoder, NoDrafter(), num_pages=9, page_size=4, max_running=2)
+    harness = make_harness(decoder, NoDrafter(decoder.device), num_pages=9, page_size=4, max_running=2)
     wanted = LogprobParams(top=2, prompt_top=1)
     for name in ("0", "1"):
         harness.submit(prompt_of(3)[:3], 24, request_id=name, sampling=sampling, logprobs=wanted)
     harness.run()
     assert harness.scheduler.num_retractions > 0
-    plain = generate_plain(decoder, NoDrafter(), prompt_of(3)[:3], 24, sampling=sampling)
+    plain = generate_plain(decoder, NoDrafter(decoder.device), prompt_of(3)[:3], 24, sampling=sampling)
     for name in ("0", "1"):
         assert_same_tokens(decoder, prompt_of(3)[:3], plain, harness.sink.tokens[name], sampling)
         assert len(harness.sink.logprobs[name]) == 24
@@ -173,7 +181,7 @@ def test_a_sequence_that_is_retracted_keeps_its_history(decoder: Decoder) -> Non
 
 
 def test_no_token_ends_the_text_before_its_minimum_length(decoder: Decoder) -> None:
-    plain = generate_plain(decoder, NoDrafter(), (1, 2, 3), 12)
+    plain = generate_plain(decoder, NoDrafter(decoder.device), (1, 2, 3), 12)
     sampling = SamplingParams(temperature=0.0, rules=LogitRules(min_tokens=6))
     harness = _served(decoder, sampling, eos=(plain[0],))
     assert harness.sink.finished["r"].completion_tokens >= 6
@@ -188,13 +196,13 @@ def test_rules_that_forbid_every_token_fail_the_request_with_a_clear_error(decod
 
 
 def test_the_rules_leave_a_slot_with_their_sequence(decoder: Decoder) -> None:
-    harness = make_harness(decoder, NoDrafter(), max_running=1)
+    harness = make_harness(decoder, NoDrafter(decoder.device), max_running=1)
     allowed = SamplingParams(temperature=0.0, rules=LogitRules(allowed_token_ids=(4,)))
     for name, sampling in (("ruled", allowed), ("plain", None), ("again", allowed)):
         harness.submit((1, 2, 3), 8, request_id=name, sampling=sampling)
         harness.run()
     assert harness.sink.tokens["ruled"] == harness.sink.tokens["again"] == [4] * 8
-    assert harness.sink.tokens["plain"] == generate_plain(decoder, NoDrafter(), (1, 2, 3), 8)
+    assert harness.sink.tokens["plain"] == generate_plain(decoder, NoDrafter(decoder.device), (1, 2, 3), 8)
     assert harness.sink.finished["plain"].reason is FinishReason.LENGTH
 
 
@@ -207,7 +215,7 @@ def test_the_oracle_knows_every_rule() -> None:
 
 
 def _served(decoder: Decoder, sampling: SamplingParams, eos: tuple[int, ...] = ()) -> Harness:
-    harness = make_harness(decoder, NoDrafter(), eos=eos)
+    harness = make_harness(decoder, NoDrafter(decoder.device), eos=eos)
     harness.submit((1, 2, 3), 12, request_id="r", sampling=sampling)
     harness.run()
     return harness
