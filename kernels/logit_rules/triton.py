@@ -53,7 +53,7 @@ def _locate(
         begin = tl.load(output_starts + at)
         if PDL:
             gdc_launch_dependents()
-        for first in range(width, BLOCK):
+        for first in range(0, width, BLOCK):
             node = first + offset
             row = start + node
             inside = node < width
@@ -216,7 +216,7 @@ def _record(
         counted = chosen & ruled & (said >= 0)
         if PDL:
             gdc_launch_dependents()
-        for first in range(width, BLOCK):
+        for first in range(0, width, BLOCK):
             node = first + offset
             unused = (node < width) & ((node > accepted) | (live == 0))
             tl.store(out_rows + start + node, tl.zeros((BLOCK,), tl.int64), mask=unused)
