@@ -30,12 +30,14 @@ def token_bytes(tokenizer: Tokenizer | None) -> BytesOf:
 
     @cache
     def bytes_of(token: int) -> bytes:
+        written = tokenizer.id_to_token(token) or ""
+        if "\u2581" in written:
+            return written.replace("\u2581", " ").encode()  # decoded alone, the token would lose its space
         text = str(tokenizer.decode([token], skip_special_tokens=False))
         if "\ufffd" not in text:
             return text.encode()
         # The token is part of a character. Byte-level tokenizers write each byte as a letter, and others
         # write it as <0xNN>.
-        written = tokenizer.id_to_token(token) or ""
         if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
             return bytes([int(written[3:5], 16)])
         if all(letter in letters for letter in written):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from outrider.services.gateway.prompt_lengths import check_lengths
 from outrider.services.gateway.request import (
     MASK_64,
     GenerationRequest,
@@ -24,6 +25,7 @@ from outrider.services.gateway.requested_rules import (
     RequestedLogprobs,
     RequestedRules,
 )
+from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import ServedTarget
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
@@ -108,14 +110,21 @@ class Parameters:
 class RequestBuilder:
     """Checks parameters against the settings and the target's limits, and builds requests."""
 
-    def __init__(self, settings: GatewaySettings, encode: Encode | None = None) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        encode: Encode | None = None,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+    ) -> None:
         """Create a builder.
 
         Args:
             settings: Limits of requests.
             encode: Encodes the texts of `bad_words`. None if the server has no tokenizer.
+            defaults: Values for parameters that a request leaves out.
         """
         self._settings = settings
+        self._defaults = defaults
         self._encode = encode
         self._names = frozenset(settings.served_model_name)
 
@@ -244,6 +253,7 @@ class RequestBuilder:
                 speculation option exceeds the target's limit.
         """
         self._check_speculation(parameters.speculation, surface, info)
+        parameters = _with_defaults(parameters, self._defaults)
         for token_id in parameters.stop_token_ids:
             _check(
                 0 <= token_id < info.vocab_size,
@@ -257,7 +267,14 @@ class RequestBuilder:
         request_id = uuid.uuid4().hex
         requests: list[GenerationRequest] = []
         for prompt_ids in prompts:
-            max_new_tokens = _check_lengths(prompt_ids, parameters.max_tokens, surface, info)
+            max_new_tokens = check_lengths(
+                prompt_ids,
+                parameters.max_tokens,
+                info,
+                prompt_field=surface.prompt,
+                max_tokens_field=surface.max_tokens,
+                default=surface.default_max_tokens,
+            )
             for choice in range(parameters.n or 1):
                 requests.append(
                     GenerationRequest(
@@ -334,6 +351,22 @@ def _named(surface: Surface) -> Iterator[None]:
         raise InvalidRequestError(message, field=given, reason=error.reason) from None
 
 
+def _with_defaults(p: Parameters, defaults: SamplingDefaults) -> Parameters:
+    if defaults == NO_DEFAULTS:
+        return p
+    rules = p.rules
+    if rules.repetition_penalty is None:
+        rules = replace(rules, repetition_penalty=defaults.repetition_penalty)
+    return replace(
+        p,
+        temperature=defaults.temperature if p.temperature is None else p.temperature,
+        top_k=defaults.top_k if p.top_k is None else p.top_k,
+        top_p=defaults.top_p if p.top_p is None else p.top_p,
+        min_p=defaults.min_p if p.min_p is None else p.min_p,
+        rules=rules,
+    )
+
+
 def _sampling(parameters: Parameters, seed: int, choice: int, rules: LogitRules) -> SamplingParams:
     temperature = 1.0 if parameters.temperature is None else parameters.temperature
     return SamplingParams(
@@ -345,39 +378,3 @@ def _sampling(parameters: Parameters, seed: int, choice: int, rules: LogitRules)
         choice_index=choice,
         rules=rules,
     )
-
-
-def _check_lengths(
-    prompt_ids: tuple[int, ...], max_tokens: int | None, surface: Surface, info: ServedTarget
-) -> int:
-    """Check the length of one prompt and return the limit of new tokens for that prompt."""
-    length, limit = len(prompt_ids), info.max_model_len
-    if not length:
-        raise InvalidRequestError(f"{surface.prompt} must contain at least one token.", field=surface.prompt)
-    if length >= limit:
-        raise _too_long(
-            surface.prompt,
-            f"The prompt has {length} tokens. It must be shorter than the model's context of {limit} tokens.",
-        )
-    for token_id in (min(prompt_ids), max(prompt_ids)):
-        if not 0 <= token_id < info.vocab_size:
-            message = (
-                f"{surface.prompt} contains the token id {token_id}, "
-                f"but the vocabulary has {info.vocab_size} entries."
-            )
-            raise InvalidRequestError(message, field=surface.prompt)
-    if max_tokens is None:
-        return min(limit - length, surface.default_max_tokens or limit)
-    # The target generates at least one token. If the client wants none, the gateway drops it.
-    max_tokens = max(1, max_tokens)
-    if length + max_tokens > limit:
-        message = (
-            f"The prompt's {length} tokens and {surface.max_tokens}={max_tokens} exceed the model's context "
-            f"of {limit} tokens."
-        )
-        raise _too_long(surface.max_tokens, f"{message} At most {limit - length} new tokens fit.")
-    return max_tokens
-
-
-def _too_long(field: str, message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, field=field, reason="context_length_exceeded")

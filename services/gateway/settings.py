@@ -31,6 +31,12 @@ class GatewaySettings(ServiceSettings):
         None,
         description="Folder with tokenizer.json, or the file itself. Without it, prompts must be token ids.",
     )
+    sampling_defaults: str = Field(
+        "model",
+        pattern="^(model|openai)$",
+        description="Parameters that a request leaves out. `model`: temperature, top_k, top_p, min_p and "
+        "repetition_penalty of the model's generation_config.json. `openai`: always OpenAI's defaults.",
+    )
     served_model_name: tuple[str, ...] = Field(
         (), description="Model names that requests may use. Defaults to the target's model id."
     )

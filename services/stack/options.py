@@ -52,6 +52,7 @@ class StackOptions:
         tp: Number of GPUs that share the target, or number of processes on a CPU. With AUTO transport, the
             draft then runs in the target's first process.
         target_settings: Settings that only the target reads, by setting name.
+        gateway_settings: Settings that only the gateway reads, by setting name.
     """
 
     target: Path = DEMO_TARGET
@@ -78,6 +79,7 @@ class StackOptions:
     tp: int | None = None
     mps: bool = False
     target_settings: Mapping[str, object] = field(default_factory=dict)
+    gateway_settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def speculates(self) -> bool:

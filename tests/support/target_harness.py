@@ -348,14 +348,8 @@ def next_scores(
 ) -> torch.Tensor:
     """Return the scores ``[V]``: the logits after rules, filters and noise. Their argmax is the next token.
 
-    One pass over all of `tokens` computes the scores.
-
-    Args:
-        decoder: The model.
-        tokens: The prompt and the output so far.
-        sampling: The sampling parameters.
-        prompt_len: Number of tokens of the prompt. None for a request without rules.
-        stops: Tokens that end the text.
+    One pass over all of `tokens`, the prompt and the output so far, computes the scores. `prompt_len` is None
+    for a request without rules. `stops` are the tokens that end the text.
     """
     scores = next_logits(decoder, tokens)[-1:]
     if prompt_len is not None:
