@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -123,6 +124,21 @@ def test_a_prompt_is_scored_without_new_tokens(stack: Stack) -> None:
     more = complete(stack, max_tokens=1, echo=True, logprobs=2)["choices"][0]["logprobs"]
     assert more["tokens"][:-1] == logprobs["tokens"]
     assert more["token_logprobs"][1:-1] == pytest.approx(logprobs["token_logprobs"][1:], abs=1e-3)
+
+
+def test_a_streamed_completion_has_the_logprobs_of_the_whole_one(stack: Stack) -> None:
+    asked: dict[str, Any] = {"max_tokens": 6, "echo": True, "logprobs": 2}
+    whole = complete(stack, **asked)["choices"][0]
+    parts: list[dict[str, Any]] = []
+    body = {"prompt": PROMPT, "temperature": 0, "stream": True} | asked
+    with httpx.stream("POST", f"{stack.base_url}/v1/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                parts.extend(json.loads(line.removeprefix("data: "))["choices"])
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    for name in ("tokens", "text_offset"):
+        streamed = [one for part in parts if part["logprobs"] for one in part["logprobs"][name]]
+        assert streamed == whole["logprobs"][name]
 
 
 def test_tokens_of_logprobs_can_be_written_as_ids(stack: Stack) -> None:
