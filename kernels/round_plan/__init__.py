@@ -24,6 +24,7 @@ def round_plan(
     topk: int,
     page_size: int,
     lead: int,
+    behind: int = 0,
 ) -> RoundPlan:
     """Lay out the rows of a round, given the results of the last round. `RoundPlan` explains the layout.
 
@@ -44,12 +45,15 @@ def round_plan(
         page_size: Tokens per page.
         lead: Number of stable rows minus ``committed_lens - 1``: 0 if a row pairs a token with the feature of
             the preceding token, 1 if a row represents a single token.
+        behind: Number of stable rows that are missing at the end, because a later layer of a chain reads
+            tokens that are further ahead. The rows of a sequence move to the front by this number. Rows that
+            would lie before position 0 have no slots.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: A tensor's shape or dtype, or `rows`, `depth` or `topk` is wrong. The message
+        ValueError: A tensor's shape or dtype, or `rows`, `depth`, `topk` or `behind` is wrong. The message
             names the argument.
 
     Example:
@@ -78,14 +82,16 @@ def round_plan(
     expect("page_table", page_table, (bs, None), torch.int32)
     if depth < 1 or topk < 1:
         raise ValueError(f"depth is {depth} and topk is {topk}; both must be at least 1")
+    if behind < 0:
+        raise ValueError(f"behind is {behind}, expected at least 0")
     if not 1 <= rows <= tokens.shape[1]:
         raise ValueError(f"rows is {rows}, expected 1..{tokens.shape[1]} (the number of columns of tokens)")
     if use_triton(tokens):
         from outrider.kernels.round_plan import triton as compiled
 
         return compiled.round_plan(
-            committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead
+            committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead, behind
         )
     return reference.round_plan(
-        committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead
+        committed_lens, counts, tokens, max_nodes, page_table, rows, depth, topk, page_size, lead, behind
     )

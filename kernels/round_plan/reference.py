@@ -18,28 +18,30 @@ def round_plan(
     topk: int,
     page_size: int,
     lead: int,
+    behind: int,
 ) -> RoundPlan:
     bs, columns = tokens.shape
     device = tokens.device
     busy = counts > 0
     count = counts.to(torch.int64)[:, None]
-    stable = torch.where(busy, committed_lens - 1 + lead, 0).to(torch.int64)
+    last = torch.where(busy, committed_lens - 1 + lead - behind, 0).to(torch.int64)  # may be negative
+    stable = last.clamp(min=0)
     column = torch.arange(rows, device=device)
     source = column - (rows - count)  # [bs, R], column of the fresh token; below 0 for padding
-    fresh = source >= 0
-    index = stable[:, None] - rows + column
-    scratch = torch.arange((depth - 1) * topk, device=device)
-    behind = stable[:, None] + scratch  # [bs, (depth - 1) * topk], token indices of the levels' rows
-    at_level = (stable[:, None] - 1 + torch.arange(1, depth, device=device)).clamp(min=0)  # [bs, depth - 1]
+    index = last[:, None] - rows + column
+    given = source >= 0
+    fresh = given & (index >= 0)
+    scratch = stable[:, None] + torch.arange((depth - 1) * topk, device=device)  # indices of levels' rows
+    at_level = (last[:, None] - 1 + torch.arange(1, depth, device=device)).clamp(min=0)  # [bs, depth - 1]
     positions = [index.clamp(min=0).view(-1), at_level.T.repeat_interleave(topk, 1).reshape(-1)]
-    lens = [stable - count[:, 0], *(stable + level * topk * busy for level in range(depth))]
+    lens = [(last - count[:, 0]).clamp(min=0), *(stable + level * topk * busy for level in range(depth))]
     return RoundPlan(
-        tokens=torch.where(fresh, tokens.gather(1, source.clamp(min=0)), 0).view(-1),
+        tokens=torch.where(given, tokens.gather(1, source.clamp(min=0)), 0).view(-1),
         features=(source.clamp(min=0) + torch.arange(bs, device=device)[:, None] * columns)
         .view(-1)
         .to(torch.int32),
         extend_slots=_slots(page_table, torch.where(fresh, index, -1), page_size).view(-1),
-        level_slots=_slots(page_table, torch.where(busy[:, None], behind, -1), page_size)
+        level_slots=_slots(page_table, torch.where(busy[:, None], scratch, -1), page_size)
         .view(bs, depth - 1, topk)
         .transpose(0, 1)
         .reshape(depth - 1, bs * topk),

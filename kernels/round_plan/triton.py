@@ -16,27 +16,29 @@ def _plan(
     committed_lens, counts, tokens, max_nodes, page_table, table_stride,
     out_tokens, out_features, extend_slots, level_slots, positions, lens, root_tokens, out_nodes, bs, rows, columns,
     DEPTH: tl.constexpr, TOPK: tl.constexpr, PAGE_SIZE: tl.constexpr, LEAD: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
+    BEHIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
         gdc_wait()
     sequence = tl.program_id(0)
     count = tl.load(counts + sequence)
     busy = count > 0
-    stable = tl.where(busy, tl.load(committed_lens + sequence) - 1 + LEAD, 0)
+    last = tl.where(busy, tl.load(committed_lens + sequence) - 1 + LEAD - BEHIND, 0)  # may be negative
+    stable = tl.maximum(last, 0)
     table = page_table + sequence.to(tl.int64) * table_stride
     column = tl.arange(0, BLOCK_R)
     source = column - (rows - count)  # column of the fresh token; below 0 for padding
     inside = column < rows
-    fresh = inside & (source >= 0)
-    index = stable - rows + column
+    index = last - rows + column
+    given = inside & (source >= 0)
+    fresh = given & (index >= 0)
     row = sequence * rows + column
-    token = tl.load(tokens + sequence * columns + source, mask=fresh, other=0)
+    token = tl.load(tokens + sequence * columns + source, mask=given, other=0)
     page = tl.load(table + index // PAGE_SIZE, mask=fresh, other=0).to(tl.int64)
     scratch = tl.arange(0, BLOCK_L)
-    behind = stable + scratch
+    ahead = stable + scratch
     drafted = scratch < (DEPTH - 1) * TOPK
-    scratch_page = tl.load(table + behind // PAGE_SIZE, mask=drafted & busy, other=0).to(tl.int64)
+    scratch_page = tl.load(table + ahead // PAGE_SIZE, mask=drafted & busy, other=0).to(tl.int64)
     nodes = tl.where(busy, tl.load(max_nodes + sequence), 1)
     if PDL:
         gdc_launch_dependents()
@@ -48,12 +50,10 @@ def _plan(
     tl.store(out_nodes + sequence, nodes)
     level = scratch // TOPK  # level - 1
     at = (level * bs + sequence) * TOPK + scratch % TOPK
-    tl.store(
-        level_slots + at, tl.where(busy, scratch_page * PAGE_SIZE + behind % PAGE_SIZE, -1), mask=drafted
-    )
-    tl.store(positions + bs * rows + at, tl.maximum(stable + level, 0), mask=drafted)
+    tl.store(level_slots + at, tl.where(busy, scratch_page * PAGE_SIZE + ahead % PAGE_SIZE, -1), mask=drafted)
+    tl.store(positions + bs * rows + at, tl.maximum(last + level, 0), mask=drafted)
     step = tl.arange(0, BLOCK_D)  # rows of lens: before the extension, then one per level from 0
-    length = tl.where(step == 0, stable - count, stable + tl.where(busy, (step - 1) * TOPK, 0))
+    length = tl.where(step == 0, tl.maximum(last - count, 0), stable + tl.where(busy, (step - 1) * TOPK, 0))
     tl.store(lens + step * bs + sequence, length, mask=step <= DEPTH)
 
 
@@ -68,6 +68,7 @@ def round_plan(
     topk: int,
     page_size: int,
     lead: int,
+    behind: int,
 ) -> RoundPlan:
     bs, columns = tokens.shape
     device = tokens.device
@@ -92,7 +93,7 @@ def round_plan(
                 committed_lens.contiguous(), counts.contiguous(), tokens.contiguous(), max_nodes.contiguous(), page_table,
                 page_table.stride(0), plan.tokens, plan.features, plan.extend_slots, plan.level_slots, plan.positions, plan.lens,
                 plan.root_tokens, plan.max_nodes, bs, rows, columns, DEPTH=depth, TOPK=topk, PAGE_SIZE=page_size, LEAD=lead,
-                BLOCK_R=_launch.next_power_of_2(rows), BLOCK_L=_launch.next_power_of_2(scratch),
+                BEHIND=behind, BLOCK_R=_launch.next_power_of_2(rows), BLOCK_L=_launch.next_power_of_2(scratch),
                 BLOCK_D=_launch.next_power_of_2(1 + depth), num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip
     return plan

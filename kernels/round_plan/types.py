@@ -21,7 +21,8 @@ class RoundPlan(NamedTuple):
         tokens: ``[bs * R] int32``, tokens of the R rows of each sequence; 0 for padding.
         features: ``[bs * R] int32``, index of each row among the ``[bs * columns]`` fresh rows. Padding has
             the index of its sequence's first fresh row.
-        extend_slots: ``[bs * R] int64``, slots of the R rows of each sequence; -1 for padding.
+        extend_slots: ``[bs * R] int64``, slots of the R rows of each sequence; -1 for padding and for rows
+            before position 0.
         level_slots: ``[depth - 1, bs * topk] int64``, slots of the levels' rows; -1 for idle sequences.
         positions: ``[bs * R + (depth - 1) * bs * topk] int32``, positions of the R rows of each sequence,
             then of the levels' rows. Positions of padding are at least 0.

@@ -20,8 +20,9 @@ from outrider.services.draft.sessions.session_table import SessionLimits
 from outrider.services.draft.settings import DraftSettings, plan_pages
 from outrider.services.draft.strategies.base import DraftStrategy
 from outrider.services.draft.strategies.head import HeadStrategy
-from outrider.services.draft.strategies.mtp import MtpModel, MtpStrategy
+from outrider.services.draft.strategies.mtp import MtpStrategy
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
+from outrider.services.draft.strategies.mtp_model import MtpModel
 from outrider.services.draft.strategies.ngram.corpus import Corpus
 from outrider.services.draft.strategies.ngram.strategy import NgramOptions, NgramStrategy
 from outrider.services.draft.strategies.standalone import StandaloneStrategy, StandaloneVocabulary
@@ -184,7 +185,7 @@ def _build_mtp(build: Build) -> DraftStrategy:
     model = MtpModel(
         MtpWeights.load(folder, build.device, build.dtype), build.device, build.dtype, build.token_map()
     )
-    pages = build.num_pages(model.make_pool(1, settings.page_size).bytes_per_token)
+    pages = build.num_pages(model.bytes_per_token(settings.page_size))
     pool = model.make_pool(pages, settings.page_size)
     return MtpStrategy(model, pool, build.attention(), folder.resolve().name, settings.max_shape())
 

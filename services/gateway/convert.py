@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from outrider.common.v1 import common_pb2
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
-from outrider.services.gateway.served_target import ServedTarget, TargetStats
+from outrider.services.gateway.served_target import AutoDecision, ServedTarget, TargetStats
 from outrider.shared.base.generation import (
     FinishReason,
     RoundTrace,
@@ -132,6 +132,19 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
         draft_state=reply.draft_state,
         accept_length=reply.speculation.accept_length,
         prometheus_text=reply.prometheus_text,
+        auto=_decision_from_proto(reply.auto),
+    )
+
+
+def _decision_from_proto(auto: target_pb2.AutoDecision) -> AutoDecision:
+    return AutoDecision(
+        reason=auto.reason,
+        shapes=tuple((one.depth, one.topk, one.max_nodes, one.rows) for one in auto.shapes),
+        plain_rows=auto.plain_rows,
+        batch_size=auto.batch_size,
+        estimated_speedup=auto.estimated_speedup if auto.HasField("estimated_speedup") else None,
+        round_ms=auto.round_ms if auto.HasField("round_ms") else None,
+        looks_lost_ms=auto.looks_lost_ms,
     )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 
@@ -47,7 +47,7 @@ from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.parallel.lead import FailureHandler
 from outrider.shared.parallel.lead_decoder import graph_observer
 from outrider.shared.rpc.server import aio_server
-from outrider.shared.spec.drafter import Drafter, DrafterState
+from outrider.shared.spec.drafter import Described, Drafter, DrafterState
 
 POLL_S = 0.02
 RECORD_LIMIT_S = 120.0
@@ -82,15 +82,6 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
     if ranks is not None and ranks.rank > 0:
         return run_rank(Order(settings), ranks)
     return asyncio.run(_serve(settings, make_drafter))
-
-
-@runtime_checkable
-class Described(Protocol):
-    """A drafter that reports its algorithm and model."""
-
-    def describe(self) -> tuple[str, str]:
-        """Return the algorithm and the model id."""
-        ...
 
 
 async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) -> int:

@@ -217,3 +217,12 @@ class EagerDrafter(Protocol):
         (the first token after a prompt) or more rows.
         """
         ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A drafter that reports its algorithm and model."""
+
+    def describe(self) -> tuple[str, str]:
+        """Return the algorithm and the model id."""
+        ...

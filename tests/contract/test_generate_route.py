@@ -141,7 +141,9 @@ def test_what_is_served_is_told(stack: Stack) -> None:
         assert info["is_generation"] is True
         assert info["model_path"]
     for path in ("/server_info", "/get_server_info"):
-        assert httpx.get(stack.base_url + path).json()["speculative_max_nodes"] >= 1
+        told = httpx.get(stack.base_url + path).json()
+        assert told["speculative_max_nodes"] >= 1
+        assert told["internal_states"][0]["auto"]["reason"]
 
 
 def test_text_and_ids_convert_both_ways(stack: Stack) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import toy_mtp
 from support.round_rig import Rig, check_mixture, host_round, open_streams
 from support.toy_heads import HIDDEN, VOCAB, base_config, eagle_tensors, write_head
 from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
-from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize, RoundDrafter
+from outrider.services.draft.growth.tree_grower import GrowthInputs, GrowthSize
 from outrider.services.draft.inproc import InprocDrafter
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.engine import graphs
@@ -36,7 +37,8 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
 SHAPES = [DraftShape(5, 8, 32), DraftShape(3, 1, 4), DraftShape(1, 4, 3), DraftShape(4, 3, 9)]
-ALGORITHMS = ["EAGLE3", "EAGLE", "STANDALONE"]
+MTP_LAYERS = (1, 3)
+ALGORITHMS = ["EAGLE3", "EAGLE", "STANDALONE", *(f"MTP {n}" for n in MTP_LAYERS)]
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +52,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "STANDALONE": make_toy_target(
             folder / "small", vocab_size=VOCAB, hidden_size=32, num_layers=2, head_dim=16, seed=4
         ),
+        **{f"MTP {n}": toy_mtp.save(toy_mtp.sharp_model(n), folder / f"mtp{n}") for n in MTP_LAYERS},
     }
 
 
 @pytest.fixture(params=ALGORITHMS)
 def make_rig(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Callable[[bool], Rig]:
     def make(in_one_go: bool) -> Rig:
-        names = {
-            "draft": folders[request.param],
-            "target_weights": folders["target"],
-            "speculative_algorithm": request.param,
-        }
-        settings = DraftSettings.load(
-            {**names, "device": "cuda", "dtype": "float32", "kv_tokens": 4096, "page_size": 4}
-        )
+        algorithm = request.param.split()[0]  # the number after MTP is that of the layers
+        names = {"draft": folders[request.param], "target_weights": folders["target"]}
+        if algorithm == "MTP":
+            names = {"target_weights": folders[request.param]}
+        sizes = {"device": "cuda", "dtype": "float32", "kv_tokens": 4096, "page_size": 4}
+        settings = DraftSettings.load({**names, "speculative_algorithm": algorithm, **sizes})
         engine = build_engine(settings, CUDA, torch.float32)
         rounds, spec = engine.strategy.rounds, engine.strategy.feature_spec(None)
         assert rounds is not None
         assert rounds.host is not None
         if not in_one_go:
             engine.strategy.rounds = DeviceGrowth(rounds.memory, None)
-        return Rig(InprocDrafter(engine, spec, CUDA), spec.feature_size, CUDA, VOCAB, GraphCache(CUDA))
+        vocab_size = engine.strategy.info.vocab_size
+        return Rig(InprocDrafter(engine, spec, CUDA), spec.feature_size, CUDA, vocab_size, GraphCache(CUDA))
 
     return make
 
@@ -107,7 +109,7 @@ def test_a_recorded_round_equals_an_eager_one(
     """One captured graph serves contexts and fresh rows of all lengths, with bitwise equal results."""
     strategy = make_rig(True).drafter._engine.strategy
     assert strategy.rounds is not None
-    drafter: RoundDrafter = strategy.rounds.memory.drafter
+    grower = strategy.rounds.memory.grower
     bs, size = 5, GrowthSize.of(5, shape)
     inputs = GrowthInputs(
         committed_lens=torch.ones(bs, dtype=torch.int32, device=CUDA),
@@ -121,9 +123,10 @@ def test_a_recorded_round_equals_an_eager_one(
         choices=torch.zeros(bs, dtype=torch.int32, device=CUDA),
     )
     graphs = GraphCache(CUDA)
-    pool = strategy._pool  # type: ignore[attr-defined]
+    pool, kept = strategy._pool, grower.stage_states  # type: ignore[attr-defined]
+    memory = [*pool.planes(), *([] if kept is None else [kept._states, kept._rows])]
     with torch.inference_mode():
-        graphs.capture(size, lambda: drafter.draft(inputs, size))
+        graphs.capture(size, lambda: grower.draft(inputs, size))
         assert not any(bool(plane.any()) for plane in pool.planes()), "the capture wrote into the pool"
         for plane in pool.planes():
             plane.normal_()
@@ -131,14 +134,16 @@ def test_a_recorded_round_equals_an_eager_one(
             generator = torch.Generator().manual_seed(seed)
             inputs.counts.copy_(torch.randint(0, size.rows + 1, (bs,), generator=generator))
             inputs.committed_lens.copy_(torch.randint(size.rows + 1, 70, (bs,), generator=generator))
-            inputs.tokens.copy_(torch.randint(0, VOCAB, inputs.tokens.shape, generator=generator))
+            inputs.tokens.copy_(
+                torch.randint(0, strategy.info.vocab_size, inputs.tokens.shape, generator=generator)
+            )
             inputs.features.copy_(torch.randn(inputs.features.shape, generator=generator))
-            before = [plane.clone() for plane in pool.planes()]
-            eager = drafter.draft(inputs, size).trees
+            before = [part.clone() for part in memory]
+            eager = grower.draft(inputs, size).trees
             eager_planes = [plane.clone() for plane in pool.planes()]
-            for plane, was in zip(pool.planes(), before, strict=True):
-                plane.copy_(was)
-            replayed = graphs.run(size, lambda: drafter.draft(inputs, size)).trees
+            for part, was in zip(memory, before, strict=True):
+                part.copy_(was)
+            replayed = graphs.run(size, lambda: grower.draft(inputs, size)).trees
             for name in ("tokens", "parents", "depths", "num_nodes", "ancestors", "logprobs"):
                 assert torch.equal(getattr(replayed, name), getattr(eager, name)), name
             assert all(
@@ -148,7 +153,7 @@ def test_a_recorded_round_equals_an_eager_one(
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(20):
-            graphs.run(size, lambda: drafter.draft(inputs, size))
+            graphs.run(size, lambda: grower.draft(inputs, size))
         torch.cuda.synchronize()
         print(
             f"{strategy.info.algorithm} {shape}: {(time.perf_counter() - began) * 50:.3f} ms a round of {bs}"
@@ -184,6 +189,11 @@ def test_expand_level(
 )
 def test_round_plan(bs: int, rows: int, depth: int, topk: int, page_size: int, lead: int) -> None:
     check_round_plan("cuda", bs, rows, depth, topk, page_size, lead, Guards(67))
+
+
+@pytest.mark.parametrize("behind", [1, 3, 40])
+def test_round_plan_of_a_later_stage(behind: int) -> None:
+    check_round_plan("cuda", 7, 6, 5, 4, 3, 0, Guards(67), behind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -9,7 +9,15 @@ from outrider.kernels.round_plan import round_plan
 
 
 def check_round_plan(
-    device: str, bs: int, rows: int, depth: int, topk: int, page_size: int, lead: int, guards: Guards
+    device: str,
+    bs: int,
+    rows: int,
+    depth: int,
+    topk: int,
+    page_size: int,
+    lead: int,
+    guards: Guards,
+    behind: int = 0,
 ) -> None:
     """Compare with the reference, and the reference with the contract in plain Python, row by row."""
     generator = torch.Generator().manual_seed(bs * 100 + rows * 10 + depth)
@@ -23,7 +31,14 @@ def check_round_plan(
     table = torch.randperm(bs * pages, generator=generator).view(bs, pages).to(torch.int32)
     nodes = torch.arange(bs, dtype=torch.int32) + 3
     arguments = [tensor.to(device) for tensor in (committed, counts, tokens, nodes, table)]
-    sizes = {"rows": rows, "depth": depth, "topk": topk, "page_size": page_size, "lead": lead}
+    sizes = {
+        "rows": rows,
+        "depth": depth,
+        "topk": topk,
+        "page_size": page_size,
+        "lead": lead,
+        "behind": behind,
+    }
     with reference_version():
         expected = round_plan(*arguments, **sizes)
     with triton_version(guards):
@@ -36,14 +51,17 @@ def check_round_plan(
         return int(table[sequence, index // page_size]) * page_size + index % page_size
 
     for b in range(bs):
-        count, stable = int(counts[b]), int(committed[b]) - 1 + lead
+        count, last = int(counts[b]), int(committed[b]) - 1 + lead - behind
+        stable = max(0, last)
         extended = slice(b * rows, (b + 1) * rows)
         slots = expected.extend_slots[extended].tolist()
         assert slots[: rows - count] == [-1] * (rows - count)
-        assert slots[rows - count :] == [slot(b, stable - count + i) for i in range(count)]
+        assert slots[rows - count :] == [
+            slot(b, last - count + i) if last - count + i >= 0 else -1 for i in range(count)
+        ]
         assert expected.tokens[extended].tolist()[rows - count :] == tokens[b, :count].tolist()
         assert expected.positions[extended].tolist()[rows - count :] == [
-            stable - count + i for i in range(count)
+            max(0, last - count + i) for i in range(count)
         ]
         assert [row - b * columns for row in expected.features[extended].tolist()[rows - count :]] == list(
             range(count)
@@ -52,7 +70,7 @@ def check_round_plan(
         if count:
             assert expected.root_tokens[b] == tokens[b, count - 1]
             assert expected.lens[:, b].tolist() == [
-                stable - count,
+                max(0, last - count),
                 *(stable + level * topk for level in range(depth)),
             ]
             for level in range(1, depth):
@@ -60,7 +78,7 @@ def check_round_plan(
                 wanted = [slot(b, stable + (level - 1) * topk + j) for j in range(topk)]
                 assert expected.level_slots[level - 1, row].tolist() == wanted
                 start = bs * rows + (level - 1) * bs * topk + b * topk
-                assert expected.positions[start : start + topk].tolist() == [stable - 1 + level] * topk
+                assert expected.positions[start : start + topk].tolist() == [max(0, last - 1 + level)] * topk
         else:
             assert expected.lens[:, b].tolist() == [0] * (1 + depth)
             assert bool((expected.level_slots.view(depth - 1, bs, topk)[:, b] == -1).all())

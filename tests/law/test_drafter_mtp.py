@@ -13,15 +13,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.compute_device import DEVICE
+from support.shifted_levels import shift_levels
 from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
-from support.toy_mtp import HIDDEN, VOCAB, Model, reference_accept_length, sample_text, save, train
+from support.toy_mtp import (
+    HIDDEN,
+    VOCAB,
+    Model,
+    reference_accept_length,
+    sample_text,
+    save,
+    sharp_model,
+    train,
+)
 
 from outrider.services.draft.build import build_engine
-from outrider.services.draft.growth.growing_model import Stage
 from outrider.services.draft.inproc import InprocDrafter, drafter_beside
 from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.draft.strategies.mtp import MtpModel
+from outrider.services.draft.strategies.mtp_model import MtpModel
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.base.generation import SamplingParams
@@ -174,7 +183,7 @@ def test_a_chain_run_by_the_first_layer_alone_shows_in_its_accept_length(
     target: Decoder, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = tokens_per_round(run(target, folder, (3, 1, 4)))
-    monkeypatch.setattr(MtpModel, "stage", lambda _, level: Stage())
+    monkeypatch.setattr(MtpModel, "stage", lambda _, level: 0)
     assert tokens_per_round(run(target, folder, (3, 1, 4))) < 0.95 * right
 
 
@@ -203,16 +212,6 @@ def largest_error(model: Model, folder: Path, length: int) -> float:
     return float((proposal.trees.logprobs[0, 1:].cpu() - torch.tensor(logprobs)).abs().max())
 
 
-def sharp_model(layers: int) -> Model:
-    """Random layers with attention to positions, so that a position error or a missing row shows."""
-    torch.manual_seed(layers)
-    model = Model(1, layers)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            parameter.data *= 4
-    return model
-
-
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 5])
 def test_log_probs_of_a_chain_are_the_references(
     tmp_path: Path, layers: int, monkeypatch: pytest.MonkeyPatch
@@ -221,10 +220,7 @@ def test_log_probs_of_a_chain_are_the_references(
     folder = save(model, tmp_path)
     for length in (2, 3, 4, 5, 13):
         assert largest_error(model, folder, length) < 1e-4
-    passes = MtpModel.level_passes
-    monkeypatch.setattr(
-        MtpModel, "level_passes", lambda model, positions, *rest: passes(model, positions + 1, *rest)
-    )
+    shift_levels(monkeypatch, 1)
     assert largest_error(model, folder, 13) > 1e-3
 
 

@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import trained_heads
+from support.shifted_levels import shift_levels
 from support.trained_heads import AUX, prompts, served_accept_length, trained_target
 
-from outrider.services.draft.growth.growing_model import HeadGrowth
-from outrider.services.draft.growth.round_model import HeadRounds, RoundPass
 from outrider.services.draft.heads.files import eagle3_keys
 from outrider.services.draft.vocab import DraftVocabulary
 
@@ -94,18 +93,7 @@ def test_levels_one_position_off_are_noticed(by: int, monkeypatch: pytest.Monkey
     """Uses motifs, which can be continued only by their positions."""
     motifs = [start for start in prompts(18) if start[0] == 2]
     right = accept_length(trained_heads.eagle3(), motifs)
-    level_passes, passes = HeadGrowth.level_passes, HeadRounds.passes
-
-    def shifted(
-        self: HeadRounds, positions: torch.Tensor, widths: Sequence[int], *more: Any
-    ) -> list[RoundPass]:
-        """Shift the levels' positions. The rows of the extend come first and keep their own."""
-        return passes(self, torch.cat([positions[: widths[0]], positions[widths[0] :] + by]), widths, *more)
-
-    monkeypatch.setattr(
-        HeadGrowth, "level_passes", lambda self, positions, *more: level_passes(self, positions + by, *more)
-    )
-    monkeypatch.setattr(HeadRounds, "passes", shifted)
+    shift_levels(monkeypatch, by)
     assert_costs(accept_length(trained_heads.eagle3(), motifs), right)
 
 

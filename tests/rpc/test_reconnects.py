@@ -15,11 +15,11 @@ from support.target_harness import Harness, load_toy, make_harness
 from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.app import DraftService
-from outrider.services.draft.peers.inline_rounds import InlineRounds
+from outrider.services.draft.peers import stream_exchange as draft_end
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.link import TargetIdentity
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
-from outrider.services.target.draft_client.transport.stream_rounds import StreamRounds
+from outrider.services.target.draft_client.transport import stream_exchange as target_end
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState
@@ -154,9 +154,8 @@ def test_over_grpc_neither_side_keeps_rounds_of_ended_connections(
     """With a GPU, these objects own memory that streams can access."""
 
     def there_are() -> Counter[str]:
-        return Counter(
-            type(one).__name__ for one in gc.get_objects() if type(one) in (StreamRounds, InlineRounds)
-        )
+        ends = {draft_end.StreamExchange: "draft", target_end.StreamExchange: "target"}
+        return Counter(ends[type(one)] for one in gc.get_objects() if type(one) in ends)
 
     address = f"unix:{tmp_path}/draft.sock"
     draft = Life(address, folders)
@@ -174,7 +173,7 @@ def test_over_grpc_neither_side_keeps_rounds_of_ended_connections(
         del ended
         connected(drafter)
         # One for the present connection, and one for the connection that the engine last used.
-        assert wait_for(lambda: there_are() <= Counter(StreamRounds=2, InlineRounds=1)), there_are()
+        assert wait_for(lambda: there_are() <= Counter(target=2, draft=1)), there_are()
     finally:
         drafter.shutdown()
         draft.end()

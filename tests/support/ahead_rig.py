@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.transport.stream_rounds import StreamRounds
+from outrider.services.target.draft_client.transport.stream_exchange import StreamExchange
 from outrider.shared.rpc.polling import PollWindow
 from outrider.shared.spec.resident import RoundState
 from support.relay_rig import SIZE, Relay
@@ -54,7 +54,7 @@ class Target:
     def __init__(self) -> None:
         self.stream, self.relay = Stream(), Relay()
         self.poll_window = PollWindow(enabled=False)
-        self.channel = StreamRounds(self.stream, self.poll_window, self.dispatch, self.relay)  # type: ignore[arg-type]
+        self.channel = StreamExchange(self.stream, self.poll_window, self.dispatch, self.relay)  # type: ignore[arg-type]
         self.state = RoundState.idle(1, COLUMNS, WIDTH, torch.float32, "cpu")
         assert self.state.packed is not None
         self.packed = self.state.packed
@@ -86,7 +86,7 @@ class Target:
 
 
 class Clock:
-    """Fake time for `stream_rounds`. The time advances while a thread busy-polls."""
+    """Fake time for `stream_exchange`. The time advances while a thread busy-polls."""
 
     STEP_S = 1e-5
 

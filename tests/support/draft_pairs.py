@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.nn.decoder import Decoder
-from support import toy_heads
+from support import toy_heads, toy_mtp
 from support.compute_device import DEVICE
 from support.target_harness import load_toy
 from support.toys import make_toy_eagle3, make_toy_target
@@ -46,10 +46,17 @@ def standalone(folder: Path) -> tuple[Path, Path]:
     )
 
 
+def mtp(folder: Path) -> tuple[Path, Path]:
+    """Save a trained target with two MTP layers, and return its folder for both."""
+    target = toy_mtp.save(toy_mtp.train(layers=1, mtp_layers=2, steps=60), folder / "target")
+    return target, target
+
+
 KINDS: dict[str, Callable[[Path], tuple[Path, Path]]] = {
     "EAGLE3": eagle3,
     "EAGLE": eagle,
     "STANDALONE": standalone,
+    "MTP": mtp,
 }
 
 

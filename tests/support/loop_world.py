@@ -34,6 +34,7 @@ class LoopWorld:
         shapes: The shape of each session; `NO_DRAFT` by default.
         emits: For each session, the tokens that its next rounds emit. By default, a round emits token 7.
         waits: Whether rounds with drafts wait for the host.
+        catches_up: Whether drafts include work on earlier tokens.
         may_run_ahead: Whether rounds that drafted may run ahead.
         wait: The next result of `take_wait`.
     """
@@ -44,6 +45,7 @@ class LoopWorld:
         self.emits: dict[int, list[list[int]]] = {}
         self.waits = False
         self.may_run_ahead = True
+        self.catches_up = False
         self.wait: ProposalWait | None = None
         self.fails: Exception | None = None
         self.observed: list[ExecutedStep] = []
@@ -57,7 +59,9 @@ class LoopWorld:
         planner: Any = SimpleNamespace(
             shapes=lambda decodes, planned: [self.shapes.get(one.session_id, NO_DRAFT) for one in decodes]
         )
-        rounds: Any = SimpleNamespace(table=self.table, launch=self._launch, read=self._read)
+        rounds: Any = SimpleNamespace(
+            table=self.table, begin=lambda: None, launch=self._launch, read=self._read
+        )
         self.loop = DecodeLoop(
             rounds, prefill, planner, neighbours, neighbours, neighbours, neighbours, metrics, lookahead
         )
@@ -105,7 +109,7 @@ class LoopWorld:
     def prepare(self, entries: Sequence[Entry]) -> PreparedDrafts:
         ids = " ".join(str(entry.sequence.session_id) for entry in entries)
         self.log.append(f"prepare {ids}")
-        return PreparedDrafts(entries, None, may_run_ahead=self.may_run_ahead)
+        return PreparedDrafts(entries, None, may_run_ahead=self.may_run_ahead, catches_up=self.catches_up)
 
     def launched(self) -> None:
         self.log.append("launched")

@@ -23,6 +23,7 @@ from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import Round
 from outrider.services.target.policy.controller import RowBound
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.scheduling.sequence import Sequence as Row
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
@@ -207,13 +208,12 @@ class Service:
         committer = mock.patch.object(loop._prefill, "_committer", _Counting(loop._committer, self.prefilled))
         launch = mock.patch.object(loop._rounds, "launch", self._checked(loop._rounds.launch))
         budget = mock.patch.object(engine._budget, "tokens", return_value=self.machine.prefill_budget)
-        choices = [mock.patch.object(controller, name, self._choose) for name in ("choose", "choose_common")]
+        choice = mock.patch.object(controller, "choose", self._choose)
         with ExitStack() as patches:
             patches.enter_context(committer)
             patches.enter_context(launch)
             patches.enter_context(budget)
-            for choice in choices:
-                patches.enter_context(choice)
+            patches.enter_context(choice)
             last = max(one.joins + max((one.cancels or (0,))[0], sum(one.pauses or (0,))) for one in asked)
             step = 0
             while step <= last or engine.has_work():
@@ -306,7 +306,7 @@ class Service:
         return checked
 
     def _choose(
-        self, rows: Sequence[RowBound], batch_size: int = 0, other_nodes: int = 0
+        self, rows: Sequence[RowBound], others: Sequence[DraftShape], path: DraftPath
     ) -> list[DraftShape]:
         """Choose shapes at random in the controller's place."""
         chosen = []

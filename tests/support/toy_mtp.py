@@ -204,6 +204,17 @@ def train(layers: int, mtp_layers: int, steps: int, seed: int = 0) -> Model:
     return model
 
 
+def sharp_model(layers: int) -> Model:
+    """Return random layers with attention to positions, so that a position error or a missing row shows."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(layers)
+        model = Model(1, layers)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data *= 4
+    return model
+
+
 def fit(model: Any, steps: int, seed: int = 0) -> None:
     """Train any model that has a `loss` method on the toy language."""
     generator = torch.Generator().manual_seed(seed)

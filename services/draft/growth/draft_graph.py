@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from outrider.services.draft.growth.device_rounds import RoundMemory
-from outrider.services.draft.growth.draft_round import (
+from outrider.services.draft.growth.draft_model import DraftModel
+from outrider.services.draft.growth.extend_graph import ExtendGraph
+from outrider.services.draft.growth.page_tables import PageTable
+from outrider.services.draft.growth.session_batch import GrowthMemory
+from outrider.services.draft.growth.tree_grower import (
     GrownTrees,
     GrowthInputs,
     GrowthSize,
-    RoundDrafter,
+    TreeGrower,
     max_round_rows,
 )
-from outrider.services.draft.growth.extend_graph import ExtendGraph
-from outrider.services.draft.growth.page_tables import PageTable
-from outrider.services.draft.growth.round_model import RoundModel
 from outrider.services.draft.sessions.chunks import RowChunk, take_features
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.shared.attn.base import AttentionBackend
@@ -74,7 +74,7 @@ class DraftGraph:
 
     def __init__(
         self,
-        memory: RoundMemory,
+        memory: GrowthMemory,
         graphs: GraphCache,
         feature_size: int,
         dtype: torch.dtype,
@@ -134,7 +134,7 @@ class DraftGraph:
         self._record((size, width), size, self._buffers_for(size, width))
 
     def _run(self, buffers: _Buffers, size: GrowthSize) -> GrownTrees:
-        return self._memory.drafter.draft(buffers.inputs, size)
+        return self._memory.grower.draft(buffers.inputs, size)
 
     def _record(self, key: tuple[GrowthSize, int], size: GrowthSize, buffers: _Buffers) -> bool:
         """Return True if a graph of this size exists. Record it once the size has recurred often enough."""
@@ -254,11 +254,12 @@ class DeviceGrowth:
         memory: Shared by the rounds that stay on the device.
         host: Runs the rounds that the host starts. None if separate launches to extend and to grow are
             faster.
-        extension: Extends sessions by short prompts. None if graphs do not help.
+        extension: Extends sessions by short prompts. None if graphs do not help, or if the model has several
+            stages.
         graphs: The graph cache that the three share.
     """
 
-    memory: RoundMemory
+    memory: GrowthMemory
     host: DraftGraph | None
     extension: ExtendGraph | None = None
     graphs: DraftGraphs = field(default_factory=lambda: DraftGraphs(torch.device("cpu")))
@@ -266,26 +267,24 @@ class DeviceGrowth:
     @classmethod
     def make(
         cls,
-        model: RoundModel,
+        model: DraftModel,
         attention: AttentionBackend,
         pool: KVPool,
         feature_size: int,
-        dtype: torch.dtype,
     ) -> DeviceGrowth:
-        """Create the rounds for a model. On a CPU, `host` and `extension` are None."""
-        memory, graphs = (
-            RoundMemory(RoundDrafter(model, attention, pool), pool, model.lead),
-            DraftGraphs(pool.device),
-        )
+        """Create the rounds for a model.
+
+        On a CPU, `host` and `extension` are None. A model with several stages has no `extension`.
+        """
+        memory = GrowthMemory(TreeGrower(model, attention, pool), pool, model.lead)
+        graphs = DraftGraphs(pool.device)
         if pool.device.type != "cuda":
             return cls(memory, None, graphs=graphs)
-        extension = ExtendGraph(model, attention, pool, feature_size, dtype, graphs.cache)
-        return cls(
-            memory,
-            DraftGraph(memory, graphs.cache, feature_size, dtype, lambda: graphs.max_bs),
-            extension,
-            graphs,
-        )
+        host = DraftGraph(memory, graphs.cache, feature_size, model.dtype, lambda: graphs.max_bs)
+        if model.stages > 1:
+            return cls(memory, host, graphs=graphs)
+        extension = ExtendGraph(model, attention, pool, feature_size, model.dtype, graphs.cache)
+        return cls(memory, host, extension, graphs)
 
 
 def pending_rows(shape: DraftShape) -> int:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from outrider.services.draft.growth.draft_model import DraftModel
 from outrider.services.draft.growth.recurrent_head import Ends
-from outrider.services.draft.growth.round_model import RoundModel
 from outrider.services.draft.sessions.chunks import RowChunk, take_features
 from outrider.services.draft.sessions.session import RowSource
 from outrider.shared.attn.base import AttentionBackend
@@ -31,7 +31,7 @@ class ExtendGraph(RecordedRows["_Inputs"]):
     """Extends the model's K/V by a single chunk of new rows, padded to one of a few sizes.
 
     Args:
-        model: The draft model.
+        model: The draft model, which has one stage.
         attention: Attention backend of the model.
         pool: KV pool of the model.
         feature_size: Width of a feature row; 0 if the model takes none.
@@ -42,7 +42,7 @@ class ExtendGraph(RecordedRows["_Inputs"]):
 
     def __init__(
         self,
-        model: RoundModel,
+        model: DraftModel,
         attention: AttentionBackend,
         pool: KVPool,
         feature_size: int,
@@ -96,7 +96,7 @@ class ExtendGraph(RecordedRows["_Inputs"]):
 
     def _pass(self, inputs: _Inputs) -> torch.Tensor:
         rows = inputs.rows
-        (run,) = self._model.passes(rows.positions, [rows.size], self._attention, self._pool)
+        (run,) = self._model.passes(rows.positions, [rows.size], [0], self._attention, self._pool)
         self._attention.plan(rows.batch)
         return run(rows.tokens, inputs.features, inputs.source, inputs.ends)  # [1, hidden]
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from outrider.kernels.packed_round import GroupRows
-from outrider.services.draft.growth.device_rounds import RoundMemory
-from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize
 from outrider.services.draft.growth.page_tables import PageTable
+from outrider.services.draft.growth.session_batch import GrowthMemory
+from outrider.services.draft.growth.tree_grower import GrowthInputs, GrowthSize
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.shared.kv.pages import PageLease
@@ -35,7 +35,7 @@ class SlotRounds:
         now: Returns monotonic seconds.
     """
 
-    def __init__(self, memory: RoundMemory, now: Callable[[], float]) -> None:
+    def __init__(self, memory: GrowthMemory, now: Callable[[], float]) -> None:
         self._memory = memory
         self._now = now
 
@@ -107,7 +107,7 @@ class SessionGroup(SeatedGroup):
 
     def __init__(
         self,
-        memory: RoundMemory,
+        memory: GrowthMemory,
         size: GrowthSize,
         table: PageTable,
         leases: Sequence[PageLease | None],
@@ -138,4 +138,4 @@ class SessionGroup(SeatedGroup):
             seeds=rows.seeds,
             choices=rows.choices,
         )
-        return self._memory.drafter.draft(inputs, self._size).trees
+        return self._memory.grower.draft(inputs, self._size).trees

@@ -15,9 +15,9 @@ import torch
 from google.protobuf.message import DecodeError
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.peer import Outlet, Peer
 from outrider.services.draft.peers.replies import Pong, Reply
-from outrider.services.draft.peers.rounds_inlet import RoundsInlet
 from outrider.services.draft.serving.convert import reply_to
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.services.draft.serving.wakeup import Source
@@ -189,7 +189,7 @@ class IpcSession(Source, Outlet):
         self.frames = frames
         self.bulk: FrameSocket | None = None
         self._begun: tuple[Peer, Mapped] | None = None
-        self._inlet: IpcRoundsInlet | None = None
+        self._exchange: MailboxExchange | None = None
         self._protocol = protocol
         self._left = left
         self._ended = False
@@ -204,7 +204,7 @@ class IpcSession(Source, Outlet):
     def begin(self, peer: Peer, mapped: Mapped) -> None:
         """Start reading the stream. Called on the engine thread."""
         self._begun = peer, mapped
-        self._inlet = None if mapped.rounds is None else IpcRoundsInlet(mapped.rounds)
+        self._exchange = None if mapped.rounds is None else MailboxExchange(mapped.rounds)
         if self._ended:
             self._let_go()
         else:
@@ -223,7 +223,7 @@ class IpcSession(Source, Outlet):
                     )
                 request = draft_pb2.SessionRequest.FromString(payload)
                 self._protocol.take(
-                    peer, request, mapped.bulk if request.HasField("rows") else mapped.session, self._inlet
+                    peer, request, mapped.bulk if request.HasField("rows") else mapped.session, self._exchange
                 )
         except EndOfStream:
             self.end()
@@ -255,7 +255,7 @@ class IpcSession(Source, Outlet):
         if self._begun is not None:
             # The peer refers to this session. Break the reference cycle, which would keep the mailboxes
             # alive.
-            (peer, mapped), self._begun, self._inlet = self._begun, None, None
+            (peer, mapped), self._begun, self._exchange = self._begun, None, None
             self._protocol.leave(peer)
             if mapped.rounds is not None:
                 mapped.rounds.close()
@@ -263,7 +263,7 @@ class IpcSession(Source, Outlet):
             mapped.bulk.close()
 
 
-class IpcRoundsInlet(RoundsInlet):
+class MailboxExchange(Exchange):
     """Transfers states and trees of rounds through a shared-memory mailbox."""
 
     def __init__(self, mailbox: BlobMailbox) -> None:
@@ -287,12 +287,28 @@ class IpcRoundsInlet(RoundsInlet):
     def skip(self, rounds: int, number: int) -> None:
         self._mailbox.skip(number)
 
+    def state_coming(self) -> None:
+        raise _unexpected("round_soon")
+
+    def state_arrived(self, message: draft_pb2.RoundState) -> bool:
+        raise _unexpected("round_state")
+
+    def keep_state(self, state: bytes) -> None:
+        raise _unexpected("round_state")
+
     def mend(self) -> bool:
         return self._mailbox.mend() and not self._mailbox.broken
 
     def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
         layout = self._mailbox.layout
         return state.nbytes <= layout.state_bytes and trees.nbytes <= layout.trees_bytes
+
+
+def _unexpected(message: str) -> ProtocolError:
+    """Return the error for a message that carries what the mailbox carries."""
+    return ProtocolError(
+        f"Unexpected message {message} on a session stream. States go through the mailbox.", field="message"
+    )
 
 
 def _expect(frames: FrameSocket, timeout_s: float, *kinds: FrameKind) -> tuple[FrameKind, bytes]:

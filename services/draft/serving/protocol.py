@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.draft.peers.inline_rounds import InlineRounds
+from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.peer import Outlet, Peer
-from outrider.services.draft.peers.peer_rounds import RoundsDesk
+from outrider.services.draft.peers.peer_batches import PeerBatches
 from outrider.services.draft.peers.replies import (
     NeedResync,
     Opened,
@@ -26,7 +26,6 @@ from outrider.services.draft.peers.replies import (
     RoundsEnded,
     RoundsEntered,
 )
-from outrider.services.draft.peers.rounds_inlet import RoundsInlet
 from outrider.services.draft.serving.convert import (
     CommitMessage,
     commits_from,
@@ -65,7 +64,7 @@ class _Waiting:
     """
 
     message: draft_pb2.RoundsEnter
-    inlet: RoundsInlet
+    exchange: Exchange
     left: bool = False
 
 
@@ -100,7 +99,7 @@ class DraftProtocol:
         self._engine = loop.engine
         self._tokenizer = tokenizer
         self._tiles = tiles
-        self._desk = RoundsDesk(loop.engine, device)
+        self._batches = PeerBatches(loop.engine, device)
         self._in_rounds: tuple[Peer, int] | None = None
         self._waiting: dict[PeerId, _Waiting] = {}
         # Fingerprints of the target last requested to lend tensors, and of the target that lent tensors.
@@ -140,7 +139,7 @@ class DraftProtocol:
         peer: Peer,
         request: draft_pb2.SessionRequest,
         tensors: TensorReader,
-        inlet: RoundsInlet | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """Handle a message of a session stream. Any thread may call this, including the engine thread.
 
@@ -148,7 +147,7 @@ class DraftProtocol:
             peer: The stream.
             request: The message.
             tensors: Reads the tensors of this transport.
-            inlet: Transfers states and trees of rounds on the device; None if such rounds are impossible.
+            exchange: Transfers states and trees of rounds on the device; None if such rounds are impossible.
 
         Raises:
             ProtocolError: The message is malformed or not expected here.
@@ -166,7 +165,7 @@ class DraftProtocol:
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
                 # During rounds, this thread must not compute. The computation could wait for a state that
                 # this thread itself has yet to deliver.
-                if self._only_enqueues and self._desk.peer is None:
+                if self._only_enqueues and self._batches.peer is None:
                     loop.run_here(lambda: self._take_in(peer, some, rows))
                 else:
                     loop.submit(lambda: self._add_features(peer, some, rows))
@@ -179,30 +178,29 @@ class DraftProtocol:
             case "ping":
                 nonce = request.ping.nonce
                 loop.submit(lambda: self._pong(peer, nonce))
-            case "rounds_next" if inlet is not None:
+            case "rounds_next" if exchange is not None:
                 following = request.rounds_next
-                loop.run_here(lambda: self._run_round(peer, following, inlet))
-            case "round_soon" if isinstance(inlet, InlineRounds):
-                inlet.soon()
-            case "round_state" if isinstance(inlet, InlineRounds):
+                loop.run_here(lambda: self._run_round(peer, following, exchange))
+            case "round_soon" if exchange is not None:
+                exchange.state_coming()
+            case "round_state" if exchange is not None:
                 state = request.round_state
                 # Bypass the loop, because the engine thread may be waiting for the device, which waits for
                 # this state.
-                if inlet.finish(state):
+                if exchange.state_arrived(state):
                     return
-                loop.run_here(lambda: self._start_round(peer, state, inlet))
-            case "rounds_enter" if inlet is not None:
+                loop.run_here(lambda: self._start_round(peer, state, exchange))
+            case "rounds_enter" if exchange is not None:
                 entering = request.rounds_enter
-                begin = (
-                    loop.run_here if self._only_enqueues and self._desk.has_served(entering) else loop.submit
-                )
-                begin(lambda: self._enter_rounds(peer, entering, inlet))
-            case "rounds_prepare" if inlet is not None:
+                at_once = self._only_enqueues and self._batches.has_served(entering)
+                begin = loop.run_here if at_once else loop.submit
+                begin(lambda: self._enter_rounds(peer, entering, exchange))
+            case "rounds_prepare" if exchange is not None:
                 size = request.rounds_prepare
-                loop.submit(lambda: loop.later(lambda: self._desk.record(size)))
-            case "rounds_leave" if inlet is not None:
+                loop.submit(lambda: loop.later(lambda: self._batches.record(size)))
+            case "rounds_leave" if exchange is not None:
                 leaving = request.rounds_leave
-                loop.submit(lambda: self._leave_rounds(peer, leaving, inlet))
+                loop.submit(lambda: self._leave_rounds(peer, leaving, exchange))
             case other:
                 raise ProtocolError(
                     f"Unexpected message {other or 'without content'} on a session stream.", field="message"
@@ -274,10 +272,10 @@ class DraftProtocol:
 
     def _leave(self, peer: Peer) -> None:
         self._waiting.pop(peer.id, None)
-        self._desk.abandon(peer.id)
+        self._batches.abandon(peer.id)
         self.loop.leave(peer)
 
-    def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> None:
+    def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, exchange: Exchange) -> None:
         """Begin rounds, either now or when the rows of all their prompts have arrived.
 
         The target leaves the rounds if the rows arrive too late. May run outside the engine thread.
@@ -286,54 +284,54 @@ class DraftProtocol:
         self._waiting.pop(peer.id, None)
         try:
             with self._on_device():
-                reason = self._desk.enter(peer.id, message, inlet)
+                reason = self._batches.enter(peer.id, message, exchange)
         except Exception:
-            self._desk.abandon(peer.id)
+            self._batches.abandon(peer.id)
             peer.send(RoundsEntered(message.rounds, "failed"))
             raise
         if reason == WARMING:
-            self._waiting[peer.id] = _Waiting(message, inlet)
+            self._waiting[peer.id] = _Waiting(message, exchange)
             return
         self._in_rounds = None if reason else (peer, message.rounds)
         peer.send(RoundsEntered(message.rounds, reason))
 
-    def _run_round(self, peer: Peer, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> None:
+    def _run_round(self, peer: Peer, message: draft_pb2.RoundsNext, exchange: Exchange) -> None:
         """Enqueue or prepare the next round. May run on a thread other than the engine thread."""
-        self._answer_round(
-            peer, message.rounds, message.number, inlet, lambda: self._desk.run(peer.id, message, inlet)
-        )
+        self._answer_round(peer, message, exchange, lambda: self._batches.run(peer.id, message, exchange))
 
-    def _start_round(self, peer: Peer, message: draft_pb2.RoundState, inlet: InlineRounds) -> None:
+    def _start_round(self, peer: Peer, message: draft_pb2.RoundState, exchange: Exchange) -> None:
         """Enqueue the prepared round whose state has arrived. May run outside the engine thread."""
-        if inlet.finish(message):  # the round was enqueued after this message arrived
+        if exchange.state_arrived(message):  # the round was enqueued after this message arrived
             return
-        inlet.arrived(message.state)
-        self._answer_round(
-            peer, message.rounds, message.number, inlet, lambda: self._desk.go(peer.id, message, inlet)
-        )
+        exchange.keep_state(message.state)
+        self._answer_round(peer, message, exchange, lambda: self._batches.go(peer.id, message, exchange))
 
     def _answer_round(
-        self, peer: Peer, rounds: int, number: int, inlet: RoundsInlet, run: Callable[[], bool]
+        self,
+        peer: Peer,
+        message: draft_pb2.RoundsNext | draft_pb2.RoundState,
+        exchange: Exchange,
+        run: Callable[[], bool],
     ) -> None:
         """Run a round. If the round cannot run, send the target an answer that ends its wait."""
         try:
             with self._on_device():
                 going_on = run()
         except Exception:
-            self._desk.abandon(peer.id)
-            inlet.skip(rounds, number)
-            peer.send(RoundsEnded(rounds, "failed"))
+            self._batches.abandon(peer.id)
+            exchange.skip(message.rounds, message.number)
+            peer.send(RoundsEnded(message.rounds, "failed"))
             raise
         if not going_on:
-            inlet.skip(rounds, number)
-            peer.send(RoundsEnded(rounds, "ended"))
+            exchange.skip(message.rounds, message.number)
+            peer.send(RoundsEnded(message.rounds, "ended"))
 
-    def _leave_rounds(self, peer: Peer, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
+    def _leave_rounds(self, peer: Peer, message: draft_pb2.RoundsLeave, exchange: Exchange) -> None:
         waiting = self._waiting.get(peer.id)
         if waiting is not None and waiting.message.rounds == message.rounds:
             self._waiting[peer.id] = replace(waiting, left=True)
             return
-        self._desk.leave(peer.id, message, inlet)
+        self._batches.leave(peer.id, message, exchange)
         self._in_rounds = None
 
     def _make_way(self, peer: Peer) -> None:
@@ -378,8 +376,8 @@ class DraftProtocol:
         self._refuse(peer, request.session_id, request.epoch, answer)
         waiting = self._waiting.get(peer.id)
         if waiting is not None and not waiting.left:
-            self._enter_rounds(peer, waiting.message, waiting.inlet)
-        elif waiting is not None and not self._desk.warming(peer.id, waiting.message):
+            self._enter_rounds(peer, waiting.message, waiting.exchange)
+        elif waiting is not None and not self._batches.warming(peer.id, waiting.message):
             del self._waiting[peer.id]
             peer.send(RoundsEntered(waiting.message.rounds, ""))
         return answer

@@ -15,9 +15,9 @@ import torch
 from google.protobuf.message import DecodeError
 
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
-from outrider.services.draft.peers.inline_rounds import InlineRounds
 from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import Reply, RoundTaken, RoundTrees
+from outrider.services.draft.peers.stream_exchange import StreamExchange
 from outrider.services.draft.serving.convert import reply_to
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.shared.base.errors import ProtocolError
@@ -109,10 +109,10 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         outlet = StreamOutlet(lambda: endings.put(None))
         peer, ack = self._protocol.welcome(first.hello, outlet)
         yield draft_pb2.SessionReply(hello=ack)
-        inlet = InlineRounds(peer, StreamRelay.try_make(Side.DRAFT, self._protocol.device))
+        exchange = StreamExchange(peer, StreamRelay.try_make(Side.DRAFT, self._protocol.device))
         stream = ServerStream(
             context,
-            lambda message: self._take(peer, message, inlet),
+            lambda message: self._take(peer, message, exchange),
             endings.put,
             MAX_UNSENT,
             self._poll_window,
@@ -126,7 +126,7 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
         finally:
             # Close here and not on the engine thread, which may be waiting for a CUDA stream that waits for
             # this target.
-            inlet.close()
+            exchange.close()
             stream.flush()
             outlet.close()
             self._protocol.leave(peer)
@@ -173,16 +173,16 @@ class DraftServicer(draft_pb2_grpc.DraftServicer):
             log.info("borrowed from the target", tensor=name, shape=list(tensor.shape))
         return draft_pb2.PutTensorReply(still_missing=list(self._loop.call(self._engine.strategy.missing)))
 
-    def _take(self, peer: Peer, message: bytes, inlet: InlineRounds) -> None:
+    def _take(self, peer: Peer, message: bytes, exchange: StreamExchange) -> None:
         """Handle a message of a session stream, on the server's polling thread."""
-        if inlet.finish_sealed(message):
+        if exchange.finish_sealed(message):
             self._poll_window.expect(NEXT_S)
             return
         try:
             request = draft_pb2.SessionRequest.FromString(message)
         except DecodeError:
             raise ProtocolError("The message cannot be parsed.", field="message") from None
-        self._protocol.take(peer, request, self._tensors, inlet)
+        self._protocol.take(peer, request, self._tensors, exchange)
         kind = request.WhichOneof("message")
         if kind in FOLLOWED_KINDS:
             self._poll_window.expect(NEXT_S)

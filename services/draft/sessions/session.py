@@ -119,6 +119,8 @@ class Session:
     features: FeatureQueue
     last_used_s: float
     cached_rows: int = 0
+    inherited_rows: int = 0
+    """Number of cached rows that were computed before the session was opened again."""
     ask: Ask | None = None
     lease: PageLease | None = None
     last_state: torch.Tensor | None = None

@@ -379,4 +379,5 @@ def _inherit(session: Session, known: Session, rewind: int) -> None:
         # The row at position t also depends on token t + 1.
     valid = shared - 1 if session.row_source is RowSource.FEATURES else shared
     session.cached_rows = max(0, min(known.cached_rows, valid, session.num_rows - 1) - rewind)
+    session.inherited_rows = session.cached_rows
     session.features = FeatureQueue(session.cached_rows)

@@ -9,9 +9,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from outrider.services.draft.growth.growing_model import HeadGrowth
+from outrider.services.draft.growth.draft_model import HeadModel
 from outrider.services.draft.growth.recurrent_head import ONLY_KEYS, Ends, RecurrentHead
-from outrider.services.draft.growth.round_model import HeadRounds
 from outrider.services.draft.sessions.chunks import finish_chunks, leases_of, take_chunks, take_features
 from outrider.services.draft.sessions.session import Session
 from outrider.services.draft.strategies.base import EXTEND_ROWS, StrategyInfo
@@ -54,7 +53,7 @@ class HeadStrategy(PagedStrategy, HasProducts):
             hidden_size=head.hidden_size,
             extend_rows=CUDA_EXTEND_ROWS if head.device.type == "cuda" else EXTEND_ROWS,
         )
-        super().__init__(info, HeadGrowth(head), pool, attention, HeadRounds(head), head.dtype)
+        super().__init__(info, HeadModel(head), pool, attention)
         self._head = head
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:

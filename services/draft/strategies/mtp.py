@@ -5,168 +5,43 @@ layer m - 1 at t, and predicts the token t + 2 + m. Layer 0 uses the target's la
 final norm. Each layer has its own K/V, in a plane of the pool. With C committed tokens, layer m has C - 1 - m
 rows.
 
-Layer i runs level i of a tree. Levels beyond the last layer repeat that layer on its own previous state, as
-is usual for models with one MTP layer.
+Layer i runs level i of a tree, so each layer is one stage of the tree's growth (`growth.stages`). Levels
+beyond the last layer repeat that layer on its own previous state, as is usual for models with one MTP layer.
 
-Layer m lags m rows behind the sequence. For m >= 2, there are therefore m - 1 rows between its stable rows
-and the row of a node at level m. These rows belong to the node's ancestors, and the tokens of these rows are
-drafted too. So when layer m takes over at level m, layer m first runs the rows of the earlier levels; see
-`growing_model.Stage`.
+After each extension, the state of a layer's last row waits for the next one: the token with which the next
+layer pairs it is not known yet. `StageStates` keeps these states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 
 import torch
-from torch.nn import functional
 
-from outrider.services.draft.growth.growing_model import GrowingModel, LevelPass, Stage, split_rotation
-from outrider.services.draft.sessions.chunks import RowChunk, leases_of, take_chunks, take_features
+from outrider.services.draft.growth.stages import StageStates, after_last, fresh_slots
+from outrider.services.draft.sessions.chunks import (
+    RowChunk,
+    finish_chunks,
+    leases_of,
+    take_chunks,
+    take_features,
+)
 from outrider.services.draft.sessions.session import Session
 from outrider.services.draft.strategies.base import StrategyInfo
-from outrider.services.draft.strategies.mtp_layers import MtpWeights
+from outrider.services.draft.strategies.mtp_model import MtpModel
 from outrider.services.draft.strategies.paged import PagedStrategy, longest_session
 from outrider.services.draft.target_info import TargetInfo
-from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
-from outrider.shared.nn.decoder import EMBEDDING, LM_HEAD
-from outrider.shared.nn.layers.modules import Linear
-from outrider.shared.nn.layers.rope import RotaryEmbedding, Rotation
+from outrider.shared.kv.upload import upload
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
 
 FINGERPRINT = "final_hidden"
 """Fingerprint of raw features. The target stores its last hidden state, which is independent of the MTP
 layers."""
-
-
-class MtpModel(GrowingModel):
-    """A chain of MTP layers, each of which is one stage of the tree's growth.
-
-    Args:
-        weights: The layers.
-        device, dtype: Device and type to compute with.
-        token_map: The only target ids to draft, or None for all.
-    """
-
-    def __init__(
-        self,
-        weights: MtpWeights,
-        device: torch.device,
-        dtype: torch.dtype,
-        token_map: torch.Tensor | None = None,
-    ) -> None:
-        config = weights.config
-        self.weights = weights
-        self.device = device
-        self.dtype = dtype
-        self.vocabulary = DraftVocabulary.from_token_map(token_map, config.vocab_size)
-        self._rope = RotaryEmbedding(config.rope, config.rotary_dim, device, dtype)
-        self._embedding: torch.Tensor | None = None
-        self._lm_head: Linear | None = None
-
-    @property
-    def depth(self) -> int:
-        """The number of MTP layers."""
-        return len(self.weights.layers)
-
-    def make_pool(self, num_pages: int, page_size: int) -> KVPool:
-        """Create a pool with a plane, or a pair of planes for K and V, for each layer."""
-        config = self.weights.config
-        return KVPool(
-            num_pages, page_size, self.depth, config.num_kv_heads, config.head_dim, self.dtype, self.device,
-            latent=config.latent is not None,
-        )  # fmt: skip
-
-    def missing(self) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the tensors still to be lent: the target's embedding and lm_head."""
-        shape = (self.weights.config.vocab_size, self.weights.config.hidden_size)
-        return {
-            name: shape
-            for name, held in ((EMBEDDING, self._embedding), (LM_HEAD, self._lm_head))
-            if held is None
-        }
-
-    def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """Store a tensor borrowed from the target.
-
-        Raises:
-            CheckpointError: The tensor is not missing, or its shape is wrong.
-        """
-        shape = self.missing().get(name)
-        if shape is None:
-            raise CheckpointError(
-                f"The MTP layers do not borrow {name}; still missing: "
-                f"{', '.join(self.missing()) or 'nothing'}.",
-                field=name,
-            )
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"The target's {name} has shape {list(tensor.shape)}, but the MTP layers need {list(shape)}. "
-                "Serve the target that the layers belong to.",
-                field=name,
-            )
-        tensor = tensor.to(device=self.device, dtype=self.dtype)
-        if name == EMBEDDING:
-            self._embedding = tensor
-        else:
-            self._lm_head = Linear(
-                tensor if self.vocabulary.d2t is None else tensor[self.vocabulary.target_ids(self.device)]
-            )
-
-    def stage(self, level: int) -> Stage:
-        return Stage(behind=min(level, self.depth - 1))
-
-    def level_passes(
-        self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
-    ) -> Sequence[LevelPass]:
-        rotations = split_rotation(self._rope(positions.view(-1)), positions.shape[0])
-        return [
-            partial(
-                self._run, stage.behind, rotation=rotation, positions=rows, attention=attention, pool=pool
-            )
-            for stage, rotation, rows in zip(stages, rotations, positions, strict=True)
-        ]
-
-    def run(
-        self,
-        layer: int,
-        tokens: torch.Tensor,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionBackend,
-        pool: KVPool,
-    ) -> torch.Tensor:
-        """Run one layer over rows ``tokens, positions [rows]`` and ``states [rows, hidden]``.
-
-        The attention backend must be planned for these rows.
-        """
-        return self._run(layer, tokens, states, self._rope(positions), positions, attention, pool)
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        assert self._lm_head is not None, "lm_head is missing; lend() it first"
-        return self._lm_head(states)
-
-    def _run(
-        self,
-        layer: int,
-        tokens: torch.Tensor,
-        states: torch.Tensor,
-        rotation: Rotation,
-        positions: torch.Tensor,
-        attention: AttentionBackend,
-        pool: KVPool,
-    ) -> torch.Tensor:
-        assert self._embedding is not None, "the embedding is missing; lend() it first"
-        embedded = functional.embedding(tokens, self._embedding)
-        if self.weights.dialect.blind_start:
-            # These families treat the embedding at position 0 as zero.
-            embedded = embedded * (positions != 0)[:, None]
-        return self.weights.layers[layer](embedded, states, rotation, attention, pool)
 
 
 class MtpStrategy(PagedStrategy):
@@ -194,7 +69,7 @@ class MtpStrategy(PagedStrategy):
             hidden_size=config.hidden_size,
             # Layer m continues from the last state of layer m - 1, which a reopened session no longer has.
             # Layer 0 computes m earlier rows again to supply that state.
-            rewind=model.depth - 1,
+            rewind=model.stages - 1,
         )
         super().__init__(info, model, pool, attention)
         self._model = model
@@ -222,35 +97,45 @@ class MtpStrategy(PagedStrategy):
         self._model.lend(name, tensor)
 
     @torch.inference_mode()
+    def reserve(self, session: Session) -> bool:
+        starts, kept = session.lease is None, self._grower.stage_states
+        if not super().reserve(session):
+            return False
+        if starts and kept is not None and session.lease is not None:
+            kept.clear(session.lease.pages[0])
+        return True
+
+    @torch.inference_mode()
     def extend(self, sessions: Sequence[Session], max_rows: int, keep: int = 0) -> None:
-        # `last_state [layers, hidden]` contains the state of the last row of each layer that has rows.
         chunks = take_chunks(sessions, max_rows, keep)
-        if not chunks:
+        if not chunks or self._extended(chunks):
             return
-        model = self._model
-        before = [chunk.session.last_state for chunk in chunks]
-        after: list[list[torch.Tensor]] = [[] for _ in chunks]
-        parts = list(
-            take_features(chunks, model.device, model.dtype).split_with_sizes(
-                [chunk.count for chunk in chunks]
-            )
-        )
+        model, waiting = self._model, self._waiting_rows(chunks)
+        features = take_features(chunks, model.device, model.dtype)
+        parts = list(features.split_with_sizes([chunk.count for chunk in chunks]))
+        after: list[list[torch.Tensor]] = []
         # Each layer lags one row behind the layer before, because the token for its newest row is not known
         # yet.
-        for layer in range(model.depth):
-            if layer:
-                parts = [
-                    _inputs(outputs, states, layer) for outputs, states in zip(parts, before, strict=True)
-                ]
-            parts = self._run_layer(layer, chunks, parts)
-            for states, outputs in zip(after, parts, strict=True):
-                states += outputs[-1:].unbind(0)
-        for chunk, states in zip(chunks, after, strict=True):
-            chunk.session.cached_rows += chunk.count
-            chunk.session.last_state = torch.stack(states)
+        for layer in range(model.stages):
+            if layer and waiting is not None:
+                parts = [waiting.join(index, layer, outputs) for index, outputs in enumerate(parts)]
+            parts = self._run_layer(layer, chunks, parts, waiting)
+            # A layer without rows has no state yet. Nothing reads the row that stands in for the state.
+            after.append([outputs[-1] if outputs.shape[0] else features[0] for outputs in parts])
+        if waiting is not None:
+            waiting.keep(after[:-1])
+        finish_chunks(chunks, [state.clone() for state in after[0]])
+
+    def _waiting_rows(self, chunks: Sequence[RowChunk]) -> _WaitingRows | None:
+        kept = self._grower.stage_states
+        return None if kept is None else _WaitingRows(kept, chunks, self._device)
 
     def _run_layer(
-        self, layer: int, chunks: Sequence[RowChunk], inputs: Sequence[torch.Tensor]
+        self,
+        layer: int,
+        chunks: Sequence[RowChunk],
+        inputs: Sequence[torch.Tensor],
+        waiting: _WaitingRows | None,
     ) -> list[torch.Tensor]:
         """Run a layer over its new rows of each chunk.
 
@@ -259,6 +144,7 @@ class MtpStrategy(PagedStrategy):
             chunks: The chunks.
             inputs: For each chunk ``[rows, hidden]``, the states that the layer pairs with tokens. The last
                 row is at position ``chunk.stop - 1 - layer``.
+            waiting: The rows that waited; None if there is one layer.
 
         Returns:
             The layer's states for each chunk, ``[rows, hidden]``.
@@ -279,37 +165,80 @@ class MtpStrategy(PagedStrategy):
             return list(inputs)
         counts = [states.shape[0] for states in inputs]
         host = torch.tensor([tokens, positions], dtype=torch.int32).to(self._device)
-        self._attention.plan(
-            build_batch(self._pool, leases_of(working), starts, [count for count in counts if count])
-        )
-        states = self._model.run(
-            layer, host[0], torch.cat(list(inputs)), host[1], self._attention, self._pool
-        )
-        return list(states.split_with_sizes(counts))
-
-    def _root_state(self, session: Session) -> torch.Tensor | None:
-        return None if session.last_state is None else session.last_state[0]
-
-    def _stage_states(self, sessions: Sequence[Session]) -> torch.Tensor | None:
-        depth = self._model.depth
-        if depth <= 2:
-            return None
-        states = [session.last_state for session in sessions if session.last_state is not None]
-        # No tree row continues from the state of a layer without rows, so padding is never read.
-        return torch.stack([functional.pad(rows, (0, 0, 0, depth - rows.shape[0])) for rows in states])
+        batch = build_batch(self._pool, leases_of(working), starts, [count for count in counts if count])
+        if layer and waiting is not None:
+            batch = replace(batch, slots=waiting.new_slots(layer, batch.slots, counts))
+        self._attention.plan(batch)
+        (run,) = self._model.passes(host[1], [len(tokens)], [layer], self._attention, self._pool)
+        return list(run(host[0], torch.cat(list(inputs)), None).split_with_sizes(counts))
 
 
-def _inputs(outputs: torch.Tensor, before: torch.Tensor | None, layer: int) -> torch.Tensor:
-    """Return the input states of a layer's new rows: all states of the layer before except the newest state.
+class _WaitingRows:
+    """The rows of each layer that waited for their next token before an extension.
+
+    Rounds on the device may have extended a session further than the host knows. Their rows stay as they are.
 
     Args:
-        outputs: ``[rows, hidden]``, new states of the layer before. The last row must wait: the token that
-            this layer would pair it with is not known yet.
-        before: ``[layers, hidden]``, states of the last rows in the previous call, for the layers that had
-            rows; None in the first call. In any other call, the row that waited in the previous call comes
-            first.
-        layer: Index of the layer, at least 1.
+        kept: The states of these rows.
+        chunks: The chunks of the extension.
+        device: Device of the states.
     """
-    if before is not None and before.shape[0] >= layer:
-        return torch.cat([before[layer - 1 : layer], outputs[:-1]])
-    return outputs[:-1]
+
+    def __init__(self, kept: StageStates, chunks: Sequence[RowChunk], device: torch.device) -> None:
+        self._kept = kept
+        self._chunks = chunks
+        self._places = upload([lease.pages[0] for lease in leases_of(chunks)], torch.int64, device)
+        stops, counts, started = upload(
+            [
+                [chunk.stop for chunk in chunks],
+                [chunk.count for chunk in chunks],
+                [int(chunk.start > chunk.session.inherited_rows) for chunk in chunks],
+            ],
+            torch.int32,
+            device,
+        )
+        self._stops = stops
+        self._states = kept.read(self._places)
+        # If nothing was computed since the session was opened, the kept state is of no use, and all rows are
+        # new.
+        self._new = torch.where(started > 0, kept.fresh_rows(self._places, stops, counts), counts)
+
+    def _waited(self, index: int, layer: int) -> bool:
+        """True if the layer before has had rows since the session was opened, so that its last one waits."""
+        chunk = self._chunks[index]
+        return chunk.start - layer >= chunk.session.inherited_rows
+
+    def join(self, index: int, layer: int, outputs: torch.Tensor) -> torch.Tensor:
+        """Return the input states of a layer's rows: all states of the layer before except the newest state.
+
+        Args:
+            index: Index of the chunk.
+            layer: Index of the layer, at least 1.
+            outputs: ``[rows, hidden]``, states of the layer before. The last row must wait: the token that
+                this layer would pair it with is not known yet.
+        """
+        if not self._waited(index, layer):
+            return outputs[:-1]
+        last = self._states[index : index + 1, layer - 1]
+        return after_last(outputs[None], last, self._new[index : index + 1])[0]
+
+    def new_slots(self, layer: int, slots: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Return ``slots [sum(counts)] int64`` with -1 for the rows that a round on the device has computed.
+
+        Args:
+            layer: Index of the layer, at least 1.
+            slots: The slots of the layer's rows, chunk by chunk.
+            counts: The number of rows of each chunk.
+        """
+        parts = slots.split_with_sizes(list(counts))
+        return torch.cat(
+            [
+                fresh_slots(part, self._new[index : index + 1]) if self._waited(index, layer) else part
+                for index, part in enumerate(parts)
+            ]
+        )
+
+    def keep(self, states: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Keep the states of the chunks' last rows, given for each layer but the last."""
+        fresh = torch.stack([torch.stack(list(of)) for of in states], 1)
+        self._kept.keep(self._places, fresh, self._stops, self._new)

@@ -15,17 +15,15 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
-from outrider.services.draft.growth.growing_model import GrowingModel
-from outrider.services.draft.growth.host_grower import Coupling, GrowBatch, HostGrower, scratch_rows
-from outrider.services.draft.growth.round_model import RoundModel
-from outrider.services.draft.sessions.chunks import (
-    RowChunk,
-)
+from outrider.services.draft.growth.draft_model import DraftModel
+from outrider.services.draft.growth.tree_grower import GrowthInputs, GrowthSize, scratch_rows
+from outrider.services.draft.sessions.chunks import RowChunk
 from outrider.services.draft.sessions.session import Session
 from outrider.services.draft.strategies.base import DraftStrategy, Pages, StrategyInfo
 from outrider.services.draft.target_info import TargetInfo
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.kv.upload import upload
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.seeds import signed_seed
 from outrider.shared.spec.tree import DraftBatch, DraftShape
@@ -42,31 +40,25 @@ class PagedStrategy(DraftStrategy, ABC):
 
     Args:
         info: Description of the strategy.
-        model: The model that grows the trees.
+        model: The draft model.
         pool: The model's KV pool.
         attention: The model's attention backend.
-        round_model: The model in the form that recorded rounds need; None if the model has no recorded
-            rounds.
-        dtype: Type of the features.
     """
 
     def __init__(
         self,
         info: StrategyInfo,
-        model: GrowingModel,
+        model: DraftModel,
         pool: KVPool,
         attention: AttentionBackend,
-        round_model: RoundModel | None = None,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.info = info
-        self.rounds: DeviceGrowth | None = None
-        if round_model is not None:
-            self.rounds = DeviceGrowth.make(round_model, attention, pool, info.feature_size, dtype)
+        rounds = DeviceGrowth.make(model, attention, pool, info.feature_size)
+        self.rounds: DeviceGrowth | None = rounds
+        self._grower = rounds.memory.grower
         self._pool = pool
         self._attention = attention
         self._device = model.device
-        self._grower = HostGrower(model, attention, pool)
 
     @abstractmethod
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec: ...
@@ -83,7 +75,8 @@ class PagedStrategy(DraftStrategy, ABC):
     def reserve(self, session: Session) -> bool:
         shape = session.ask.shape if session.ask is not None else None
         scratch = scratch_rows(shape.depth, shape.topk) if shape is not None else 0
-        wanted = session.cached_rows + session.extendable_rows + scratch
+        # At least one page, because a sequence's first page also identifies its `StageStates`.
+        wanted = max(1, session.cached_rows + session.extendable_rows + scratch)
         if session.lease is None:
             session.lease = self._pool.lease(wanted)
             return session.lease is not None
@@ -92,23 +85,32 @@ class PagedStrategy(DraftStrategy, ABC):
     @torch.inference_mode()
     def propose(self, sessions: Sequence[Session]) -> DraftBatch:
         shapes = [session.ask.shape.bounded() for session in sessions if session.ask is not None]
-        states = [state for state in map(self._root_state, sessions) if state is not None]
+        states = [session.last_state for session in sessions if session.last_state is not None]
         assert len(shapes) == len(states) == len(sessions), (
             "propose needs extended sessions that were asked for a tree"
         )
-        batch = GrowBatch(
-            leases=[session.lease for session in sessions if session.lease is not None],
-            stable_lens=[session.cached_rows for session in sessions],
-            committed_lens=[session.committed_len for session in sessions],
-            states=torch.stack(states),
-            root_tokens=[session.tokens[-1] for session in sessions],
-            depth=shapes[0].depth,
-            topk=shapes[0].topk,
-            max_nodes=[shape.max_nodes for shape in shapes],
-            coupling=self._coupling(sessions),
-            stage_states=self._stage_states(sessions),
+        nodes = [shape.max_nodes for shape in shapes]
+        integers = [
+            [session.committed_len for session in sessions],
+            [1] * len(sessions),
+            [session.tokens[-1] for session in sessions],
+            nodes,
+            [session.choice_index for session in sessions],
+        ]
+        committed_lens, counts, roots, max_nodes, choices = upload(integers, torch.int32, self._device)
+        inputs = GrowthInputs(
+            committed_lens=committed_lens,
+            counts=counts,
+            tokens=roots[:, None],
+            features=roots.new_empty(0),
+            max_nodes=max_nodes,
+            page_table=self._pool.page_table([one.lease for one in sessions if one.lease is not None]),
+            temperature=upload([one.temperature for one in sessions], torch.float32, self._device),
+            seeds=upload([signed_seed(one.seed) for one in sessions], torch.int64, self._device),
+            choices=choices,
         )
-        return self._grower.grow(batch)
+        size = GrowthSize(len(sessions), 1, max(1, shapes[0].depth), shapes[0].topk, max(nodes))
+        return self._grower.grow(inputs, size, torch.stack(states)).trees
 
     def release(self, session: Session) -> None:
         if session.lease is not None:
@@ -127,29 +129,6 @@ class PagedStrategy(DraftStrategy, ABC):
             return False
         extension.run(chunks[0])
         return True
-
-    def _root_state(self, session: Session) -> torch.Tensor | None:
-        """Return the state from which level 0 is computed, ``[hidden]``."""
-        return session.last_state
-
-    def _stage_states(self, sessions: Sequence[Session]) -> torch.Tensor | None:
-        """Return `GrowBatch.stage_states`, which only models with more than two stages need."""
-        return None
-
-    def _coupling(self, sessions: Sequence[Session]) -> Coupling | None:
-        if all(session.temperature <= 0 for session in sessions):
-            return None
-        device = self._device
-        signed = [signed_seed(session.seed) for session in sessions]
-        return Coupling(
-            temperature=torch.tensor([session.temperature for session in sessions], dtype=torch.float32).to(
-                device
-            ),
-            seeds=torch.tensor(signed, dtype=torch.int64).to(device),
-            choices=torch.tensor([session.choice_index for session in sessions], dtype=torch.int32).to(
-                device
-            ),
-        )
 
 
 def longest_session(pool: KVPool, max_shape: DraftShape) -> int:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.draft.growth.growing_model import ONE_STAGE, GrowingModel, LevelPass, Stage
-from outrider.services.draft.growth.round_model import DecoderRounds
+from outrider.services.draft.growth.draft_model import DecoderModel
 from outrider.services.draft.sessions.chunks import finish_chunks, last_states, leases_of, take_chunks
 from outrider.services.draft.sessions.session import RowSource, Session
 from outrider.services.draft.strategies.base import StrategyInfo
@@ -24,43 +23,8 @@ from outrider.shared.base.errors import CheckpointError
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.fused.products import HasProducts, ProductUse
-from outrider.shared.nn.layers.modules import Linear
 from outrider.shared.spec.drafter import FeatureSpec
 from outrider.shared.spec.tree import DraftShape
-
-
-class DecoderGrowth(GrowingModel):
-    """Grows trees with a decoder.
-
-    A row reads everything about its ancestors from the ancestors' K/V, so states serve only to compute
-    logits.
-
-    Args:
-        decoder: The draft model.
-        vocabulary: The token ids that both models have.
-    """
-
-    def __init__(self, decoder: Decoder, vocabulary: DraftVocabulary) -> None:
-        self.decoder = decoder
-        self.vocabulary = vocabulary
-        self.device = decoder.device
-        # The rows of the lm_head that may be drafted; None selects all rows.
-        cut = vocabulary.size < decoder.config.vocab_size
-        self._head = Linear(decoder.lm_head[vocabulary.target_ids(decoder.device)]) if cut else None
-
-    def stage(self, level: int) -> Stage:
-        return ONE_STAGE
-
-    def level_passes(
-        self, positions: torch.Tensor, stages: Sequence[Stage], attention: AttentionBackend, pool: KVPool
-    ) -> Sequence[LevelPass]:
-        def level(rows: torch.Tensor) -> LevelPass:
-            return lambda tokens, _: self.decoder.forward(tokens, rows, attention, pool).hidden
-
-        return [level(rows) for rows in positions]
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self.decoder.logits(states) if self._head is None else self._head(states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +101,7 @@ class StandaloneStrategy(PagedStrategy, HasProducts):
             row_source=RowSource.TOKENS,
             hidden_size=config.hidden_size,
         )
-        growth = DecoderGrowth(decoder, drafted)
-        super().__init__(
-            info, growth, pool, attention, DecoderRounds(decoder, drafted, growth.logits), decoder.dtype
-        )
+        super().__init__(info, DecoderModel(decoder, drafted), pool, attention)
         self._decoder = decoder
 
     def feature_spec(self, target: TargetInfo | None) -> FeatureSpec:

@@ -14,7 +14,7 @@ from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
-from outrider.services.gateway.render import speculation_object, trace_object
+from outrider.services.gateway.render import decision_object, speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, timeout_of
@@ -203,6 +203,7 @@ async def server_info(request: Request) -> Response:
                     "kv_pages_total": stats.pages_total,
                     "kv_pages_free": stats.pages_free,
                     "kv_pages_held": stats.pages_held,
+                    "auto": decision_object(stats.auto),
                 }
             ],
         }

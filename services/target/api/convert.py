@@ -12,6 +12,7 @@ import secrets
 import time
 
 from outrider.common.v1 import common_pb2
+from outrider.services.target.policy.verdict import Verdict
 from outrider.services.target.request import (
     Event,
     FinishedEvent,
@@ -123,6 +124,22 @@ def event_to_proto(event: Event) -> target_pb2.GenerateReply:
     if isinstance(event, FinishedEvent):
         return target_pb2.GenerateReply(request_id=event.request_id, finish=_finish(event))
     return target_pb2.GenerateReply(request_id=event.request_id, error=error_to_proto(event.error))
+
+
+def decision_to_proto(verdict: Verdict, looks_lost_s: float) -> target_pb2.AutoDecision:
+    """Convert the controller's last decision, and the seconds that looks have lost, to a message."""
+    return target_pb2.AutoDecision(
+        reason=verdict.reason.value,
+        shapes=[
+            target_pb2.ShapeRows(depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes, rows=rows)
+            for shape, rows in verdict.shapes.items()
+        ],
+        plain_rows=verdict.plain_rows,
+        batch_size=verdict.batch_size,
+        estimated_speedup=verdict.speedup,
+        round_ms=None if verdict.round_s is None else verdict.round_s * 1e3,
+        looks_lost_ms=looks_lost_s * 1e3,
+    )
 
 
 def _finish(event: FinishedEvent) -> target_pb2.Finish:

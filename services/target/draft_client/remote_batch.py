@@ -23,7 +23,7 @@ from outrider.draft.v1 import draft_pb2
 from outrider.kernels.tree_check import tree_check
 from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.services.target.draft_client.session import DraftSession
-from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
+from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.fence import Fence, extend_prefix_hash
 from outrider.shared.spec.resident import ExchangedBatch, RoundState, TreesBlob
@@ -118,7 +118,7 @@ class RemoteBatch(ExchangedBatch):
 
     def __init__(
         self,
-        channel: RoundsChannel | None,
+        channel: Exchange | None,
         sessions: Sequence[DraftSession],
         shape: DraftShape,
         buffer: TreesBuffer,

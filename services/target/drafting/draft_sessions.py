@@ -8,7 +8,14 @@ from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
-from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, FeatureSpec, SequenceOpen
+from outrider.shared.spec.drafter import (
+    Commit,
+    Described,
+    Drafter,
+    DrafterState,
+    FeatureSpec,
+    SequenceOpen,
+)
 
 _log = logging.getLogger("outrider.target")
 
@@ -63,6 +70,14 @@ class DraftSessions:
                     self._scheduler.recompute(sequence)
                 self._open(sequence)
         return True
+
+    @property
+    def identity(self) -> str:
+        """What identifies the drafter, also after a restart. Empty before a drafter is known."""
+        if self._offered is None:
+            return ""
+        described = self._drafter.describe() if isinstance(self._drafter, Described) else ()
+        return "/".join((*described, self._offered.fingerprint))
 
     @property
     def outdated(self) -> bool:

@@ -14,6 +14,7 @@ learns their tokens later, in larger commits.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import dataclass, replace
@@ -268,7 +269,7 @@ class HostSource(DraftSource):
             # Without an answer, the draft would have needed longer than the measured time, so count that time
             # double.
             taken = time.monotonic() - proposal.announced_at
-            self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows), draft_s)
+            self._wait = ProposalWait(wait_s, taken, Counter(row.shape for row in rows), draft_s)
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:

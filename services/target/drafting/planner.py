@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.policy.controller import RowBound, SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -23,8 +24,7 @@ class DraftPlanner:
         controller: Chooses the shapes of rows in mode `auto`.
         metrics: Counts fallbacks.
         max_rows: Largest number of packed rows of a round.
-        on_device: Returns True if rounds are drafted on the device, before the previous round has been
-            read.
+        path: Returns where the trees of the next round come from.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class DraftPlanner:
         metrics: TargetMetrics,
         max_rows: int,
         *,
-        on_device: Callable[[], bool],
+        path: Callable[[], DraftPath],
     ) -> None:
         self._sessions = sessions
         self._controller = controller
         self._metrics = metrics
         self._max_rows = max_rows
-        self._on_device = on_device
+        self._path = path
         self._turn = 0
 
     def shapes(self, decodes: Seq[Sequence], planned: Seq[DraftShape | None] = ()) -> list[DraftShape]:
@@ -57,24 +57,34 @@ class DraftPlanner:
         known = planned or [None] * len(decodes)
         shapes = [shape or NO_DRAFT for shape in known]
         auto: list[int] = []
+        away = 0
         for index, sequence in enumerate(decodes):
             if known[index] is not None or not sequence.wants_drafts:
                 continue
             reason = self._sessions.obstacle(sequence)
             if reason:
                 self.fell_back(sequence, reason)
+                away += sequence.controller_row is not None
             elif sequence.controller_row is not None:
                 auto.append(index)
             else:
                 shapes[index] = sequence.request.speculation.shape.bounded()
         if auto:
-            other_nodes = sum(shape.max_nodes for shape in shapes) - len(auto)
+            chosen_here = set(auto)
+            others = [shape for index, shape in enumerate(shapes) if index not in chosen_here]
             rows = [bound_of(decodes[index]) for index in auto]
-            choose = self._controller.choose_common if self._on_device() else self._controller.choose
-            chosen = choose(rows, len(decodes), other_nodes)
+            chosen = self._controller.choose(rows, others, self._path())
             for index, shape in zip(auto, chosen, strict=True):
                 shapes[index] = shape.bounded() if shape.drafts else NO_DRAFT
+        elif away:
+            self._controller.draft_away(away, len(decodes))
         return self._within_budget(decodes, shapes, auto)
+
+    def expects_drafts(self, sequence: Sequence) -> bool:
+        """Return True if a sequence will probably draft in its first round."""
+        if sequence.controller_row is None:
+            return sequence.wants_drafts
+        return self._controller.would_draft(bound_of(sequence))
 
     def fell_back(self, sequence: Sequence, reason: str) -> None:
         """Count a round in which a row wanted drafts and gets none."""
@@ -107,4 +117,10 @@ def bound_of(sequence: Sequence) -> RowBound:
     """Return the draft bounds of a row in mode `auto`."""
     assert sequence.controller_row is not None
     bound, *chain = sequence.request.speculation.forms
-    return RowBound(sequence.controller_row, bound, sequence.remaining - 1, *chain)
+    return RowBound(
+        sequence.controller_row,
+        bound,
+        sequence.remaining - 1,
+        chain[0] if chain else NO_DRAFT,
+        sequence.committed_len,
+    )

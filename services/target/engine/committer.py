@@ -9,6 +9,7 @@ from outrider.services.target.engine.advance import Advance, advance
 from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.model.outcome import FAILED_TOKEN
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.base.generation import RoundTrace
 from outrider.shared.base.logit_rules import TokenLogprob
 
@@ -53,3 +54,15 @@ class Committer:
     def emit_prompt(self, sequence: Sequence, logprobs: Seq[TokenLogprob]) -> None:
         """Pass the logprobs of the next prompt tokens to the client."""
         self._output.prompt_logprobs(sequence, logprobs)
+
+
+def no_token_error(sequence: Sequence) -> OutriderError:
+    """Return the error of a sequence for which no token could be chosen."""
+    if sequence.request.sampling.rules.forbids:
+        message = (
+            "No token is left to choose: allowed_token_ids, bad_words and min_tokens forbid every token "
+            "whose logit is finite. Other requests are not affected."
+        )
+        return InvalidRequestError(message, field="allowed_token_ids")
+    message = "The model computed NaN or infinity for this request. Other requests are not affected."
+    return OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error")

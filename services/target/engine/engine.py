@@ -21,7 +21,7 @@ from outrider.services.target.drafting.exchange_source import ExchangeSource
 from outrider.services.target.drafting.host_source import HostSource
 from outrider.services.target.drafting.planner import DraftPlanner
 from outrider.services.target.drafting.resident_source import ResidentSource
-from outrider.services.target.engine.committer import Committer
+from outrider.services.target.engine.committer import Committer, no_token_error
 from outrider.services.target.engine.decode_loop import DecodeLoop
 from outrider.services.target.engine.engine_stats import EngineStats
 from outrider.services.target.engine.expiry import Expiry
@@ -34,13 +34,15 @@ from outrider.services.target.engine.rerecording import Rerecording
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.prefill_budget import PrefillBudget
 from outrider.services.target.request import EventSink, GenerationRequest
 from outrider.services.target.scheduling.limits import EngineLimits
 from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
-from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError, UnavailableError
+from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.loop import Steppable
 from outrider.shared.spec.device_drafter import DeviceDrafter
@@ -163,10 +165,7 @@ class TargetEngine(Steppable):
     def prometheus_text(self) -> str:
         """Return the current metrics in Prometheus text format."""
         return self.metrics.render(
-            self._scheduler,
-            self._drafter.state(),
-            self._sessions.num_resyncs,
-            self.controller.speedup_estimate,
+            self._scheduler, self._drafter.state(), self._sessions.num_resyncs, self.controller
         )
 
     def stats(self) -> EngineStats:
@@ -183,6 +182,8 @@ class TargetEngine(Steppable):
             rounds=self._loop.num_rounds,
             speculation=self._output.totals,
             speedup_estimate=self.controller.speedup_estimate,
+            verdict=self.controller.verdict,
+            looks_lost_s=self.controller.lost_s,
         )
 
     @property
@@ -279,6 +280,8 @@ class TargetEngine(Steppable):
     def _refresh(self) -> bool:
         """Adopt the drafter's feature spec. Return True if it has changed."""
         changed = self._sessions.refresh()
+        if self._sessions.identity:
+            self.controller.adopt(self._sessions.identity)
         if changed:
             self._rounds.resize_features()
             for sequence in self._scheduler.active:
@@ -318,15 +321,17 @@ class TargetEngine(Steppable):
         drafter, ahead = self._drafter, plan.drafts_on_device
         seats = ahead and isinstance(drafter, DeviceDrafter) and drafter.device_resident
         exchanges = ahead and isinstance(drafter, ExchangeDrafter)
+
+        def path() -> DraftPath:
+            if seats:
+                return DraftPath.DEVICE
+            return DraftPath.EXCHANGE if exchanges and drafter.device_resident else DraftPath.HOST
+
         self._planner = DraftPlanner(
-            self._sessions,
-            self.controller,
-            self.metrics,
-            self._rounds.max_rows,
-            on_device=lambda: seats or (exchanges and drafter.device_resident),
+            self._sessions, self.controller, self.metrics, self._rounds.max_rows, path=path
         )
         if seats and isinstance(drafter, DeviceDrafter):
-            return ResidentSource(drafter, self._runner, self._rounds, self._planner.fell_back)
+            return ResidentSource(drafter, self._runner, self._rounds, self._planner)
         host = HostSource(
             drafter, self._sessions, self._planner, self._scheduler, self.controller, self._rounds
         )
@@ -374,20 +379,13 @@ class TargetEngine(Steppable):
         if not self._drafts and sequence.speculates:
             sequence.stats.fell_back(NO_DRAFT_REASON)
         if sequence.wants_drafts and sequence.request.speculation.mode is SpeculationMode.AUTO:
-            sequence.controller_row = self.controller.new_row()
+            kind = SamplingKind.of(sequence.request.sampling)
+            sequence.controller_row = self.controller.new_row(kind)
         self._expiry.due_at(sequence.request.deadline)
 
     def _poisoned(self, sequence: Sequence) -> None:
         self._runner.scrub(sequence)
-        if sequence.request.sampling.rules.forbids:
-            message = (
-                "No token is left to choose: allowed_token_ids, bad_words and min_tokens forbid every token "
-                "whose logit is finite. Other requests are not affected."
-            )
-            self._fail(sequence, InvalidRequestError(message, field="allowed_token_ids"))
-            return
-        message = "The model computed NaN or infinity for this request. Other requests are not affected."
-        self._fail(sequence, OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error"))
+        self._fail(sequence, no_token_error(sequence))
 
     def _fail(self, sequence: Sequence, error: OutriderError) -> None:
         self._output.fail(sequence, error)

@@ -41,6 +41,9 @@ from outrider.shared.base.logit_rules import TokenLogprob
 class Marks:
     """Times at three moments of a round: its begin, the end of drafting, and its end.
 
+    Drafting includes the work on tokens that the drafter has missed. A round without drafts begins when its
+    verify pass does.
+
     On a GPU, they are events on the device. On a CPU, they are seconds of `time.monotonic`.
     """
 
@@ -153,6 +156,7 @@ class RoundRunner:
         self.recorded_entries = slots if recorded_entries is None else recorded_entries
         self._rings: dict[tuple[str, int, int], ResultRing] = {}
         self._last_read = 0.0
+        self._begun: float | torch.cuda.Event | None = None
         self._count = 0
 
     @property
@@ -181,6 +185,10 @@ class RoundRunner:
             self._graphs.replays(key) and len(entries) <= self.recorded_entries
         )
 
+    def begin(self) -> None:
+        """Mark the begin of the next round, before its drafts are prepared."""
+        self._begun = self._mark()
+
     @torch.inference_mode()
     def launch(self, entries: Seq[Entry], draft: Callable[[], None] | None) -> Round:
         """Enqueue a round.
@@ -196,10 +204,12 @@ class RoundRunner:
             self.capture(size)  # before the entries are loaded, because a recording runs the pass
         self.table.flush()
         self.batch.load(entries, size.rows)
-        begun = drafted = self._mark()
+        begun, self._begun = self._begun, None
         if draft is not None:
             draft()
-            drafted = self._mark()
+        drafted = self._mark()
+        if draft is None or begun is None:
+            begun = drafted
         if recorded and self._graphs.replays(key):
             self._graphs.run(key, lambda: self._verify(size))
         else:

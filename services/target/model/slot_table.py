@@ -80,11 +80,13 @@ class SlotTable:
             all_greedy=False,
             any_filter=True,
         )
-        # The owner of each slot (session and residence), and the number of its pages in the table.
-        self._written: list[tuple[tuple[int, int], int]] = [((-1, 0), 0)] * slots
+        # The owner of each slot (session and residence), and the number of its pages in the device's table.
+        self._owners: list[tuple[int, int]] = [(-1, 0)] * slots
+        self._num_written = [0] * slots
         self._stale = False
-        self._new_places: list[np.ndarray] = []
-        self._new_pages: list[np.ndarray] = []
+        # Pages to upload, by slot. A slot whose owner changes before the upload must not be written twice,
+        # because `index_copy_` with repeated indices has no defined order on a GPU.
+        self._new_pages: dict[int, list[int]] = {}
         self.resize_features()
 
     @property
@@ -105,18 +107,15 @@ class SlotTable:
         """Note the parameters and the new pages of a sequence with a slot. `flush` uploads them."""
         slot = sequence.slot
         owner = sequence.session_id, sequence.residence
-        known, written = self._written[slot]
-        if known != owner:
+        if self._owners[slot] != owner:
             self._set_parameters(sequence)
             self.rules.hold(sequence)
-            written = 0
+            self._owners[slot], self._num_written[slot] = owner, 0
+            self._new_pages.pop(slot, None)
         assert sequence.lease is not None, "a sequence with a slot has a lease"
         pages = sequence.lease.pages
-        if len(pages) > written:
-            first = slot * self.page_table.shape[1]
-            self._new_places.append(np.arange(first + written, first + len(pages), dtype=np.int64))
-            self._new_pages.append(np.asarray(pages[written:], dtype=np.int32))
-        self._written[slot] = owner, len(pages)
+        if len(pages) > self._num_written[slot]:
+            self._new_pages[slot] = list(pages[self._num_written[slot] :])
 
     def flush(self) -> None:
         """Upload everything that `hold` has noted, in stream order."""
@@ -125,9 +124,16 @@ class SlotTable:
         if self._stale:
             self._parameters.copy_(upload(self._host, torch.int32, device), non_blocking=True)
             self._stale = False
-        if self._new_places:
-            places, pages = np.concatenate(self._new_places), np.concatenate(self._new_pages)
-            self._new_places, self._new_pages = [], []
+        if self._new_pages:
+            width = self.page_table.shape[1]
+            places: list[int] = []
+            pages: list[int] = []
+            for slot, new in self._new_pages.items():
+                first = slot * width + self._num_written[slot]
+                places.extend(range(first, first + len(new)))
+                pages.extend(new)
+                self._num_written[slot] += len(new)
+            self._new_pages.clear()
             self.page_table.view(-1).index_copy_(
                 0, upload(places, torch.int64, device), upload(pages, torch.int32, device)
             )

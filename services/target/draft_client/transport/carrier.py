@@ -10,7 +10,7 @@ import torch
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
+from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.shared.rpc.tensors import TensorWriter
 from outrider.shared.rpc.version import Feature
 
@@ -40,7 +40,7 @@ class Carrier(Protocol):
     ended: threading.Event
     tensors: TensorWriter
     rows_follow_open: bool
-    rounds: RoundsChannel | None
+    rounds: Exchange | None
 
     @property
     def rows_behind(self) -> bool:

@@ -27,9 +27,9 @@ from outrider.services.target.draft_client.transport.carrier import (
     Carrier,
     ConnectionLost,
 )
-from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
+from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.services.target.draft_client.transport.rows_outbox import parts_of
-from outrider.services.target.draft_client.transport.stream_rounds import StreamRounds
+from outrider.services.target.draft_client.transport.stream_exchange import StreamExchange
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import open_channel
@@ -106,7 +106,7 @@ class GrpcCarrier(Carrier):
     def __init__(self, address: str, *, rounds: bool = False, device: torch.device = CPU) -> None:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
-        self.rounds: RoundsChannel | None = None
+        self.rounds: Exchange | None = None
         self._channel, self._bulk_channel = open_channel(address), open_channel(address)
         self._weights = WeightCalls(self._channel)
         self._inbox: queue.SimpleQueue[draft_pb2.SessionReply | None] = queue.SimpleQueue()
@@ -115,7 +115,7 @@ class GrpcCarrier(Carrier):
         self._poll_window = PollWindow()
         self._stream: ClientStream | None = None
         self._bulk: ClientStream | None = None
-        self._stream_rounds: StreamRounds | None = None
+        self._stream_exchange: StreamExchange | None = None
         self._offers_rounds = rounds
         self._device = device
         self._on_pong: Callable[[draft_pb2.Pong], None] = _unheard
@@ -161,13 +161,13 @@ class GrpcCarrier(Carrier):
         )
         self._bulk_reader.start()
         if self._offers_rounds and Feature.ROUNDS_ON_DEVICE in features:
-            self._stream_rounds = StreamRounds(
+            self._stream_exchange = StreamExchange(
                 self._stream,
                 self._poll_window,
                 self._dispatch,
                 StreamRelay.try_make(Side.TARGET, self._device),
             )
-            self.rounds = self._stream_rounds
+            self.rounds = self._stream_exchange
 
     def follow(self, on_pong: Callable[[draft_pb2.Pong], None]) -> None:
         assert self._stream is not None, "hello() comes first"
@@ -251,8 +251,8 @@ class GrpcCarrier(Carrier):
     def _dispatch(self, message: bytes) -> None:
         """Pass a message to its receiver. Runs on the link's thread or the engine thread."""
         reply = _parse(message)
-        if reply.HasField("round_trees") and self._stream_rounds is not None:
-            self._stream_rounds.arrived(reply.round_trees)
+        if reply.HasField("round_trees") and self._stream_exchange is not None:
+            self._stream_exchange.arrived(reply.round_trees)
         elif reply.HasField("pong"):
             self._on_pong(reply.pong)
         elif not reply.HasField("round_taken"):  # RoundTaken only warms up the code that receives trees

@@ -23,8 +23,8 @@ from outrider.services.target.draft_client.transport.carrier import (
     Carrier,
     ConnectionLost,
 )
+from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.services.target.draft_client.transport.grpc_carrier import WeightCalls
-from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
 from outrider.services.target.draft_client.transport.rows_outbox import RowsOutbox
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
@@ -63,7 +63,7 @@ class IpcCarrier(Carrier):
     def __init__(self, address: IpcAddress, device: torch.device, *, rounds: bool = False) -> None:
         self.ended = threading.Event()
         self.tensors: TensorWriter = InlineTensors()
-        self.rounds: RoundsChannel | None = None
+        self.rounds: Exchange | None = None
         self._offers_rounds = rounds
         self._address = address
         self._device = device
@@ -189,7 +189,7 @@ class IpcCarrier(Carrier):
             ack = draft_pb2.MailboxAck.FromString(_answer(self._session, FrameKind.MAILBOX))
             if ack.accepted:
                 if ack.rounds and offered.rounds is not None:
-                    self.rounds = MailboxRounds(offered.rounds, self.send)
+                    self.rounds = MailboxExchange(offered.rounds, self.send)
                 return offered
             reason = ack.reason
             log.warning(
@@ -212,7 +212,7 @@ class IpcCarrier(Carrier):
                 return received
 
 
-class MailboxRounds(RoundsChannel):
+class MailboxExchange(Exchange):
     """Carries states and trees through a mailbox, and the messages of rounds on the session socket.
 
     Args:

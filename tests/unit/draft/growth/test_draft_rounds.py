@@ -1,6 +1,6 @@
 """Rounds on the device draft the same trees as rounds through the host, whoever drafts in which round.
 
-The tests cover recurrent heads and a standalone draft model.
+The tests cover recurrent heads, MTP layers and a standalone draft model.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import toy_mtp
 from support.played_graphs import PlayedGraphs
 from support.round_rig import (
     Rig,
@@ -43,6 +44,9 @@ SHAPES = [
     DraftShape(2, 2, 40),
 ]
 
+MTP_LAYERS = (1, 2, 4)
+ONE_STAGE = ["EAGLE3", "EAGLE", "STANDALONE", "MTP 1"]
+
 MakeRig = Callable[[], Rig]
 
 
@@ -58,29 +62,35 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "STANDALONE": make_toy_target(
             folder / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4
         ),
+        **{f"MTP {n}": toy_mtp.save(toy_mtp.sharp_model(n), folder / f"mtp{n}") for n in MTP_LAYERS},
     }
 
 
-@pytest.fixture(params=["EAGLE3", "EAGLE", "STANDALONE"])
-def make_rig(request: pytest.FixtureRequest, folders: dict[str, Path]) -> MakeRig:
-    def make() -> Rig:
-        settings = DraftSettings.load(
-            {
-                "draft": folders[request.param],
-                "target_weights": folders["target"],
-                "speculative_algorithm": request.param,
-                "device": "cpu",
-                "kv_tokens": 4096,
-                "page_size": 4,
-            }
-        )
-        engine = build_engine(settings, CPU, torch.float32)
-        spec = engine.strategy.feature_spec(None)
-        drafter = InprocDrafter(engine, spec, CPU)
-        assert drafter.device_resident
-        return Rig(drafter, spec.feature_size, CPU, VOCAB, GraphCache(CPU))
+def rig_of(kind: str, folders: dict[str, Path]) -> Rig:
+    """Make a drafter of one kind with a small cache. A number after the kind is that of the MTP layers."""
+    algorithm = kind.split()[0]
+    given = {"draft": folders[kind], "target_weights": folders["target"]}
+    if algorithm == "MTP":
+        given = {"target_weights": folders[kind]}
+    settings = DraftSettings.load(
+        {
+            **given,
+            "speculative_algorithm": algorithm,
+            "device": "cpu",
+            "kv_tokens": 4096,
+            "page_size": 4,
+        }
+    )
+    engine = build_engine(settings, CPU, torch.float32)
+    spec = engine.strategy.feature_spec(None)
+    drafter = InprocDrafter(engine, spec, CPU)
+    assert drafter.device_resident
+    return Rig(drafter, spec.feature_size, CPU, engine.strategy.info.vocab_size, GraphCache(CPU))
 
-    return make
+
+@pytest.fixture(params=[*ONE_STAGE, "MTP 2", "MTP 4"])
+def make_rig(request: pytest.FixtureRequest, folders: dict[str, Path]) -> MakeRig:
+    return lambda: rig_of(request.param, folders)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -181,13 +191,14 @@ def test_rounds_that_the_host_starts_draft_the_same(make_rig: MakeRig) -> None:
         drafter.shutdown()
 
 
+@pytest.mark.parametrize("make_rig", ONE_STAGE, indirect=True)
 def test_prompts_are_taken_in_alike_by_what_was_recorded(make_rig: MakeRig) -> None:
     plain, rig = make_rig(), make_rig()
     strategy = rig.drafter._engine.strategy
     assert isinstance(strategy, PagedStrategy)
     assert strategy.rounds is not None
     memory, graphs = strategy.rounds.memory, PlayedGraphs()
-    model, size = memory.drafter._model, rig.feature_size
+    model, size = memory.grower._model, rig.feature_size
     extension = ExtendGraph(model, strategy._attention, memory.pool, size, torch.float32, graphs, (4, 16))
     strategy.rounds = DeviceGrowth(memory, None, extension)
     before = [plane.clone() for plane in memory.pool.planes()]
@@ -195,7 +206,7 @@ def test_prompts_are_taken_in_alike_by_what_was_recorded(make_rig: MakeRig) -> N
     assert graphs.captured == [16, 4]
     assert all(torch.equal(plane, was) for plane, was in zip(memory.pool.planes(), before, strict=True))
     for index, length in enumerate((2, 5, 9, 16, 30), 1):
-        prompt = [(index * 7 + 3 * place) % VOCAB for place in range(length)]
+        prompt = [(index * 7 + 3 * place) % rig.vocab_size for place in range(length)]
         streams = [(each, each.open(index, prompt, 0.0)) for each in (plain, rig)]
         for tokens in ([4], [9, 8, 7, 6, 5, 4], [1]):
             for each, stream in streams:

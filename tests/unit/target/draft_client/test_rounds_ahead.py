@@ -12,9 +12,9 @@ from support.ahead_rig import COLUMNS, STATE_SIZE, WIDTH, Clock, Target, TimedRo
 from support.relay_rig import SIZE
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.transport import stream_rounds
+from outrider.services.target.draft_client.transport import stream_exchange
 from outrider.services.target.draft_client.transport.grpc_carrier import GrpcCarrier
-from outrider.services.target.draft_client.transport.stream_rounds import TAKEN
+from outrider.services.target.draft_client.transport.stream_exchange import TAKEN
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_rows_that_do_not_count_stay_behind(target: Target, count: int, ahead: b
 
 
 def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_rounds, "MOST_TAKEN_S", 60.0)
+    monkeypatch.setattr(stream_exchange, "MOST_TAKEN_S", 60.0)
     target.poll_window.enabled = True
     kinds = []
     for number in (1, 2, 3, 4):
@@ -67,8 +67,8 @@ def test_both_processes_call_the_gpu_in_time(target: Target, monkeypatch: pytest
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(stream_rounds, "time", clock)
-    monkeypatch.setattr(stream_rounds, "give_way", clock.give_way)
+    monkeypatch.setattr(stream_exchange, "time", clock)
+    monkeypatch.setattr(stream_exchange, "give_way", clock.give_way)
     return clock
 
 
@@ -81,13 +81,13 @@ def test_the_draft_is_told_shortly_before_the_state_and_the_gpu_called_back_in_t
         assert rounds.soon_at is None
     for number in (3, 4, 5):
         rounds.run(number)
-        lead_s = stream_rounds.LEAD * stream_rounds.LEAST_TELLING_S
+        lead_s = stream_exchange.LEAD * stream_exchange.LEAST_TELLING_S
         assert rounds.soon_at == pytest.approx(
             rounds.enqueued_at + rounds.verify_s - lead_s, abs=2 * clock.STEP_S
         )
         assert rounds.state_at == pytest.approx(rounds.enqueued_at + rounds.verify_s, abs=clock.STEP_S)
         assert rounds.called_at == pytest.approx(
-            rounds.state_at + rounds.draft_s * stream_rounds.SHARE_OF_DRAFT, abs=2 * clock.STEP_S
+            rounds.state_at + rounds.draft_s * stream_exchange.SHARE_OF_DRAFT, abs=2 * clock.STEP_S
         )
     assert not target.channel.broken
 
@@ -104,7 +104,7 @@ def test_the_draft_is_told_earlier_where_telling_takes_longer(
     rounds.tell_s = tell_s
     for number in range(1, 7):
         rounds.run(number)
-    lead_s = stream_rounds.LEAD * counts_s
+    lead_s = stream_exchange.LEAD * counts_s
     assert rounds.soon_at == pytest.approx(
         rounds.enqueued_at + rounds.verify_s - lead_s, abs=3 * clock.STEP_S
     )
@@ -134,7 +134,7 @@ def test_the_gpu_is_called_back_within_the_limit_of_the_trees(target: Target, cl
 
 def test_what_takes_too_long_is_not_lain_in_wait_for(target: Target, clock: Clock) -> None:
     rounds = TimedRounds(target, clock)
-    rounds.verify_s = rounds.draft_s = 2 * stream_rounds.MOST_TAKEN_S
+    rounds.verify_s = rounds.draft_s = 2 * stream_exchange.MOST_TAKEN_S
     for number in (1, 2, 3):
         rounds.run(number)
         assert rounds.soon_at is None
@@ -231,7 +231,7 @@ def test_trees_that_lie_there_when_their_time_is_over_are_taken(
     target.channel.hand_over()
     now = time.monotonic()
     monkeypatch.setattr(
-        "outrider.services.target.draft_client.transport.stream_rounds.time.monotonic", lambda: now + 60.0
+        "outrider.services.target.draft_client.transport.stream_exchange.time.monotonic", lambda: now + 60.0
     )
     target.channel.carry(True)
     assert target.relay.came == {1: bytes(SIZE)}

@@ -11,6 +11,7 @@ from support.slot_sequences import seated_sequence
 
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.policy.controller import RowBound, SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -21,22 +22,24 @@ TREE, CHAIN = DraftShape(3, 2, 7), DraftShape(2, 1, 3)
 class Room:
     """A planner whose obstacles and choices the test supplies."""
 
-    def __init__(self, max_rows: int = 1000, *, on_device: bool = True) -> None:
+    def __init__(self, max_rows: int = 1000, path: DraftPath = DraftPath.DEVICE) -> None:
         self.pool = KVPool(256, 4, 1, 1, 2, torch.float32, "cpu")
         self.obstacles: dict[int, str] = {}
         self.chosen: list[DraftShape] = []
-        self.asked: list[tuple[str, int, int, int]] = []
+        self.asked: list[tuple[DraftPath, int, list[DraftShape]]] = []
+        self.away: list[tuple[int, int]] = []
         self.counted: list[str] = []
         controller: Any = SimpleNamespace(
-            choose=lambda *given: self._choose("each", *given),
-            choose_common=lambda *given: self._choose("common", *given),
+            choose=self._choose,
+            draft_away=lambda rows, batch_size: self.away.append((rows, batch_size)),
+            would_draft=lambda row: row.bound == CHAIN,
         )
         sessions: Any = SimpleNamespace(obstacle=lambda one: self.obstacles.get(one.session_id, ""))
         metrics: Any = SimpleNamespace(fell_back=self.counted.append)
-        self.planner = DraftPlanner(sessions, controller, metrics, max_rows, on_device=lambda: on_device)
+        self.planner = DraftPlanner(sessions, controller, metrics, max_rows, path=lambda: path)
 
-    def _choose(self, kind: str, rows: list[RowBound], batch_size: int, nodes: int) -> list[DraftShape]:
-        self.asked.append((kind, len(rows), batch_size, nodes))
+    def _choose(self, rows: list[RowBound], others: list[DraftShape], path: DraftPath) -> list[DraftShape]:
+        self.asked.append((path, len(rows), others))
         return self.chosen[: len(rows)]
 
     def sequence(
@@ -53,16 +56,16 @@ def test_each_mode_gets_its_shape() -> None:
     on, off, auto = room.sequence(0), room.sequence(1, follow=False), room.sequence(2, auto=True)
     room.chosen = [CHAIN]
     assert room.planner.shapes([on, off, auto]) == [TREE, NO_DRAFT, CHAIN]
-    assert room.asked == [("common", 1, 3, 7 + 1)], "the nodes of the other rows"
+    assert room.asked == [(DraftPath.DEVICE, 1, [TREE, NO_DRAFT])], "the shapes of the other rows"
     assert not room.counted
 
 
 def test_rounds_through_the_host_choose_for_each_row() -> None:
-    room = Room(on_device=False)
+    room = Room(path=DraftPath.HOST)
     room.chosen = [CHAIN, NO_DRAFT]
     rows = [room.sequence(index, auto=True) for index in range(2)]
     assert room.planner.shapes(rows) == [CHAIN, NO_DRAFT]
-    assert room.asked == [("each", 2, 2, 0)]
+    assert room.asked == [(DraftPath.HOST, 2, [])]
 
 
 def test_shapes_are_bounded_by_what_their_levels_can_hold() -> None:
@@ -81,6 +84,7 @@ def test_a_row_with_an_obstacle_counts_one_fallback_a_round() -> None:
     assert room.planner.shapes(rows) == [NO_DRAFT] * 3
     assert room.counted == ["draft_down", "no_features"]
     assert not room.asked
+    assert room.away == [(1, 3)], "no `auto` row can draft"
     room.planner.shapes(rows)
     assert room.counted == ["draft_down", "no_features"] * 2
     assert rows[0].stats.report(None, "").fallback_reason == "draft_down"
@@ -92,7 +96,7 @@ def test_a_planned_row_is_not_chosen_again() -> None:
     room.chosen = [TREE]
     room.obstacles = {2: "draft_down"}
     assert room.planner.shapes(rows, [CHAIN, None, NO_DRAFT]) == [CHAIN, TREE, NO_DRAFT]
-    assert room.asked == [("common", 1, 3, 3 + 1)]
+    assert room.asked == [(DraftPath.DEVICE, 1, [CHAIN, NO_DRAFT])]
     assert not room.counted, "the fallback was counted when the row was planned"
     assert room.planner.shapes(rows, [CHAIN, CHAIN, NO_DRAFT]) == [CHAIN, CHAIN, NO_DRAFT]
     assert len(room.asked) == 1
@@ -136,3 +140,12 @@ def test_the_bound_of_an_auto_row_ends_before_its_last_token() -> None:
     assert bound.state is sequence.controller_row
     assert bound.forms[0] == TREE
     assert bound.useful_depth == sequence.remaining - 1
+
+
+def test_only_rows_that_will_draft_are_fed_with_prompts() -> None:
+    room = Room()
+    expects = room.planner.expects_drafts
+    assert expects(room.sequence(0))
+    assert not expects(room.sequence(1, follow=False))
+    assert expects(room.sequence(2, CHAIN, auto=True))
+    assert not expects(room.sequence(3, TREE, auto=True))

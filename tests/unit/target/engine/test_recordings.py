@@ -47,8 +47,15 @@ def test_plain_rounds_have_one_graph_for_each_mode() -> None:
 
 def test_batches_of_the_same_rows_share_their_graphs() -> None:
     recorder = Recorder()
-    recorder.record([(2, TREE), (4, CHAIN), (16, NO_DRAFT), (1, TREE)])
-    assert recorder.made == sizes(16, 8) + sizes(16, 1) + sizes(8, 8)
+    recorder.record([(2, TREE), (4, CHAIN), (4, NO_DRAFT), (1, TREE)])
+    assert recorder.made == sizes(16, 8) + sizes(4, 1) + sizes(8, 8)
+
+
+def test_rounds_in_which_a_few_sequences_draft_are_recorded() -> None:
+    recorder = Recorder()
+    recorder.record([(24, NO_DRAFT), (1, TREE), (1, CHAIN)])
+    looks = sizes(24 + 4 * 6, 8) + sizes(24 + 4 * 3 + 4, 8)
+    assert recorder.made == sizes(24, 1) + sizes(8, 8) + sizes(4, 8) + looks
 
 
 def test_trees_that_levels_cannot_fill_are_bounded() -> None:

@@ -250,3 +250,17 @@ def test_sampled_rows_depend_on_their_own_parameters_only(decoder: Decoder) -> N
         return produced(sampled)
 
     assert tokens(alone=True) == tokens(alone=False)
+
+
+def test_drafting_begins_before_the_drafts_are_prepared(decoder: Decoder) -> None:
+    rig = SlotRig(decoder)
+    entries = [Entry(one, one.residence, NO_DRAFT) for one in rig.sequences]
+    rig.rounds.begin()
+    begun = rig.rounds._begun
+    for sequence in rig.sequences:
+        rig.rounds.table.hold(sequence)
+    drafted = rig.rounds.launch(entries, lambda: None)
+    assert drafted.marks.begun is begun
+    rig.rounds.begin()
+    plain = rig.rounds.launch(entries, None)
+    assert plain.marks.begun is plain.marks.drafted, "a plain round begins with its verify pass"

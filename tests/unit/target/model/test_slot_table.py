@@ -73,6 +73,24 @@ def test_only_new_pages_are_written(table: SlotTable, pool: KVPool, monkeypatch:
     assert table.page_table[0, :4].tolist() == sequence.lease.pages
 
 
+def test_a_slot_whose_owner_changes_before_the_flush_is_written_once(
+    table: SlotTable, pool: KVPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, `index_copy_` with repeated indices may keep the pages of the earlier owner."""
+    table.hold(seated_sequence(pool, 1, 0, room=7))
+    second = seated_sequence(pool, 2, 0, room=3)
+    table.hold(second)
+    written = []
+    real = slot_table.upload
+    monkeypatch.setattr(
+        slot_table, "upload", lambda values, *rest: (written.append(list(values)), real(values, *rest))[1]
+    )
+    table.flush()
+    assert second.lease is not None
+    assert written[-2:] == [[0, 1], second.lease.pages]
+    assert table.page_table[0, :2].tolist() == second.lease.pages
+
+
 def test_several_sequences_are_written_together(table: SlotTable, pool: KVPool) -> None:
     sequences = [seated_sequence(pool, slot, slot, room=3 + 4 * slot) for slot in range(SLOTS)]
     for sequence in sequences:

@@ -2,7 +2,7 @@
 
 In such rounds, the tokens and features of one round are the next round's input on the GPU; see
 `shared.spec.resident`. Before each round, this module reserves KV pages in each session's `PageLease`. It
-updates the sessions one round late. `slot_rounds` also uses `RoundMemory`, for a target in the same process.
+updates the sessions one round late. `slot_rounds` also uses `GrowthMemory`, for a target in the same process.
 
 During the rounds, the fresh rows (tokens and features chosen by the last round) exist only in the target's
 `RoundState`. When the rounds end, the target sends the draft every row that it lacks.
@@ -19,9 +19,14 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from outrider.services.draft.growth.draft_round import GrowthInputs, GrowthSize, RoundDrafter, max_round_rows
-from outrider.services.draft.growth.host_grower import scratch_rows
 from outrider.services.draft.growth.page_tables import PageTable, PageTables
+from outrider.services.draft.growth.tree_grower import (
+    GrowthInputs,
+    GrowthSize,
+    TreeGrower,
+    max_round_rows,
+    scratch_rows,
+)
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import Session
 from outrider.shared.kv.pages import PageLease
@@ -34,17 +39,17 @@ SPARE_TOKENS = 64
 """Number of extra tokens by which a lease grows, so that a page table is not rewritten in every round."""
 
 
-class RoundMemory:
+class GrowthMemory:
     """Resources that all rounds of a model share: the KV pool, page tables at fixed addresses, and constants.
 
     Args:
-        drafter: Runs the rounds.
+        grower: Extends sequences and grows their trees.
         pool: KV pool of the model.
-        lead: The model's `RoundModel.lead`.
+        lead: The model's `DraftModel.lead`.
     """
 
-    def __init__(self, drafter: RoundDrafter, pool: KVPool, lead: int) -> None:
-        self.drafter = drafter
+    def __init__(self, grower: TreeGrower, pool: KVPool, lead: int) -> None:
+        self.grower = grower
         self.pool = pool
         self.tables = PageTables(pool)
         self.lead = lead
@@ -80,7 +85,7 @@ class RoundMemory:
         return self.pool.reserve(lease, num_tokens + SPARE_TOKENS) or self.pool.reserve(lease, num_tokens)
 
 
-class SessionRounds(ResidentBatch):
+class SessionBatch(ResidentBatch):
     """The sessions of one batch in rounds on the device.
 
     With an empty list of sessions, all rows are idle. Graphs are recorded with such rounds.
@@ -100,7 +105,7 @@ class SessionRounds(ResidentBatch):
 
     def __init__(
         self,
-        memory: RoundMemory,
+        memory: GrowthMemory,
         sessions: Sequence[Session],
         shape: DraftShape,
         state: RoundState,
@@ -164,7 +169,7 @@ class SessionRounds(ResidentBatch):
             seeds=state.seeds,
             choices=state.choices,
         )
-        return self._memory.drafter.draft(inputs, self._round).trees
+        return self._memory.grower.draft(inputs, self._round).trees
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
         now = self._now()

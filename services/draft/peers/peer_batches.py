@@ -1,8 +1,8 @@
 """Runs rounds on this device for a target in another process: admits, records, enqueues and ends them.
 
-`RoundsDesk` admits one batch of one target at a time, or reports why the batch cannot enter. `PeerRounds`
+`PeerBatches` admits one batch of one target at a time, or reports why the batch cannot enter. `PeerBatch`
 runs the rounds of an admitted batch. In each round, the draft receives a state (the chosen tokens and their
-features) and returns trees. A `RoundsInlet` transfers states and trees in stream order. `RoundState` is this
+features) and returns trees. An `Exchange` transfers states and trees in stream order. `RoundState` is this
 draft's copy of the state.
 
 The target sends the tokens of a round after it has read them back. RoundsEnter has the pending tokens,
@@ -19,9 +19,10 @@ import torch
 from outrider.draft.v1 import draft_pb2
 from outrider.kernels.round_trade import admit_counts, pack_trees
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.growth.device_rounds import SessionRounds
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
-from outrider.services.draft.growth.draft_round import max_round_rows
+from outrider.services.draft.growth.session_batch import SessionBatch
+from outrider.services.draft.growth.tree_grower import max_round_rows
+from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.round_buffers import RoundBuffers
 from outrider.services.draft.peers.round_sizes import (
     kind_of,
@@ -30,7 +31,6 @@ from outrider.services.draft.peers.round_sizes import (
     size_of,
     tell_pending,
 )
-from outrider.services.draft.peers.rounds_inlet import RoundsInlet
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import WARMING, PeerId, Session
 from outrider.shared.engine.graphs import GraphCache
@@ -47,11 +47,11 @@ STATE_LIMIT_S = 2.0
 """Limit of the device's wait for a state. The target sends its state as soon as its pass is over."""
 
 
-class PeerRounds:
+class PeerBatch:
     """The rounds of one batch and one tree shape, from RoundsEnter to RoundsLeave. Engine thread only.
 
     Args:
-        desk: The desk that runs these rounds.
+        batches: All batches, with the graphs that they share.
         message: The RoundsEnter message.
         sessions: The sessions of the message's rows, with the message's tokens already appended.
         rounds: The rounds of these sessions on the device.
@@ -61,15 +61,15 @@ class PeerRounds:
 
     def __init__(
         self,
-        desk: RoundsDesk,
+        batches: PeerBatches,
         message: draft_pb2.RoundsEnter,
         sessions: Sequence[Session],
-        rounds: SessionRounds,
+        rounds: SessionBatch,
         buffers: RoundBuffers,
         before: Sequence[int],
     ) -> None:
         self.id = message.rounds
-        self._desk = desk
+        self._batches = batches
         self._sessions: list[Session | None] = list(sessions)
         self._rounds = rounds
         self._buffers = buffers
@@ -92,27 +92,27 @@ class PeerRounds:
         self._next = message
         return True
 
-    def go(self, number: int, inlet: RoundsInlet) -> bool:
+    def go(self, number: int, exchange: Exchange) -> bool:
         """Enqueue the prepared round; return False if `number` is not that round's number."""
         message, self._next = self._next, None
         if message is None or message.number != number:
             return False
         buffers = self._buffers
-        inlet.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
+        exchange.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
         # Write the pages after the wait. If target and draft share a GPU by time-slicing, a copy before the
         # wait would cost the target a time-slice.
         self._rounds.write()
-        self._desk.graphs.run(self._key, self._round)
-        inlet.give(message, buffers.trees.blob)
-        self._desk.tried.add(self._key)
+        self._batches.graphs.run(self._key, self._round)
+        exchange.give(message, buffers.trees.blob)
+        self._batches.tried.add(self._key)
         self._num_run += 1
         return True
 
     def prepare(self) -> None:
         """Record the round unless its graph exists already."""
-        if not self._desk.graphs.holds(self._key):
+        if not self._batches.graphs.holds(self._key):
             self._buffers.expected.fill_(-1)  # idle rows: recording runs the round for real
-            self._desk.graphs.capture(self._key, self._round)
+            self._batches.graphs.capture(self._key, self._round)
 
     def drop_forgotten(self, followed: Callable[[Session], bool]) -> None:
         """Make the rows of sessions that have ended idle."""
@@ -148,8 +148,8 @@ class PeerRounds:
     @property
     def tried(self) -> bool:
         """True if the next round has run before, as a graph if graphs are enabled."""
-        return self._key in self._desk.tried and (
-            self._desk.graphs.replays(self._key) or not self._desk.graphs.enabled
+        return self._key in self._batches.tried and (
+            self._batches.graphs.replays(self._key) or not self._batches.graphs.enabled
         )
 
     @property
@@ -176,7 +176,7 @@ class PeerRounds:
         self._sessions = [None] * len(self._sessions)
 
 
-class RoundsDesk:
+class PeerBatches:
     """Admits and runs the rounds of remote targets: one batch of one target at a time. Engine thread only.
 
     While a CUDA stream waits for a target's state, nothing else runs on that stream. A second target
@@ -198,7 +198,7 @@ class RoundsDesk:
         self._now = now
         self._buffers: dict[tuple[int, int, int], RoundBuffers] = {}
         self._served: set[Hashable] = set()
-        self._rounds: PeerRounds | None = None
+        self._rounds: PeerBatch | None = None
         self._peer: PeerId | None = None
 
     @property
@@ -214,7 +214,7 @@ class RoundsDesk:
         return (kind_of(message), length_class_of(message)) in self._served
 
     @torch.inference_mode()
-    def enter(self, peer: PeerId, message: draft_pb2.RoundsEnter, inlet: RoundsInlet) -> str:
+    def enter(self, peer: PeerId, message: draft_pb2.RoundsEnter, exchange: Exchange) -> str:
         """Start rounds. Return an empty string, or the reason why they cannot start."""
         rounds = self._engine.strategy.rounds
         if rounds is None:
@@ -225,7 +225,7 @@ class RoundsDesk:
         if not self._serves(message, shape, rounds):
             return "size"
         buffers = self._buffers_for(message, rounds)
-        if not inlet.mend() or not inlet.fits(buffers.blob, buffers.trees.blob):
+        if not exchange.mend() or not exchange.fits(buffers.blob, buffers.trees.blob):
             return "mailbox"
         found = [self._engine.sessions.get(peer, row.fence.session_id) for row in message.rows]
         sessions = [session for session in found if session is not None]
@@ -244,8 +244,8 @@ class RoundsDesk:
         for session, row in rows:
             tell_pending(session, row, self._now())
         load_sampling(buffers.state, sessions)
-        session_rounds = SessionRounds(rounds.memory, sessions, shape, buffers.state, self._now)
-        self._rounds = PeerRounds(self, message, sessions, session_rounds, buffers, before)
+        session_rounds = SessionBatch(rounds.memory, sessions, shape, buffers.state, self._now)
+        self._rounds = PeerBatch(self, message, sessions, session_rounds, buffers, before)
         self._peer = peer
         self._rounds.prepare()
         self._served.add((kind_of(message), length_class_of(message)))
@@ -264,8 +264,8 @@ class RoundsDesk:
         ):
             return
         buffers = self._buffers_for(message, rounds)
-        PeerRounds(
-            self, message, (), SessionRounds(rounds.memory, (), shape, buffers.state, self._now), buffers, ()
+        PeerBatch(
+            self, message, (), SessionBatch(rounds.memory, (), shape, buffers.state, self._now), buffers, ()
         ).prepare()
 
     def warming(self, peer: PeerId, message: draft_pb2.RoundsEnter) -> bool:
@@ -276,7 +276,7 @@ class RoundsDesk:
         )
 
     @torch.inference_mode()
-    def run(self, peer: PeerId, message: draft_pb2.RoundsNext, inlet: RoundsInlet) -> bool:
+    def run(self, peer: PeerId, message: draft_pb2.RoundsNext, exchange: Exchange) -> bool:
         """Enqueue or prepare the next round. Return False if the target's rounds have already ended."""
         self._engine.touch(peer)
         rounds = self._current(peer, message.rounds)
@@ -284,33 +284,33 @@ class RoundsDesk:
             return False
         rounds.drop_forgotten(self._followed)
         if (
-            inlet.broken
+            exchange.broken
             or not rounds.ready(message)
-            or (inlet.goes_ahead(message, rounds.tried) and not rounds.go(message.number, inlet))
+            or (exchange.goes_ahead(message, rounds.tried) and not rounds.go(message.number, exchange))
         ):
             self.abandon(peer)
             return False
         return True
 
     @torch.inference_mode()
-    def go(self, peer: PeerId, message: draft_pb2.RoundState, inlet: RoundsInlet) -> bool:
+    def go(self, peer: PeerId, message: draft_pb2.RoundState, exchange: Exchange) -> bool:
         """Enqueue the prepared round whose state has arrived; return False if another round is prepared."""
         rounds = self._current(peer, message.rounds)
         if rounds is None:
             return False
-        if not rounds.go(message.number, inlet):
+        if not rounds.go(message.number, exchange):
             self.abandon(peer)
             return False
         return True
 
     @torch.inference_mode()
-    def leave(self, peer: PeerId, message: draft_pb2.RoundsLeave, inlet: RoundsInlet) -> None:
+    def leave(self, peer: PeerId, message: draft_pb2.RoundsLeave, exchange: Exchange) -> None:
         """End rounds at the target's request. Does nothing if they have ended already."""
         rounds = self._current(peer, message.rounds)
         if rounds is not None:
             rounds.drop_forgotten(self._followed)
             self._rounds = self._peer = None
-            self._lose(rounds.abandon() if inlet.broken else rounds.leave(message.chosen))
+            self._lose(rounds.abandon() if exchange.broken else rounds.leave(message.chosen))
 
     @torch.inference_mode()
     def abandon(self, peer: PeerId) -> None:
@@ -323,7 +323,7 @@ class RoundsDesk:
             rounds.drop_forgotten(self._followed)
             self._lose(rounds.abandon())
 
-    def _current(self, peer: PeerId, number: int) -> PeerRounds | None:
+    def _current(self, peer: PeerId, number: int) -> PeerBatch | None:
         return (
             self._rounds
             if self._rounds is not None and self._peer == peer and self._rounds.id == number

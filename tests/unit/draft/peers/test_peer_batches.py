@@ -12,7 +12,7 @@ from support.toys import make_toy_eagle3, make_toy_target
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
-from outrider.services.draft.peers.peer_rounds import RoundsDesk
+from outrider.services.draft.peers.peer_batches import PeerBatches
 from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.fences import fence_to_proto
@@ -50,11 +50,11 @@ def engine(pair: tuple[Path, Path]) -> DraftEngine:
 
 
 @pytest.fixture
-def desk(engine: DraftEngine) -> RoundsDesk:
-    return RoundsDesk(engine, CPU)
+def batches(engine: DraftEngine) -> PeerBatches:
+    return PeerBatches(engine, CPU)
 
 
-class Inlet:
+class FakeExchange:
     """Delivers the state that the test has set, or none."""
 
     def __init__(self) -> None:
@@ -125,9 +125,9 @@ def entering(tokens: Sequence[int], **changes: object) -> draft_pb2.RoundsEnter:
     return message
 
 
-def put(inlet: Inlet, length: int, tokens: Sequence[int]) -> None:
+def put(exchange: FakeExchange, length: int, tokens: Sequence[int]) -> None:
     """Set the state after a target round that chose `tokens`, with `length` tokens committed."""
-    state = inlet.state
+    state = exchange.state
     assert state is not None
     state.committed_lens[0], state.counts[0] = length, len(tokens)
     state.tokens[0, : len(tokens)] = torch.tensor(tokens)
@@ -164,16 +164,18 @@ def follow_up(
     ],
 )
 def test_only_rows_that_go_on_where_their_sessions_are_may_enter(
-    engine: DraftEngine, desk: RoundsDesk, message: draft_pb2.RoundsEnter, reason: str
+    engine: DraftEngine, batches: PeerBatches, message: draft_pb2.RoundsEnter, reason: str
 ) -> None:
     follow(engine)
-    assert desk.enter(PEER, message, Inlet()) == reason
-    assert (desk.peer == PEER) == (not reason)
+    assert batches.enter(PEER, message, FakeExchange()) == reason
+    assert (batches.peer == PEER) == (not reason)
 
 
-def test_rows_that_have_not_come_yet_are_waited_for_elsewhere(engine: DraftEngine, desk: RoundsDesk) -> None:
+def test_rows_that_have_not_come_yet_are_waited_for_elsewhere(
+    engine: DraftEngine, batches: PeerBatches
+) -> None:
     follow(engine, rows=False)
-    assert desk.enter(PEER, entering([8]), Inlet()) == "warming"
+    assert batches.enter(PEER, entering([8]), FakeExchange()) == "warming"
 
 
 class Graphs:
@@ -206,73 +208,73 @@ class Graphs:
 
 
 def test_a_size_that_was_recorded_ahead_is_not_recorded_when_it_is_entered(
-    engine: DraftEngine, desk: RoundsDesk, monkeypatch: pytest.MonkeyPatch
+    engine: DraftEngine, batches: PeerBatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graphs, inlet, size = Graphs(), Inlet(), entering([8])
-    monkeypatch.setattr(desk, "graphs", graphs)
+    graphs, exchange, size = Graphs(), FakeExchange(), entering([8])
+    monkeypatch.setattr(batches, "graphs", graphs)
     del size.rows[:]
-    desk.record(size)
+    batches.record(size)
     assert len(graphs.keys) == 1
     follow(engine)
-    assert desk.enter(PEER, entering([8]), inlet) == ""
-    put(inlet, len(PROMPT) + 1, [8])
-    assert desk.run(PEER, follow_up(1, 1, len(PROMPT) + 1), inlet)
+    assert batches.enter(PEER, entering([8]), exchange) == ""
+    put(exchange, len(PROMPT) + 1, [8])
+    assert batches.run(PEER, follow_up(1, 1, len(PROMPT) + 1), exchange)
     assert (len(graphs.keys), graphs.strange) == (1, 0)
-    assert inlet.given[0][0] > 1
-    desk.record(size)  # ignored while other rounds run
+    assert exchange.given[0][0] > 1
+    batches.record(size)  # ignored while other rounds run
     size.columns = 2
-    desk.record(size)  # ignored: this size cannot run here
+    batches.record(size)  # ignored: this size cannot run here
     assert len(graphs.keys) == 1
 
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_a_round_that_cannot_be_recorded_is_never_enqueued_before_its_state(
-    engine: DraftEngine, desk: RoundsDesk, monkeypatch: pytest.MonkeyPatch, replay: bool
+    engine: DraftEngine, batches: PeerBatches, monkeypatch: pytest.MonkeyPatch, replay: bool
 ) -> None:
     """Such a round may block on the device, and so on a state that this thread has yet to deliver."""
-    inlet = Inlet()
-    monkeypatch.setattr(desk, "graphs", Graphs(replay))
+    exchange = FakeExchange()
+    monkeypatch.setattr(batches, "graphs", Graphs(replay))
     follow(engine)
-    assert desk.enter(PEER, entering([8]), inlet) == ""
-    put(inlet, len(PROMPT) + 1, [8])
-    assert desk.run(PEER, follow_up(1, 1, len(PROMPT) + 1), inlet)
-    put(inlet, len(PROMPT) + 2, [5])
-    assert desk.run(PEER, follow_up(1, 2, len(PROMPT) + 2, [[5]]), inlet)
-    assert inlet.tried == [False, replay]
+    assert batches.enter(PEER, entering([8]), exchange) == ""
+    put(exchange, len(PROMPT) + 1, [8])
+    assert batches.run(PEER, follow_up(1, 1, len(PROMPT) + 1), exchange)
+    put(exchange, len(PROMPT) + 2, [5])
+    assert batches.run(PEER, follow_up(1, 2, len(PROMPT) + 2, [[5]]), exchange)
+    assert exchange.tried == [False, replay]
 
 
-def test_one_target_at_a_time(engine: DraftEngine, desk: RoundsDesk) -> None:
+def test_one_target_at_a_time(engine: DraftEngine, batches: PeerBatches) -> None:
     follow(engine)
     follow(engine, OTHER)
-    assert desk.enter(PEER, entering([8]), Inlet()) == "busy"
+    assert batches.enter(PEER, entering([8]), FakeExchange()) == "busy"
 
 
-def test_blobs_that_do_not_travel(engine: DraftEngine, desk: RoundsDesk) -> None:
+def test_blobs_that_do_not_travel(engine: DraftEngine, batches: PeerBatches) -> None:
     follow(engine)
-    inlet = Inlet()
-    inlet.room = 100
-    assert desk.enter(PEER, entering([8]), inlet) == "mailbox"
+    exchange = FakeExchange()
+    exchange.room = 100
+    assert batches.enter(PEER, entering([8]), exchange) == "mailbox"
 
 
 def test_rounds_draft_what_the_hosts_way_drafts_and_leave_sessions_that_go_on(
-    pair: tuple[Path, Path], engine: DraftEngine, desk: RoundsDesk
+    pair: tuple[Path, Path], engine: DraftEngine, batches: PeerBatches
 ) -> None:
     follow(engine)
-    inlet = Inlet()
-    assert desk.enter(PEER, entering([8, 9]), inlet) == ""
+    exchange = FakeExchange()
+    assert batches.enter(PEER, entering([8, 9]), exchange) == ""
     text = [*PROMPT, 8, 9]
-    put(inlet, len(text), [8, 9])
-    assert desk.run(PEER, follow_up(1, 1, len(text)), inlet)
+    put(exchange, len(text), [8, 9])
+    assert batches.run(PEER, follow_up(1, 1, len(text)), exchange)
     text += [11]
-    put(inlet, len(text), [11])
-    assert desk.run(PEER, follow_up(1, 2, len(text), [[11]]), inlet)
-    desk.leave(PEER, draft_pb2.RoundsLeave(rounds=1), inlet)
+    put(exchange, len(text), [11])
+    assert batches.run(PEER, follow_up(1, 2, len(text), [[11]]), exchange)
+    batches.leave(PEER, draft_pb2.RoundsLeave(rounds=1), exchange)
     after = host_trees(engine, [*text, 12, 13], len(text))
     # Draft the same trees through the host.
     engine.close(PEER, 7)
     follow(engine)
     for (length, told), given in zip(
-        [(len(PROMPT) + 2, len(PROMPT)), (len(text), len(PROMPT) + 2)], inlet.given, strict=True
+        [(len(PROMPT) + 2, len(PROMPT)), (len(text), len(PROMPT) + 2)], exchange.given, strict=True
     ):
         trees = host_trees(engine, text[:length], told)
         nodes = int(trees.num_nodes[0])
@@ -287,10 +289,10 @@ def test_rounds_draft_what_the_hosts_way_drafts_and_leave_sessions_that_go_on(
     assert torch.equal(after.parents, expected.parents)
 
 
-def test_rounds_that_were_left_without_one_leave_no_trace(engine: DraftEngine, desk: RoundsDesk) -> None:
+def test_rounds_that_were_left_without_one_leave_no_trace(engine: DraftEngine, batches: PeerBatches) -> None:
     follow(engine)
-    assert desk.enter(PEER, entering([8, 9]), Inlet()) == ""
-    desk.leave(PEER, draft_pb2.RoundsLeave(rounds=1), Inlet())
+    assert batches.enter(PEER, entering([8, 9]), FakeExchange()) == ""
+    batches.leave(PEER, draft_pb2.RoundsLeave(rounds=1), FakeExchange())
     session = engine.sessions.get(PEER, 7)
     assert session is not None
     assert (session.fence, session.engaged) == (fence(PROMPT), False)
@@ -298,74 +300,74 @@ def test_rounds_that_were_left_without_one_leave_no_trace(engine: DraftEngine, d
     assert int(host_trees(engine, [*PROMPT, 8, 9], len(PROMPT)).num_nodes[0]) > 1
 
 
-def test_a_session_that_is_closed_in_rounds_goes_idle(engine: DraftEngine, desk: RoundsDesk) -> None:
+def test_a_session_that_is_closed_in_rounds_goes_idle(engine: DraftEngine, batches: PeerBatches) -> None:
     follow(engine)
-    inlet = Inlet()
-    assert desk.enter(PEER, entering([8]), inlet) == ""
-    put(inlet, len(PROMPT) + 1, [8])
-    assert desk.run(PEER, follow_up(1, 1, len(PROMPT) + 1), inlet)
+    exchange = FakeExchange()
+    assert batches.enter(PEER, entering([8]), exchange) == ""
+    put(exchange, len(PROMPT) + 1, [8])
+    assert batches.run(PEER, follow_up(1, 1, len(PROMPT) + 1), exchange)
     engine.close(PEER, 7)
-    assert inlet.state is not None
-    inlet.state.counts.zero_()
-    assert desk.run(PEER, follow_up(1, 2, 0, [[]]), inlet)
-    desk.leave(PEER, draft_pb2.RoundsLeave(rounds=1), inlet)
+    assert exchange.state is not None
+    exchange.state.counts.zero_()
+    assert batches.run(PEER, follow_up(1, 2, 0, [[]]), exchange)
+    batches.leave(PEER, draft_pb2.RoundsLeave(rounds=1), exchange)
     engine.check()
     assert engine.strategy.pages().held == 0
 
 
-def test_a_state_of_another_round_drafts_nothing(engine: DraftEngine, desk: RoundsDesk) -> None:
+def test_a_state_of_another_round_drafts_nothing(engine: DraftEngine, batches: PeerBatches) -> None:
     follow(engine)
-    inlet = Inlet()
-    assert desk.enter(PEER, entering([8]), inlet) == ""
-    put(inlet, len(PROMPT) + 1, [8])
-    assert desk.run(PEER, follow_up(1, 1, len(PROMPT) + 1), inlet)
-    assert inlet.given[0][0] > 1
-    inlet.state = None
-    assert desk.run(PEER, follow_up(1, 2, len(PROMPT) + 5), inlet)
-    assert inlet.given[1][0] == 1
+    exchange = FakeExchange()
+    assert batches.enter(PEER, entering([8]), exchange) == ""
+    put(exchange, len(PROMPT) + 1, [8])
+    assert batches.run(PEER, follow_up(1, 1, len(PROMPT) + 1), exchange)
+    assert exchange.given[0][0] > 1
+    exchange.state = None
+    assert batches.run(PEER, follow_up(1, 2, len(PROMPT) + 5), exchange)
+    assert exchange.given[1][0] == 1
 
 
 @pytest.mark.parametrize("how", ["broken", "no room", "nothing told", "gone"])
 def test_rounds_that_go_wrong_cost_their_sessions_and_nothing_else(
-    engine: DraftEngine, desk: RoundsDesk, how: str
+    engine: DraftEngine, batches: PeerBatches, how: str
 ) -> None:
     follow(engine)
-    inlet = Inlet()
-    assert desk.enter(PEER, entering([8]), inlet) == ""
-    put(inlet, len(PROMPT) + 1, [8])
+    exchange = FakeExchange()
+    assert batches.enter(PEER, entering([8]), exchange) == ""
+    put(exchange, len(PROMPT) + 1, [8])
     for number in (1, 2):
-        assert desk.run(PEER, follow_up(1, number, len(PROMPT) + 1), inlet)
+        assert batches.run(PEER, follow_up(1, number, len(PROMPT) + 1), exchange)
     if how == "broken":
-        inlet.broken = True
-        assert not desk.run(PEER, follow_up(1, 3, len(PROMPT) + 2), inlet)
+        exchange.broken = True
+        assert not batches.run(PEER, follow_up(1, 3, len(PROMPT) + 2), exchange)
     elif how == "no room":
-        assert not desk.run(PEER, follow_up(1, 3, 5000), inlet)
+        assert not batches.run(PEER, follow_up(1, 3, 5000), exchange)
     elif how == "nothing told":  # the tokens of the first round were never reported
-        desk.leave(PEER, draft_pb2.RoundsLeave(rounds=1), inlet)
+        batches.leave(PEER, draft_pb2.RoundsLeave(rounds=1), exchange)
     else:
-        desk.abandon(PEER)
+        batches.abandon(PEER)
         engine.drop_peer(PEER)
     assert engine.sessions.get(PEER, 7) is None
-    assert desk.peer is None
-    assert not desk.run(PEER, follow_up(1, 4, len(PROMPT) + 2), inlet), "the rounds have ended"
+    assert batches.peer is None
+    assert not batches.run(PEER, follow_up(1, 4, len(PROMPT) + 2), exchange), "the rounds have ended"
     engine.check()
-    inlet = Inlet()
+    exchange = FakeExchange()
     follow(engine)
-    assert desk.enter(PEER, entering([8]), inlet) == ""
+    assert batches.enter(PEER, entering([8]), exchange) == ""
 
 
 def test_a_batch_above_what_the_draft_records_names_the_option_once(
-    engine: DraftEngine, desk: RoundsDesk, caplog: pytest.LogCaptureFixture
+    engine: DraftEngine, batches: PeerBatches, caplog: pytest.LogCaptureFixture
 ) -> None:
     follow(engine)
     assert engine.strategy.rounds is not None
     engine.strategy.rounds.graphs.limit(disabled=False, max_bs=2)
     for _ in range(2):
-        assert desk.enter(PEER, entering([8], batch=4), Inlet()) == "size"
-        desk.record(entering([8], batch=4))
+        assert batches.enter(PEER, entering([8], batch=4), FakeExchange()) == "size"
+        batches.record(entering([8], batch=4))
     (told,) = [
         record.getMessage() for record in caplog.records if "--cuda-graph-max-bs" in record.getMessage()
     ]
     assert "rounds of 4 sequences" in told
     assert "--cuda-graph-max-bs 2" in told
-    assert desk.enter(PEER, entering([8], batch=2), Inlet()) == ""
+    assert batches.enter(PEER, entering([8], batch=2), FakeExchange()) == ""

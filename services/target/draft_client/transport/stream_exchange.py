@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client.transport.rounds_channel import RoundsChannel
+from outrider.services.target.draft_client.transport.exchange import Exchange
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.blob_staging import BlobStaging
@@ -97,7 +97,7 @@ class _Round:
     limit_s: float
 
 
-class StreamRounds(RoundsChannel):
+class StreamExchange(Exchange):
     """Carries states and trees over the session stream.
 
     Args:

@@ -1,6 +1,6 @@
 """The interface through which rounds for remote targets receive their states and send their trees.
 
-`inline_rounds` implements the interface with messages. `serving.ipc` implements it with a shared-memory
+`stream_exchange` implements the interface with messages. `serving.ipc` implements it with a shared-memory
 mailbox on one host.
 """
 
@@ -13,7 +13,7 @@ import torch
 from outrider.draft.v1 import draft_pb2
 
 
-class RoundsInlet(Protocol):
+class Exchange(Protocol):
     """Receives the states of rounds and sends their trees."""
 
     @property
@@ -51,6 +51,30 @@ class RoundsInlet(Protocol):
 
     def skip(self, rounds: int, number: int) -> None:
         """Report, in stream order, that a round returns no trees."""
+        ...
+
+    def state_coming(self) -> None:
+        """Prepare for the state that a round waits for, if there is one.
+
+        Raises:
+            ProtocolError: This exchange receives states without messages.
+        """
+        ...
+
+    def state_arrived(self, message: draft_pb2.RoundState) -> bool:
+        """Pass a state to the round that waits for it, and send the round's trees.
+
+        Returns:
+            False if no round waits for the state.
+
+        Raises:
+            ProtocolError: The state does not have the size that the round needs, or this exchange receives
+                states without messages.
+        """
+        ...
+
+    def keep_state(self, state: bytes) -> None:
+        """Keep the state of the round that starts next, after `state_arrived` has returned False."""
         ...
 
     def mend(self) -> bool:

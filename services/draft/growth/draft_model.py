@@ -1,11 +1,11 @@
-"""The interface of a model that runs rounds on the device; adapters for recurrent heads and draft models.
+"""The interface of a model that drafts with K/V of its own (`DraftModel`), for recurrent heads and decoders.
 
 The model provides passes whose row counts are fixed in advance, so that a whole round can be one CUDA graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,10 +16,11 @@ from outrider.services.draft.vocab import DraftVocabulary
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.layers.modules import Linear
 from outrider.shared.nn.layers.rope import Rotation
 
 
-class RoundPass(Protocol):
+class DraftPass(Protocol):
     """One pass over rows. The caller plans attention first.
 
     The features of a level are the states of the previous level.
@@ -44,24 +45,49 @@ class RoundPass(Protocol):
         ...
 
 
-class RoundModel(Protocol):
-    """A model that runs all levels alike, with one K/V.
+class DraftModel(Protocol):
+    """A model that extends sessions and grows trees.
+
+    A model has one stage if it runs all levels of a tree alike. A chain of MTP layers has one stage for each
+    layer; see `growth.stages`.
 
     Attributes:
         vocabulary: Vocabulary of the logits.
-        device: Device of the model.
+        device, dtype: Device and dtype of the model.
+        hidden_size: Width of the states.
         lead: Number of stable rows of a sequence, minus the number of its committed tokens without the root;
             see `kernels.round_plan`.
+        stages: Number of stages, each with K/V of its own.
     """
 
     vocabulary: DraftVocabulary
     device: torch.device
+    dtype: torch.dtype
+    hidden_size: int
     lead: int
+    stages: int
+
+    def stage(self, level: int) -> int:
+        """Return the stage that runs a level of the tree. Levels are counted from 1."""
+        return min(level, self.stages - 1)
 
     def passes(
-        self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool
-    ) -> list[RoundPass]:
-        """Return one pass for each row count in `widths`, at ``positions [sum(widths)] int32``."""
+        self,
+        positions: torch.Tensor,
+        widths: Sequence[int],
+        stages: Sequence[int],
+        attention: AttentionBackend,
+        pool: KVPool,
+    ) -> list[DraftPass]:
+        """Return one pass for each row count in `widths`.
+
+        Args:
+            positions: ``[sum(widths)] int32``, positions of the rows of all passes.
+            widths: Number of rows of each pass.
+            stages: The stage that runs each pass.
+            attention: Attention backend of the model.
+            pool: KV pool of the model.
+        """
         ...
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -108,57 +134,76 @@ class _DecoderPass:
         return states if ends is None else ends.of(states).contiguous()
 
 
-class HeadRounds(RoundModel):
-    """Runs rounds with a recurrent head."""
+class HeadModel(DraftModel):
+    """A recurrent head. The state of a row is the feature of the row's children."""
 
     lead = 0
+    stages = 1
 
     def __init__(self, head: RecurrentHead) -> None:
         self._head = head
         self.vocabulary = head.vocabulary
         self.device = head.device
+        self.dtype = head.dtype
+        self.hidden_size = head.hidden_size
 
     def passes(
-        self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool
-    ) -> list[RoundPass]:
-        """Return one pass per width. The rotary angles of all rows are computed together."""
-        cos, sin = (part.split_with_sizes(list(widths)) for part in self._head.rotation(positions))
-        return [
-            _HeadPass(self._head, Rotation(*angles), attention, pool) for angles in zip(cos, sin, strict=True)
-        ]
+        self,
+        positions: torch.Tensor,
+        widths: Sequence[int],
+        stages: Sequence[int],
+        attention: AttentionBackend,
+        pool: KVPool,
+    ) -> list[DraftPass]:
+        rotations = split_rotation(self._head.rotation(positions), widths)
+        return [_HeadPass(self._head, rotation, attention, pool) for rotation in rotations]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         return self._head.logits(states)
 
 
-class DecoderRounds(RoundModel):
-    """Runs rounds with a decoder, whose rows are tokens.
+class DecoderModel(DraftModel):
+    """A decoder, whose rows are tokens.
 
-    The decoder takes no features. Its states are used only to compute logits.
+    The decoder takes no features. A row reads everything about its ancestors from the ancestors' K/V, so
+    states serve only to compute logits.
 
     Args:
         decoder: The draft model.
-        vocabulary: Vocabulary of the logits.
-        logits: The decoder's output head, reduced to the vocabulary.
+        vocabulary: The token ids that both models have.
     """
 
     lead = 1
+    stages = 1
 
-    def __init__(
-        self, decoder: Decoder, vocabulary: DraftVocabulary, logits: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, decoder: Decoder, vocabulary: DraftVocabulary) -> None:
         self._decoder = decoder
-        self._logits = logits
         self.vocabulary = vocabulary
         self.device = decoder.device
+        self.dtype = decoder.dtype
+        self.hidden_size = decoder.config.hidden_size
+        # The rows of the lm_head that may be drafted; None selects all rows.
+        cut = vocabulary.size < decoder.config.vocab_size
+        self._lm_head = Linear(decoder.lm_head[vocabulary.target_ids(decoder.device)]) if cut else None
 
     def passes(
-        self, positions: torch.Tensor, widths: Sequence[int], attention: AttentionBackend, pool: KVPool
-    ) -> list[RoundPass]:
+        self,
+        positions: torch.Tensor,
+        widths: Sequence[int],
+        stages: Sequence[int],
+        attention: AttentionBackend,
+        pool: KVPool,
+    ) -> list[DraftPass]:
         return [
             _DecoderPass(self._decoder, rows, attention, pool)
             for rows in positions.split_with_sizes(list(widths))
         ]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        return self._logits(states)
+        return self._decoder.logits(states) if self._lm_head is None else self._lm_head(states)
+
+
+def split_rotation(rotation: Rotation, widths: Sequence[int]) -> list[Rotation]:
+    """Split the rotary angles of all rows by the row counts of the passes."""
+    cos, sin = (part.split_with_sizes(list(widths)) for part in rotation)
+    return [Rotation(*angles) for angles in zip(cos, sin, strict=True)]

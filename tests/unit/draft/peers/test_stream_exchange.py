@@ -12,16 +12,16 @@ from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.build import build_engine
-from outrider.services.draft.peers.inline_rounds import InlineRounds
 from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import Reply, RoundTaken, RoundTrees
+from outrider.services.draft.peers.stream_exchange import StreamExchange
 from outrider.services.draft.serving.convert import reply_to
 from outrider.services.draft.serving.loop import DraftLoop
 from outrider.services.draft.serving.protocol import DraftProtocol
 from outrider.services.draft.serving.servicer import StreamOutlet
 from outrider.services.draft.sessions.session import PeerId
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.target.draft_client.transport.stream_rounds import SOON, TAKEN
+from outrider.services.target.draft_client.transport.stream_exchange import SOON, TAKEN
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.tensors import InlineTensors
@@ -47,20 +47,20 @@ class Draft:
     def __init__(self, ahead: bool = True) -> None:
         self.outlet, self.relay = Outlet(), Relay()
         self.peer = Peer(PeerId(1), "t", self.outlet)
-        self.inlet = InlineRounds(self.peer, self.relay, ahead=ahead)  # type: ignore[arg-type]
+        self.exchange = StreamExchange(self.peer, self.relay, ahead=ahead)  # type: ignore[arg-type]
         self.blob, self.trees = torch.zeros(SIZE, dtype=torch.uint8), torch.ones(SIZE, dtype=torch.uint8)
-        assert self.inlet.fits(self.blob, self.trees)
+        assert self.exchange.fits(self.blob, self.trees)
 
     def enqueue(self, number: int, tried: bool = True) -> bool:
         message = draft_pb2.RoundsNext(rounds=1, number=number)
-        if not self.inlet.goes_ahead(message, tried):
+        if not self.exchange.goes_ahead(message, tried):
             return False
-        self.inlet.take(message, self.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-        self.inlet.give(message, self.trees)
+        self.exchange.take(message, self.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+        self.exchange.give(message, self.trees)
         return True
 
     def finish(self, number: int, state: bytes = bytes(SIZE)) -> bool:
-        return self.inlet.finish(draft_pb2.RoundState(rounds=1, number=number, state=state))
+        return self.exchange.state_arrived(draft_pb2.RoundState(rounds=1, number=number, state=state))
 
 
 def sealed(number: int, size: int = SIZE) -> bytes:
@@ -80,40 +80,40 @@ def test_a_state_starts_the_round_that_waits_and_its_trees_are_sent(draft: Draft
         assert draft.finish(number, bytes([number]) * SIZE)
         assert draft.relay.came[number] == bytes([number]) * SIZE
         assert draft.outlet.said[-1] == RoundTrees(1, number, bytes([1]) * SIZE)
-    assert not draft.inlet.broken
+    assert not draft.exchange.broken
 
 
 def test_a_sealed_state_starts_the_round_that_waits_and_nothing_else_does(draft: Draft) -> None:
-    assert not draft.inlet.finish_sealed(sealed(1)), "no round waits yet"
+    assert not draft.exchange.finish_sealed(sealed(1)), "no round waits yet"
     assert draft.enqueue(1)
     for message in (
         sealed(2),
         b"",
         draft_pb2.SessionRequest(ping=draft_pb2.Ping(nonce=1)).SerializeToString(),
     ):
-        assert not draft.inlet.finish_sealed(message)
+        assert not draft.exchange.finish_sealed(message)
     assert draft.relay.waits == {1}
-    assert draft.inlet.finish_sealed(sealed(1))
+    assert draft.exchange.finish_sealed(sealed(1))
     assert draft.relay.came == {1: bytes([1]) * SIZE}
     said = draft.outlet.said[-1]
     assert isinstance(said, RoundTrees)
     assert said.envelope is not None
     assert said.envelope.seal(said.trees) == reply_to(said).SerializeToString()
-    assert not draft.inlet.finish_sealed(sealed(1)), "the round has ended"
+    assert not draft.exchange.finish_sealed(sealed(1)), "the round has ended"
 
 
 def test_a_sealed_state_of_another_size_is_refused_and_releases(draft: Draft) -> None:
     assert draft.enqueue(1)
     with pytest.raises(ProtocolError, match="size"):
-        draft.inlet.finish_sealed(sealed(1, SIZE - 1))
+        draft.exchange.finish_sealed(sealed(1, SIZE - 1))
     assert not draft.relay.waits
 
 
 def test_the_gpu_is_called_for_a_state_that_is_waited_for(draft: Draft) -> None:
-    draft.inlet.soon()
+    draft.exchange.state_coming()
     assert not draft.relay.calls
     assert draft.enqueue(1)
-    draft.inlet.soon()
+    draft.exchange.state_coming()
     assert draft.relay.calls == 1
     assert draft.relay.waits == {1}
 
@@ -122,8 +122,8 @@ def test_the_target_of_a_state_that_was_announced_hears_that_it_came_before_its_
     for number in (1, 2, 3):
         draft.outlet.said.clear()
         assert draft.enqueue(number)
-        draft.inlet.soon()
-        assert draft.inlet.finish_sealed(sealed(number))
+        draft.exchange.state_coming()
+        assert draft.exchange.finish_sealed(sealed(number))
         (taken,) = draft.outlet.said
         assert isinstance(taken, RoundTaken)
         assert reply_to(taken).WhichOneof("message") == "round_taken"
@@ -132,7 +132,7 @@ def test_the_target_of_a_state_that_was_announced_hears_that_it_came_before_its_
         assert draft.outlet.said[1:] == [RoundTrees(1, number, bytes([1]) * SIZE)]
     draft.outlet.said.clear()
     assert draft.enqueue(4)
-    assert draft.inlet.finish_sealed(sealed(4))
+    assert draft.exchange.finish_sealed(sealed(4))
     assert draft.outlet.said == [RoundTrees(1, 4, bytes([1]) * SIZE)], "not announced: no RoundTaken"
 
 
@@ -154,8 +154,8 @@ def test_what_follows_the_message_that_a_state_came_is_left_to_its_stream() -> N
 def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: Draft) -> None:
     """Otherwise the thread that delivers the next state could block on trees queued after the wait for it."""
     assert draft.enqueue(1)
-    draft.inlet.soon()
-    assert draft.inlet.finish_sealed(sealed(1))
+    draft.exchange.state_coming()
+    assert draft.exchange.finish_sealed(sealed(1))
     assert draft.enqueue(2)
     taken, trees = draft.outlet.said
     assert trees == RoundTrees(1, 1, bytes([1]) * SIZE)
@@ -163,7 +163,7 @@ def test_trees_that_are_owed_are_sent_before_another_round_is_waited_for(draft: 
     taken.then()
     assert len(draft.outlet.said) == 2, "the trees must be sent only once"
     assert draft.relay.waits == {2}
-    assert draft.inlet.finish_sealed(sealed(2)), "the second round must still wait for its state"
+    assert draft.exchange.finish_sealed(sealed(2)), "the second round must still wait for its state"
 
 
 def test_the_message_that_a_state_comes_soon_calls_the_gpu(draft: Draft, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_message_that_a_state_comes_soon_calls_the_gpu(draft: Draft, tmp_pat
     }
     protocol = DraftProtocol(DraftLoop(build_engine(DraftSettings.load(values), CPU, torch.float32)), CPU)
     assert draft.enqueue(1)
-    protocol.take(draft.peer, draft_pb2.SessionRequest.FromString(SOON), InlineTensors(), draft.inlet)
+    protocol.take(draft.peer, draft_pb2.SessionRequest.FromString(SOON), InlineTensors(), draft.exchange)
     assert draft.relay.calls == 1
     assert draft.relay.waits == {1}
 
@@ -198,9 +198,9 @@ def test_a_state_of_another_size_is_refused_and_releases(draft: Draft) -> None:
 
 def test_a_round_that_failed_half_way_is_released_and_answered(draft: Draft) -> None:
     message = draft_pb2.RoundsNext(rounds=1, number=3)
-    assert draft.inlet.goes_ahead(message, True)
-    draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.inlet.skip(1, 3)
+    assert draft.exchange.goes_ahead(message, True)
+    draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.exchange.skip(1, 3)
     assert not draft.relay.waits
     assert draft.outlet.said == [RoundTrees(1, 3, b"")]
 
@@ -210,7 +210,7 @@ def test_numbers_that_no_watch_could_follow_wait_for_nothing(draft: Draft, numbe
     assert draft.enqueue(2)
     assert draft.finish(2)
     assert not draft.enqueue(number)
-    draft.inlet.skip(1, number)
+    draft.exchange.skip(1, number)
     assert draft.enqueue(3), "an invalid number must not affect later rounds"
     assert draft.finish(3)
 
@@ -223,14 +223,14 @@ def test_numbers_that_no_watch_could_follow_wait_for_nothing(draft: Draft, numbe
 def test_a_round_may_wait_for_its_state_on_the_host(ahead: bool, tried: bool, room: int) -> None:
     draft = Draft(ahead)
     draft.relay.room = room
-    assert draft.inlet.fits(draft.blob, draft.trees)
+    assert draft.exchange.fits(draft.blob, draft.trees)
     assert not draft.enqueue(1, tried=tried)
     assert not draft.finish(1)
     state = bytes([5]) * SIZE
-    draft.inlet.arrived(state)
+    draft.exchange.keep_state(state)
     message = draft_pb2.RoundsNext(rounds=1, number=1)
-    draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.inlet.give(message, draft.trees)
+    draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.exchange.give(message, draft.trees)
     assert draft.relay.came == {1: state} if room else draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert not draft.relay.waits
     assert draft.outlet.said == [RoundTrees(1, 1, bytes([1]) * SIZE)]
@@ -241,23 +241,23 @@ def test_a_draft_whose_driver_cannot_wait_goes_on_without(draft: Draft) -> None:
     with pytest.raises(CudaError):
         draft.enqueue(1)
     assert draft.relay.closed
-    draft.inlet.skip(1, 1)
-    assert draft.inlet.mend()
-    assert draft.inlet.fits(draft.blob, draft.trees)
+    draft.exchange.skip(1, 1)
+    assert draft.exchange.mend()
+    assert draft.exchange.fits(draft.blob, draft.trees)
     assert not draft.enqueue(2)
-    draft.inlet.arrived(bytes([5]) * SIZE)
+    draft.exchange.keep_state(bytes([5]) * SIZE)
     message = draft_pb2.RoundsNext(rounds=1, number=2)
-    draft.inlet.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
-    draft.inlet.give(message, draft.trees)
+    draft.exchange.take(message, draft.blob, torch.zeros(1, dtype=torch.int32), 1.0)
+    draft.exchange.give(message, draft.trees)
     assert draft.blob[4:].tolist() == [5] * (SIZE - 4)
     assert draft.outlet.said == [RoundTrees(1, 1, b""), RoundTrees(1, 2, bytes([1]) * SIZE)]
 
 
 def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft: Draft) -> None:
     assert not draft.enqueue(1, tried=False)
-    draft.inlet.arrived(b"short")
+    draft.exchange.keep_state(b"short")
     with pytest.raises(ProtocolError, match="size"):
-        draft.inlet.take(
+        draft.exchange.take(
             draft_pb2.RoundsNext(rounds=1, number=1), draft.blob, torch.zeros(1, dtype=torch.int32), 1.0
         )
     assert not draft.relay.waits
@@ -265,6 +265,6 @@ def test_a_malformed_state_of_a_round_that_is_new_is_refused_and_releases(draft:
 
 def test_a_target_that_has_gone_leaves_nothing_waiting(draft: Draft) -> None:
     assert draft.enqueue(1)
-    draft.inlet.close()
+    draft.exchange.close()
     assert not draft.relay.waits
-    assert not draft.inlet.mend()
+    assert not draft.exchange.mend()

@@ -1,4 +1,4 @@
-"""`RoundsChannel`, the interface that carries states to a draft, and trees back, in rounds on the device."""
+"""`Exchange`, the interface that carries states to a draft, and trees back, in rounds on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.draft.v1 import draft_pb2
 from outrider.shared.spec.resident import RoundState
 
 
-class RoundsChannel(Protocol):
+class Exchange(Protocol):
     """Carries states to the draft and trees back. Engine thread only, except for `close`."""
 
     @property

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.peer import Peer
 from outrider.services.draft.peers.replies import RoundTaken, RoundTrees
-from outrider.services.draft.peers.rounds_inlet import RoundsInlet
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.blob_staging import BlobStaging
@@ -40,12 +40,13 @@ class _Waiting:
     envelopes: BlobEnvelopes
 
 
-class InlineRounds(RoundsInlet):
+class StreamExchange(Exchange):
     """Receives states and sends trees as messages. The host waits for the trees of each round and sends them.
 
     Threads:
 
-    - `finish_sealed`, `finish`, `soon` and `arrived` are called on the thread that receives messages.
+    - `finish_sealed`, `state_arrived`, `state_coming` and `keep_state` are called on the thread that
+      receives messages.
     - `close` may be called on any thread.
     - The other methods are called on the thread that runs rounds.
 
@@ -107,15 +108,7 @@ class InlineRounds(RoundsInlet):
             self._answer(relay, waiting)
         return True
 
-    def finish(self, message: draft_pb2.RoundState) -> bool:
-        """Pass a state to the round that waits for the state, and send the round's trees.
-
-        Returns:
-            False if no round waits for the state.
-
-        Raises:
-            ProtocolError: The state does not have the size that the round needs.
-        """
+    def state_arrived(self, message: draft_pb2.RoundState) -> bool:
         waiting, relay = self._waiting, self._relay
         if waiting is None or relay is None:
             return False
@@ -127,15 +120,14 @@ class InlineRounds(RoundsInlet):
         self._answer(relay, waiting)
         return True
 
-    def soon(self) -> None:
-        """Prepare for the awaited state, if there is one. RoundTaken is sent when that state arrives."""
+    def state_coming(self) -> None:
+        # RoundTaken is sent when the state arrives.
         relay = self._relay
         if self._waiting is not None and relay is not None:
             self._announced = True
             relay.call()
 
-    def arrived(self, state: bytes) -> None:
-        """Keep the state of the round that starts next."""
+    def keep_state(self, state: bytes) -> None:
         self._state = state
 
     def goes_ahead(self, message: draft_pb2.RoundsNext, tried: bool) -> bool:

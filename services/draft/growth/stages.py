@@ -1,0 +1,180 @@
+"""Stages of a draft model: chained MTP layers, which run different levels of a tree with K/V of their own.
+
+Stage s runs level s of a tree, and the last stage runs all further levels. In the row at position t, stage s
+pairs the token t + 1 + s with the state of stage s - 1 at t. So stage s has s stable rows fewer than stage 0
+(stable rows are those of committed tokens). Its rows on a tree lie directly after its own stable rows:
+
+    token index      S - 2     S - 1     S         S + 1          (S stable rows of stage 0, topk = 1)
+    stage 0          stable    stable
+    stage 1          stable    level 1
+    stage 2          level 1   level 2   level 3
+
+A row of the tree attends to the stable rows of its stage, and to its ancestors on all levels. A stage that
+takes over at level 2 or later therefore first runs the earlier levels (`passes_of`). As inputs, it uses the
+states of the previous stage.
+
+The last row of stage s - 1 waits for the token of the next round before stage s can use its state. So each
+sequence keeps one state per stage (`StageStates`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from outrider.services.draft.growth.draft_model import DraftModel
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.spec.tree import MASK_WORD_BITS, mask_words
+
+
+class PassKey(NamedTuple):
+    """One pass of a stage over the rows of a level. Level 0 is the extension by committed tokens."""
+
+    level: int
+    stage: int
+
+
+def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
+    """Return the passes of each level from 1 on.
+
+    The last pass of a level is the level's own. The passes before it run the earlier levels through a stage
+    that takes over at this level.
+    """
+    passes: list[list[PassKey]] = []
+    for level in range(1, levels + 1):
+        stage = model.stage(level)
+        takes_over = level > 1 and stage != passes[-1][-1].stage
+        passes.append([PassKey(run, stage) for run in range(1 if takes_over else level, level + 1)])
+    return passes
+
+
+class StageStates:
+    """The state of the last row of each stage but the last, for every sequence.
+
+    A sequence has the place of its first page. No two sequences share a page, and the page table is on the
+    device, so recorded rounds find the place without the host.
+
+    Args:
+        model: The draft model, with at least two stages.
+        pool: The KV pool of the model.
+    """
+
+    def __init__(self, model: DraftModel, pool: KVPool) -> None:
+        self._idle = pool.num_pages
+        with torch.inference_mode(False):
+            self._states = torch.zeros(
+                (pool.num_pages + 1, model.stages - 1, model.hidden_size),
+                dtype=model.dtype,
+                device=model.device,
+            )
+            self._rows = torch.zeros(pool.num_pages + 1, dtype=torch.int32, device=model.device)
+
+    def places(self, page_table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the place of each sequence, ``[bs] int64``. Idle sequences share a place of their own.
+
+        Args:
+            page_table: ``[bs, pages] int32``.
+            counts: ``[bs] int32``, 0 for idle sequences.
+        """
+        return torch.where(counts > 0, page_table[:, 0], self._idle).to(torch.int64)
+
+    def read(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the states at ``places [n] int64``, as ``[n, stages - 1, hidden]``."""
+        return self._states.index_select(0, places)
+
+    def fresh_rows(self, places: torch.Tensor, stop: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return how many of the last `counts` rows before ``stop [n] int32`` are new, as ``[n] int32``.
+
+        The others were computed before. This happens if the host has caught up on rows that the target's
+        slots hold too.
+        """
+        return (stop - self._rows.index_select(0, places)).clamp(min=0).minimum(counts)
+
+    def keep(
+        self, places: torch.Tensor, states: torch.Tensor, stop: torch.Tensor, fresh: torch.Tensor
+    ) -> None:
+        """Replace the states at ``places [n] int64``, except those of sequences without new rows.
+
+        Args:
+            places: The places.
+            states: ``[n, stages - 1, hidden]``, states of the last rows after an extension.
+            stop: ``[n] int32``, the number of rows of stage 0 after the extension.
+            fresh: ``[n] int32``, how many of these rows were new.
+        """
+        new = fresh > 0
+        self._states.index_copy_(0, places, torch.where(new[:, None, None], states, self.read(places)))
+        self._rows.index_copy_(0, places, torch.where(new, stop, self._rows.index_select(0, places)))
+
+    def clear(self, place: int) -> None:
+        """Forget the rows of an ended sequence whose first page now starts another one."""
+        self._rows[place] = 0
+
+
+class HiddenLevels:
+    """Masks for trees of which a stage cannot run the first levels.
+
+    If a sequence has S < s stable rows, the first s - S levels of stage s would lie before position 0. Their
+    rows run like all others, but no other row may see them.
+
+    Args:
+        stage: The stage s.
+        depth, topk: Depth and level width of the trees.
+        device: Device of the masks.
+    """
+
+    def __init__(self, stage: int, depth: int, topk: int, device: torch.device) -> None:
+        columns = max(1, depth - 1) * topk
+        every = torch.arange(mask_words(columns) * MASK_WORD_BITS)
+        self._stage = stage
+        # Row h has the bits of all columns from level 1 + h on, and row (l, j) the bit of one row of level l.
+        self._visible = _packed(every >= (torch.arange(stage + 1) * topk)[:, None]).to(device)
+        self._own = _packed(every == torch.arange(columns)[:, None]).view(-1, topk, mask_words(columns))
+        self._own = self._own.to(device)
+
+    def apply(self, ancestors: torch.Tensor, level: int, stable_lens: torch.Tensor) -> torch.Tensor:
+        """Return the masks of a level's rows without the hidden columns.
+
+        Every row still sees itself: a row that saw nothing would become NaN, which spoils even rows that do
+        not see it.
+
+        Args:
+            ancestors: ``[bs * topk, words] int32``, masks of the level's rows.
+            level: The level, counted from 1.
+            stable_lens: ``[bs] int32``, number of stable rows of stage 0.
+        """
+        bs, topk = stable_lens.shape[0], self._own.shape[1]
+        visible = self._visible.index_select(0, (self._stage - stable_lens).clamp(0, self._stage))
+        seen = ancestors.view(bs, topk, -1) & visible[:, None] | self._own[level - 1]
+        return seen.view(bs * topk, -1)
+
+
+def after_last(states: torch.Tensor, last: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """Return the inputs of a stage's extension: the states of the previous stage, one row earlier.
+
+    Args:
+        states: ``[bs, R, hidden]``, states of the previous stage. The last ``fresh[b]`` rows are new.
+        last: ``[bs, hidden]``, the state of the previous stage's last row before this extension.
+        fresh: ``[bs] int32``.
+
+    Returns:
+        ``[bs, R, hidden]``. The first new row has the state `last`.
+    """
+    rows = states.shape[1]
+    earlier = torch.cat([last[:, None], states[:, :-1]], 1)
+    first = torch.arange(rows, device=states.device) == (rows - fresh)[:, None]  # [bs, R]
+    return torch.where(first[:, :, None], last[:, None], earlier)
+
+
+def fresh_slots(slots: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
+    """Return ``slots [bs * R] int64`` with -1 for all but the last ``fresh[b]`` rows of each sequence."""
+    rows = slots.view(fresh.shape[0], -1)
+    stale = torch.arange(rows.shape[1], device=slots.device) < (rows.shape[1] - fresh)[:, None]
+    return torch.where(stale, -1, rows).view(-1)
+
+
+def _packed(bits: torch.Tensor) -> torch.Tensor:
+    """Pack ``bits [rows, words * 32] bool`` into masks ``[rows, words] int32``."""
+    weights = torch.ones((), dtype=torch.int64) << torch.arange(MASK_WORD_BITS)
+    words = (bits.view(bits.shape[0], -1, MASK_WORD_BITS) * weights).sum(-1)  # 0 … 2**32 - 1
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

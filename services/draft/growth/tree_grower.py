@@ -1,0 +1,375 @@
+"""Extends sequences and grows dynamic draft trees (EAGLE-2, arXiv 2406.16858, section 4), level by level.
+
+The host provides no value that depends on the results of a round, so a round can be one CUDA graph. On a CPU,
+the same code runs immediately. Every sequence extends by R rows, of which the last `counts` are real
+(`kernels.round_plan`). Idle sequences are computed as well, but they read and write no KV.
+
+Draft KV of one sequence while its tree grows (S = stable rows, computed from committed tokens):
+
+    [0, S)                       prefix: every row of the tree sees all of it
+    [S, S + topk)                level 1: the beam below the root
+    [S + topk, S + 2 * topk)     level 2, and so on: scratch rows, overwritten by the next round
+
+The root is the last committed token. All rows of level i have rope position S - 1 + i. A row sees the prefix,
+its own ancestors and itself. A beam may keep two children of one row and none of another, so the ancestor
+masks are re-indexed at every level. `stages` explains how models with several stages differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.kernels.round_plan import RoundPlan, round_plan
+from outrider.kernels.topk_expand import Beam, Candidates, Noise, expand_level
+from outrider.kernels.tree_build import tree_build
+from outrider.services.draft.growth.draft_model import DraftModel, DraftPass
+from outrider.services.draft.growth.recurrent_head import ONLY_KEYS, Ends
+from outrider.services.draft.growth.stages import (
+    HiddenLevels,
+    PassKey,
+    StageStates,
+    after_last,
+    fresh_slots,
+    passes_of,
+)
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.kv.pool import KVPool
+from outrider.shared.spec.tree import DraftBatch, DraftShape, mask_words
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthSize:
+    """The sizes of a round, fixed by the host. Rounds with equal sizes and equal addresses share one graph.
+
+    Attributes:
+        bs: Number of sequences, idle ones included.
+        rows: R, the largest number of rows by which a sequence is extended.
+        depth, topk: Depth and level width of the trees.
+        nodes: Columns of the trees.
+    """
+
+    bs: int
+    rows: int
+    depth: int
+    topk: int
+    nodes: int
+
+    @classmethod
+    def of(cls, bs: int, shape: DraftShape) -> GrowthSize:
+        """Return the size of rounds whose previous round had trees of the same shape."""
+        shape = shape.bounded()
+        return cls(bs, max_round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
+
+
+def scratch_rows(depth: int, topk: int) -> int:
+    """Return the number of scratch rows of one tree in the KV.
+
+    The model does not run the last level of the tree.
+    """
+    return max(0, depth - 1) * topk
+
+
+def max_round_rows(shape: DraftShape) -> int:
+    """Return the largest number of tokens that a round with trees of this shape can choose."""
+    return min(shape.depth, shape.max_nodes - 1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthInputs:
+    """Inputs of a round, on the device.
+
+    Attributes:
+        committed_lens: ``[bs] int32``, committed tokens, the root included.
+        counts: ``[bs] int32``, number of fresh tokens: 1..R, or 0 if idle.
+        tokens: ``[bs, columns] int32``, the fresh tokens, the root last.
+        features: ``[bs, columns, width]``, one feature per fresh token.
+        max_nodes: ``[bs] int32``, node limit of each tree.
+        page_table: ``[bs, pages] int32``.
+        temperature, seeds, choices: ``[bs]`` fp32, int64 and int32: the target's sampling noise.
+    """
+
+    committed_lens: torch.Tensor
+    counts: torch.Tensor
+    tokens: torch.Tensor
+    features: torch.Tensor
+    max_nodes: torch.Tensor
+    page_table: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    choices: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GrownTrees:
+    """Outputs of a round.
+
+    Attributes:
+        trees: ``[bs, nodes]``; the tree of an idle sequence has one node.
+        states: ``[bs, hidden]``, the states of the last stable rows, from which the trees grew.
+    """
+
+    trees: DraftBatch
+    states: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The rows of one round.
+
+    Attributes:
+        topk: Width of the levels, at most the size of the vocabulary.
+        plans: The rows of each stage.
+        levels: The passes of each level, from level 1 on.
+        passes: The model's pass for each key.
+        noise: The target's sampling noise.
+    """
+
+    topk: int
+    plans: Sequence[RoundPlan]
+    levels: Sequence[Sequence[PassKey]]
+    passes: Mapping[PassKey, DraftPass]
+    noise: Noise
+
+
+class TreeGrower:
+    """Grows trees with one model over one KV pool.
+
+    Args:
+        model: The draft model.
+        attention: Attention backend of the model.
+        pool: KV pool of the model.
+
+    Attributes:
+        stage_states: The states that the stages of the model need from earlier rounds. None if the model has
+            one stage.
+    """
+
+    def __init__(self, model: DraftModel, attention: AttentionBackend, pool: KVPool) -> None:
+        self._model = model
+        self._attention = attention
+        self._pool = pool
+        self.stage_states = StageStates(model, pool) if model.stages > 1 else None
+        self._starts: dict[tuple[int, int], torch.Tensor] = {}
+        self._hidden: dict[tuple[int, int, int], HiddenLevels] = {}
+
+    def draft(self, inputs: GrowthInputs, size: GrowthSize) -> GrownTrees:
+        """Enqueue one round: extend the sequences by their fresh tokens, then grow their trees.
+
+        In the KV, the extension's rows are written after the stable rows. The levels' rows follow the
+        extension's rows.
+        """
+        layout = self._lay_out(inputs, size, extends=True)
+        return self._grow(inputs, size, layout, self._extend(inputs, size, layout))
+
+    def grow(self, inputs: GrowthInputs, size: GrowthSize, roots: torch.Tensor) -> GrownTrees:
+        """Enqueue the growth of trees for sequences that have been extended already.
+
+        Args:
+            inputs: Each sequence has one fresh token, its root. The features are not read.
+            size: Sizes with ``rows`` 1.
+            roots: ``[bs, hidden]``, states of the last stable rows of stage 0.
+        """
+        return self._grow(inputs, size, self._lay_out(inputs, size, extends=False), roots)
+
+    def _lay_out(self, inputs: GrowthInputs, size: GrowthSize, *, extends: bool) -> _Layout:
+        model, bs = self._model, size.bs
+        topk = min(size.topk, model.vocabulary.size)
+        plans = [
+            round_plan(
+                inputs.committed_lens,
+                inputs.counts,
+                inputs.tokens,
+                inputs.max_nodes,
+                inputs.page_table,
+                rows=size.rows,
+                depth=size.depth,
+                topk=topk,
+                page_size=self._pool.page_size,
+                lead=model.lead,
+                behind=stage,
+            )
+            for stage in range(model.stages)
+        ]
+        levels = passes_of(model, size.depth - 1)
+        keys = [key for level in levels for key in level]
+        if extends:
+            keys = [PassKey(0, stage) for stage in range(model.stages)] + keys
+        noise = Noise(inputs.temperature, inputs.seeds, inputs.committed_lens, inputs.choices)
+        if not keys:
+            return _Layout(topk, plans, levels, {}, noise)
+        # All rows in the order of the passes. A model with one stage has them in this order already.
+        first, width = bs * size.rows, bs * topk
+        positions = plans[0].positions[0 if extends else first :]
+        if model.stages > 1:
+            starts = [0 if key.level == 0 else first + (key.level - 1) * width for key in keys]
+            positions = torch.cat(
+                [
+                    plans[key.stage].positions[start : start + (width if key.level else first)]
+                    for key, start in zip(keys, starts, strict=True)
+                ]
+            )
+        passes = model.passes(
+            positions,
+            [width if key.level else first for key in keys],
+            [key.stage for key in keys],
+            self._attention,
+            self._pool,
+        )
+        return _Layout(topk, plans, levels, dict(zip(keys, passes, strict=True)), noise)
+
+    def _extend(self, inputs: GrowthInputs, size: GrowthSize, layout: _Layout) -> torch.Tensor:
+        """Extend all stages, and return the states of stage 0's last rows, ``[bs, hidden]``."""
+        kept, plan = self.stage_states, layout.plans[0]
+        features, run = inputs.features.flatten(0, 1), layout.passes[PassKey(0, 0)]
+        self._attention.plan(self._extension(inputs, plan, size.rows))
+        if kept is None:
+            # The tree grows from the state of the last row. For the other rows, only K and V are computed.
+            return run(plan.tokens, features, plan.features, Ends(self._extension(inputs, plan, 1)))
+        places = kept.places(inputs.page_table, inputs.counts)
+        before, stop = kept.read(places), inputs.committed_lens - 1 + self._model.lead
+        fresh = kept.fresh_rows(places, stop, inputs.counts)
+        states = run(plan.tokens, features, plan.features).view(size.bs, size.rows, -1)
+        after = [states[:, -1]]
+        for stage, plan in enumerate(layout.plans[1:], 1):
+            # The fresh tokens are the same in all stages, but a later stage has them further in front.
+            joined = after_last(states, before[:, stage - 1], fresh).flatten(0, 1)
+            ends = None if stage < self._model.stages - 1 else ONLY_KEYS
+            rows = plan._replace(extend_slots=fresh_slots(plan.extend_slots, fresh))
+            self._attention.plan(self._extension(inputs, rows, size.rows))
+            out = layout.passes[PassKey(0, stage)](plan.tokens, joined, None, ends)
+            if ends is None:
+                states = out.view(size.bs, size.rows, -1)
+                after.append(states[:, -1])
+        kept.keep(places, torch.stack(after, 1), stop, fresh)
+        return after[0]
+
+    def _grow(
+        self, inputs: GrowthInputs, size: GrowthSize, layout: _Layout, roots: torch.Tensor
+    ) -> GrownTrees:
+        """Grow trees from the states ``roots [bs, hidden]``."""
+        depth, topk, root = size.depth, layout.topk, layout.plans[0]
+        candidates = Candidates.make(size.bs, depth, topk, roots.device)
+        # 1. The children of the roots are the first beam.
+        beam = self._expand(roots, None, 0, size, layout, candidates)
+        states = roots
+        beams: list[Beam] = []
+        made: list[torch.Tensor] = []  # states computed by the current stage, level by level
+        for level, (*missed, own) in enumerate(layout.levels, 1):
+            assert beam is not None, "only the last level has no next beam"
+            # 2. If another stage takes over, run that stage over the earlier levels first, to fill its K/V.
+            # Its inputs are the previous stage's states of the rows' parents.
+            if missed:
+                before = [self._last_states(inputs, own.stage - 1), *made]
+                made = [
+                    self._run(inputs, layout, key, rows, parents)
+                    for key, rows, parents in zip(missed, beams, before, strict=False)
+                ]
+            # 3. Run the model over the beam, and expand its rows. The best children are the next beam.
+            states = self._run(inputs, layout, own, beam, states)
+            beams.append(beam)
+            made.append(states)
+            beam = self._expand(states, beam, level, size, layout, candidates)
+        # 4. Keep the best candidates of all levels, and lay them out as trees.
+        tree = tree_build(
+            candidates.scores,
+            candidates.tokens,
+            candidates.parents,
+            root.root_tokens,
+            root.max_nodes,
+            size.nodes,
+            candidates.logprobs,
+        )
+        return GrownTrees(
+            DraftBatch(tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors,
+            logprobs=tree.logprobs), roots
+        )  # fmt: skip
+
+    def _last_states(self, inputs: GrowthInputs, stage: int) -> torch.Tensor:
+        """Return the state of each sequence's last stable row in a stage, ``[bs, hidden]``."""
+        kept = self.stage_states
+        assert kept is not None, "a stage takes over only in a model with several stages"
+        return kept.read(kept.places(inputs.page_table, inputs.counts))[:, stage]
+
+    def _run(
+        self, inputs: GrowthInputs, layout: _Layout, key: PassKey, beam: Beam, parents: torch.Tensor
+    ) -> torch.Tensor:
+        """Run a stage over the rows of a level, given the states ``parents`` of the level before."""
+        plan, topk = layout.plans[key.stage], layout.topk
+        # In a chain, a row sees everything before it and has only one possible parent, so neither masks nor
+        # parents are needed.
+        masks, source = (beam.ancestors, beam.parents) if topk > 1 else (None, None)
+        if key.stage > 1:
+            stable_lens = inputs.committed_lens - 1 + self._model.lead
+            masks = self._hidden_levels(key.stage, len(layout.levels) + 1, topk).apply(
+                beam.ancestors, key.level, stable_lens
+            )
+        slots = plan.level_slots[key.level - 1]
+        self._attention.plan(
+            self._visible(inputs, plan.lens[1], plan.lens[1 + key.level], slots, topk, masks)
+        )
+        return layout.passes[key](beam.tokens, parents, source)
+
+    def _expand(
+        self,
+        states: torch.Tensor,
+        beam: Beam | None,
+        level: int,
+        size: GrowthSize,
+        layout: _Layout,
+        candidates: Candidates,
+    ) -> Beam | None:
+        return expand_level(
+            self._model.logits(states),
+            beam,
+            level,
+            layout.topk,
+            candidates,
+            words=mask_words(max(1, size.depth - 1) * layout.topk),
+            last=level == size.depth - 1,
+            d2t=self._model.vocabulary.d2t,
+            noise=layout.noise,
+        )
+
+    def _extension(self, inputs: GrowthInputs, plan: RoundPlan, rows: int) -> AttentionBatch:
+        """Return the attention inputs of the last `rows` rows of each sequence's extension."""
+        return self._visible(inputs, plan.lens[0], plan.lens[1], plan.extend_slots, rows, None)
+
+    def _visible(
+        self,
+        inputs: GrowthInputs,
+        prefix: torch.Tensor,
+        ends: torch.Tensor,
+        slots: torch.Tensor,
+        rows: int,
+        masks: torch.Tensor | None,
+    ) -> AttentionBatch:
+        """Return the attention inputs of `rows` rows per sequence."""
+        return AttentionBatch(
+            page_table=inputs.page_table,
+            prefix_lens=prefix,
+            kv_lens=ends,
+            query_start=self._query_start(inputs.page_table.shape[0], rows),
+            ancestors=masks,
+            slots=slots,
+            max_query_len=rows,
+            max_kv_len=inputs.page_table.shape[1] * self._pool.page_size,
+        )
+
+    def _query_start(self, bs: int, rows: int) -> torch.Tensor:
+        """Return the index of each sequence's first row, and the row count, as ``[bs + 1] int32``.
+
+        The tensor comes from a cache, because a graph cannot copy it from the host.
+        """
+        if (bs, rows) not in self._starts:
+            self._starts[bs, rows] = (torch.arange(bs + 1, dtype=torch.int32) * rows).to(self._model.device)
+        return self._starts[bs, rows]
+
+    def _hidden_levels(self, stage: int, depth: int, topk: int) -> HiddenLevels:
+        """Return masks from a cache, because a graph cannot copy them from the host."""
+        key = (stage, depth, topk)
+        if key not in self._hidden:
+            self._hidden[key] = HiddenLevels(stage, depth, topk, self._model.device)
+        return self._hidden[key]
