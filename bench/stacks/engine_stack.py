@@ -266,6 +266,7 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
             raise UnavailableError(
                 f"The draft is {state.value} after {DRAFT_START_S:.0f} s. Its last output:\n" + "\n".join(log)
             )
+        asyncio.run(target.wait_recorded(for_all=True))
         yield BenchEngine(target, decoder, synthetic)
 
 
@@ -351,7 +352,7 @@ def _head_folder(cleanup: ExitStack, shape: NamedShape, device: torch.device, dt
 
 def _draft_settings(settings: TargetSettings, head: Path) -> DraftSettings:
     caps = {name: getattr(settings, name) for name in ("max_steps", "max_topk", "max_nodes", "page_size")}
-    return DraftSettings.load({"draft": head, "max_sessions": settings.max_running_requests, **caps})
+    return DraftSettings.load({"draft": head, "max_sessions": settings.running_requests, **caps})
 
 
 def _start_draft(

@@ -54,7 +54,7 @@ TARGET_FLAGS: Mapping[str, ServiceFlag] = {
         int, "Maximum number of rows in a compiled pass; larger passes run uncompiled.", default="32"
     ),
     "cuda_graph_max_bs": ServiceFlag(
-        int, "Maximum batch size for which CUDA graphs are captured.", default="64"
+        int, "Maximum batch size for which CUDA graphs are captured.", default="256"
     ),
     "disable_tile_trial": ServiceFlag(bool, "Do not tune the tile sizes of matrix products at startup."),
     "disable_cuda_graph": ServiceFlag(bool, "Capture no CUDA graphs."),

@@ -111,6 +111,9 @@ class TargetMetrics:
             "auto_looks_lost_seconds", "Time lost by rounds that tried what was not estimated best."
         )
         self._shapes_seen: set[str] = set()
+        self._graphs_left = gauge(
+            "graphs_left", "CUDA graphs that will be recorded while no request is live."
+        )
         self._state = gauge("speculation_state", "1 for the current state of speculation.", ("reason",))
         self._fallbacks = counter(
             "draft_fallback", "Rounds that requested draft nodes and got none, by reason.", ("reason",)
@@ -175,7 +178,12 @@ class TargetMetrics:
                     self._depths[index].inc()
 
     def render(
-        self, scheduler: Scheduler, state: DrafterState, resyncs: int, controller: SpeculationController
+        self,
+        scheduler: Scheduler,
+        state: DrafterState,
+        resyncs: int,
+        controller: SpeculationController,
+        graphs_left: int = 0,
     ) -> str:
         """Set the gauges to their current values, and return all metrics as Prometheus text. Thread-safe."""
         allocator = scheduler.allocator
@@ -196,6 +204,7 @@ class TargetMetrics:
         self._speedup.set(1.0 if speedup is None else speedup)
         self._tell_decision(controller.verdict)
         self._looks_lost.set(controller.lost_s)
+        self._graphs_left.set(graphs_left)
         for known, reason in REASONS_OF_STATE.items():
             self._state.labels(reason).set(1 if known is state else 0)
         return self._metrics.render()

@@ -182,7 +182,7 @@ def test_graphs_that_are_recorded_while_requests_are_live_leave_the_slots_alone(
     first = len(harness.runner.graphs.keys)
     sizes = [(size, shape) for size in (8, 3, 1) for shape in (DraftShape(6, 2, 11), NO_DRAFT)]
     with harness.runner.graphs.keeping():
-        for what, record in harness.engine.recordings(sizes):
+        for what, record in harness.engine.recordings.rounds(sizes):
             assert harness.engine.num_live == len(lively)
             torch.cuda.synchronize()
             before = state_of(harness, pair)

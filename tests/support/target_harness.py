@@ -13,6 +13,7 @@ from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.engine.recorder import Recorder
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.request import (
     Event,
@@ -295,6 +296,7 @@ def make_harness(
     plan: LoopPlan | None = None,
     graphs: GraphCache | None = None,
     attention: AttentionBackend | None = None,
+    recorder: Recorder | None = None,
     **limits: int,
 ) -> Harness:
     """Make an engine that has no thread of its own.
@@ -305,7 +307,7 @@ def make_harness(
     runner = ModelRunner(decoder, pool, attention or create_backend("auto", decoder.device), graphs=graphs)
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
     engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
-    engine = TargetEngine(runner, scheduler, drafter, engine_limits, plan=plan)
+    engine = TargetEngine(runner, scheduler, drafter, engine_limits, plan=plan, recorder=recorder)
     return Harness(engine, scheduler, runner, Collector())
 
 

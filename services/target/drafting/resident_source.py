@@ -231,10 +231,12 @@ class ResidentSource(DraftSource):
                 graphs.capture(key, lambda: self._run(group, seated))
             seated.load()
             group.members.copy_(places)
-            if recorded and graphs.replays(key):
+            if not recorded:
+                self._run(group, seated)
+            elif graphs.replays(key):
                 graphs.run(key, lambda: self._run(group, seated))
             else:
-                self._run(group, seated)
+                graphs.run_eagerly(key, lambda: self._run(group, seated))
 
         return launch
 

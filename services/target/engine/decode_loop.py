@@ -220,6 +220,7 @@ class DecodeLoop:
         wait: ProposalWait | None,
         caught_up: bool,
     ) -> None:
+        provisional = finished.round.provisional
         if wait is None:
             groups = Counter(row.shape for row in executed if row.shape.drafts)
             draft_s = finished.draft_s if groups else 0.0
@@ -231,6 +232,7 @@ class DecodeLoop:
                 finished.seconds,
                 DraftPath.DEVICE,
                 caught_up,
+                provisional,
             )
         else:
             step = ExecutedStep(
@@ -241,6 +243,7 @@ class DecodeLoop:
                 wait.wait_s + finished.seconds,
                 DraftPath.HOST,
                 caught_up,
+                provisional,
             )
         self._controller.observe(step)
         self._metrics.observe_round(step, finished.draft_s, wait.answer_s if wait else None)

@@ -12,9 +12,10 @@ features are stored. All mixtures of requests therefore share a few graphs.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +36,9 @@ from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.verify_pass import PassSize, verify_pass
 from outrider.shared.base.generation import TraceNode
 from outrider.shared.base.logit_rules import TokenLogprob
+
+MOST_PADDING = 4
+"""Largest number of rows of a recorded round, as a multiple of the rows of a round that may replay it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class Round:
         nodes: ``[4, M] int32`` in host memory: tokens, parents, depths and log-probabilities of the trees.
             None if no client wants a trace.
         marks: Times of the round.
+        provisional: True if a piece ran kernel by kernel that will soon be recorded, so that later rounds of
+            the same kind take less time.
         logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
     """
 
@@ -79,6 +85,7 @@ class Round:
     result: torch.Tensor
     nodes: torch.Tensor | None
     marks: Marks
+    provisional: bool = False
     logprobs: torch.Tensor | None = None
 
     def logprobs_of(self, index: int, count: int) -> list[TokenLogprob]:
@@ -180,10 +187,8 @@ class RoundRunner:
 
     def replays(self, entries: Seq[Entry]) -> bool:
         """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
-        key = self._key(self.size_of(entries))
-        return not self._graphs.enabled or (
-            self._graphs.replays(key) and len(entries) <= self.recorded_entries
-        )
+        size = self._recorded_size(self.size_of(entries))
+        return not self._graphs.enabled or (size is not None and len(entries) <= self.recorded_entries)
 
     def begin(self) -> None:
         """Mark the begin of the next round, before its drafts are prepared."""
@@ -197,11 +202,13 @@ class RoundRunner:
             entries: The sequences. Their slots and pages must have been written to the slot table.
             draft: Enqueues the drafts, which `PackedBatch.trees` then contains. None without drafts.
         """
-        launched_at, size = time.monotonic(), self.size_of(entries)
+        launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
+        recorded, provisional_runs = len(entries) <= self.recorded_entries, graphs.provisional_runs
+        if recorded:
+            if graphs.due(self._key(size)) and not graphs.holds(self._key(size)):
+                self.capture(size)  # before the entries are loaded, because a recording runs the pass
+            size = self._recorded_size(size) or size
         key = self._key(size)
-        recorded = len(entries) <= self.recorded_entries
-        if recorded and self._graphs.due(key) and not self._graphs.holds(key):
-            self.capture(size)  # before the entries are loaded, because a recording runs the pass
         self.table.flush()
         self.batch.load(entries, size.rows)
         begun, self._begun = self._begun, None
@@ -210,10 +217,12 @@ class RoundRunner:
         drafted = self._mark()
         if draft is None or begun is None:
             begun = drafted
-        if recorded and self._graphs.replays(key):
-            self._graphs.run(key, lambda: self._verify(size))
-        else:
+        if not recorded:
             self._verify(size)
+        elif graphs.replays(key):
+            graphs.run(key, lambda: self._verify(size))
+        else:
+            graphs.run_eagerly(key, lambda: self._verify(size))
         traced = any(entry.sequence.request.speculation.trace for entry in entries)
         nodes = self._post_nodes(size.rows) if traced else None
         scored = size.mode is SamplingMode.FULL
@@ -225,7 +234,10 @@ class RoundRunner:
         result = self._ring(size.rows).take()
         logprobs = self._logprobs_ring(size.rows).take() if scored else None
         marks = Marks(begun, drafted, self._mark())
-        return Round(self._count, tuple(entries), starts, launched_at, result, nodes, marks, logprobs)
+        provisional = graphs.provisional_runs > provisional_runs
+        return Round(
+            self._count, tuple(entries), starts, launched_at, result, nodes, marks, provisional, logprobs
+        )
 
     def read(self, launched: Round) -> FinishedRound:
         """Wait for a round and return its result."""
@@ -247,6 +259,19 @@ class RoundRunner:
         self._ring(size.rows).recorded()
         if size.mode is SamplingMode.FULL:
             self._logprobs_ring(size.rows).recorded()
+
+    def _recorded_size(self, size: PassSize) -> PassSize | None:
+        """Return the smallest recorded size that serves rounds of this size; None if there is none.
+
+        Padding a round with idle rows takes less time than launching its kernels one by one.
+        """
+        sizes = self.buckets.sizes
+        for rows in sizes[bisect_left(sizes, size.rows) :]:
+            if rows > MOST_PADDING * size.rows or not self._graphs.enabled:
+                return None
+            if self._graphs.replays(self._key(padded := replace(size, rows=rows))):
+                return padded
+        return None
 
     def _verify(self, size: PassSize) -> None:
         result = verify_pass(self._runner.step_model(size.capture), self.table, self.batch, size)

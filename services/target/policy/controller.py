@@ -313,12 +313,22 @@ class SpeculationController:
 
     def observe(self, step: ExecutedStep) -> None:
         """Learn the costs, the speedup over plain rounds and each row's acceptance from an executed round."""
+        if not step.provisional:
+            self._learn_times(step)
+        for row in step.rows:
+            if row.num_nodes > 1 and row.shape.drafts:
+                chain, depth = row.shape.topk == 1, row.shape.depth
+                if row.state is None:
+                    self._drafter.observe(row.kind, chain, row.accepted, depth)
+                else:
+                    row.state.acceptance.observe(chain, row.accepted, depth)
+
+    def _learn_times(self, step: ExecutedStep) -> None:
         batch_size, costs = len(step.rows), self.costs
         nodes = sum(row.num_nodes for row in step.rows)
         drafts = bool(step.requested)
-        rest_s = step.round_s - step.draft_s - step.verify_s
         costs.observe_verify(batch_size, nodes, step.verify_s)
-        costs.observe_rest(batch_size, drafts, rest_s)
+        costs.observe_rest(batch_size, drafts, step.round_s - step.draft_s - step.verify_s)
         if not step.catches_up:
             costs.observe_drafts(step.requested, step.path, step.draft_s)
         plain_s, tokens = costs.plain(batch_size), batch_size + sum(row.accepted for row in step.rows)
@@ -332,13 +342,6 @@ class SpeculationController:
                 self._draft_rate = (
                     ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
                 )
-        for row in step.rows:
-            if row.num_nodes > 1 and row.shape.drafts:
-                chain, depth = row.shape.topk == 1, row.shape.depth
-                if row.state is None:
-                    self._drafter.observe(row.kind, chain, row.accepted, depth)
-                else:
-                    row.state.acceptance.observe(chain, row.accepted, depth)
 
     def _account(self, step: ExecutedStep, tokens: int, seconds: float, plain_s: float) -> None:
         """Pay for a round of a look, and end a decision whose round has taken much longer than expected."""

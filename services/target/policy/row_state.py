@@ -93,6 +93,8 @@ class ExecutedStep:
         path: Where the trees came from.
         catches_up: True if the drafts included work on earlier tokens of some sequences, which says nothing
             about the cost of later rounds.
+        provisional: True if later rounds of this kind will take less time, because a piece without a CUDA
+            graph will soon be recorded. Nothing is learned from the times of such a round.
     """
 
     rows: Sequence[ExecutedRow]
@@ -102,3 +104,4 @@ class ExecutedStep:
     round_s: float
     path: DraftPath = DraftPath.DEVICE
     catches_up: bool = False
+    provisional: bool = False

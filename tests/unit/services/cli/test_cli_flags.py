@@ -54,6 +54,8 @@ UP: Mapping[str, tuple[str, Any]] = {
     "skip_tokenizer": ("", True),
     "transport": ("inproc", Transport.INPROC),
     "mps": ("", True),
+    "draft_device": ("cuda:3", "cuda:3"),
+    "standby": ("", True),
     "log_level": ("debug", "debug"),
     "deterministic": ("", True),
     "quantization": ("fp8", "fp8"),
@@ -131,7 +133,7 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
         value = not wanted if name.startswith("--no-") else wanted
         arrived = up(monkeypatch, [name, typed] if typed else [name])
         assert (getattr(arrived, group).get(option) if group else getattr(arrived, option)) == value
-    if option in ("transport", "skip_tokenizer", "mps"):
+    if option in ("transport", "skip_tokenizer", "mps", "standby"):
         return
     lines = [
         " ".join(child.command)

@@ -12,6 +12,8 @@ from support.auto_machine import CHAIN, CHAIN_3, TREE, Machine, Server, law_of
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import (
     ROUNDS_PER_CHOICE,
+    ExecutedRow,
+    ExecutedStep,
     RowBound,
     SpeculationController,
 )
@@ -265,3 +267,16 @@ def test_the_wait_cap_follows_the_measurements() -> None:
     assert controller.wait_cap_s([row], 1) == pytest.approx(0.75 * (tokens * 0.004 - 0.006)), (
         "the time that the expected tokens save"
     )
+
+
+def test_times_of_provisional_rounds_are_not_learned() -> None:
+    """A round whose pieces are not recorded yet takes longer than later rounds of its kind."""
+    controller = SpeculationController()
+    state = controller.new_row()
+    rows = [ExecutedRow(state, 4, CHAIN_3, 3)]
+    for _ in range(8):
+        controller.observe(ExecutedStep(rows, {CHAIN_3: 1}, 0.01, 0.04, 0.05, provisional=True))
+    assert controller.costs.plain(1) is None
+    assert controller.speedup_estimate is None
+    controller._drafter.refresh()
+    assert state.acceptance.expected_tokens(True)[3] > 1, "accepted drafts do not depend on graphs"
