@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.services.cli.flags import with_target_flags
+from outrider.services.cli.flags import GATEWAY_FLAGS, with_service_flags
 from outrider.services.stack import launch
 from outrider.services.stack.launch import Progress
 from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
@@ -147,7 +147,7 @@ KvTokens = Annotated[
 ]
 
 
-@with_target_flags
+@with_service_flags
 def up(
     target: TargetDir = None,
     draft: DraftDir = None,
@@ -208,7 +208,7 @@ def up(
     log_level: Annotated[
         str, typer.Option(help="Log level of all services: debug, info, warning or error.")
     ] = "info",
-    **target_settings: Any,
+    **settings: Any,
 ) -> None:
     """Start the gateway, the target and the draft.
 
@@ -216,6 +216,7 @@ def up(
     """
     from outrider.shared.base.lifecycle import StopSignal
 
+    given = {name: value for name, value in settings.items() if value is not None}
     options = StackOptions(
         target=target or DEMO_TARGET,
         draft=_draft_folder(target, draft, algorithm),
@@ -242,7 +243,8 @@ def up(
         mps=mps,
         standby=standby,
         log_level=log_level,
-        target_settings={name: value for name, value in target_settings.items() if value is not None},
+        target_settings={name: value for name, value in given.items() if name not in GATEWAY_FLAGS},
+        gateway_settings={name: value for name, value in given.items() if name in GATEWAY_FLAGS},
     )
     console = StatusConsole(stderr=True, highlight=False)
     with (

@@ -98,6 +98,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         "tokenizer": None if options.skip_tokenizer else options.target,
         "log-level": options.log_level,
     }
+    gateway |= {name.replace("_", "-"): value for name, value in options.gateway_settings.items()}
 
     # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process reads from the checkpoint
     # whether the draft is a head or MTP layers. The target is therefore started without the algorithm's name,
@@ -209,6 +210,10 @@ def check_options(options: StackOptions) -> None:
         raise ConfigurationError(f"--target {options.target} has no tokenizer.json. {fix}", field="--target")
     if options.target_settings or options.mem_fraction_static is not None:
         _check_target_flags(options)
+    if options.gateway_settings:
+        from outrider.services.gateway.settings import GatewaySettings
+
+        GatewaySettings.load(dict(options.gateway_settings))
     for port in (options.port, options.port + 1):
         with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

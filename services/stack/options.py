@@ -54,6 +54,7 @@ class StackOptions:
             draft then runs in the target's first process.
         standby: Keep a standby process that takes over if the draft's own process exits.
         target_settings: Settings that only the target reads, by setting name.
+        gateway_settings: Settings that only the gateway reads, by setting name.
     """
 
     target: Path = DEMO_TARGET
@@ -82,6 +83,7 @@ class StackOptions:
     mps: bool = False
     standby: bool = True
     target_settings: Mapping[str, object] = field(default_factory=dict)
+    gateway_settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def speculates(self) -> bool:

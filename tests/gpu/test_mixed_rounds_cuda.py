@@ -109,7 +109,7 @@ def test_each_request_gets_what_it_gets_alone(
     assert stats.accepted_tokens > 0
     assert (harness.scheduler.num_retractions > 0) == (num_pages < 100)
     keys = [key for key in cache.keys if isinstance(key, GraphKey)]
-    assert {key.mode for key in keys if key.kind == "verify"} == set(SamplingMode)
+    assert {key.mode for key in keys if key.kind == "verify"} == set(SamplingMode) - {SamplingMode.FULL}
     assert any(key.kind == "draft" for key in keys) == (make_drafter is not host_answers)
 
 

@@ -75,7 +75,7 @@ def test_large_passes_are_recorded(decoder: Decoder, size: int) -> None:
         ModelRunner(decoder, pool, create_backend("auto", CUDA), graphs=cache, prefill_sizes=(size,))
         for cache in (graphs, GraphCache(CUDA, enabled=False))
     )
-    runner.use_slots(SlotTable(SLOTS, 2, pool, pool.num_pages))
+    runner.use_slots(SlotTable(SLOTS, 2, pool, pool.num_pages, decoder.config.vocab_size))
     runner.capture_prefill(size)
     assert runner.recorded_rows(size) == size
     chosen = []
@@ -111,7 +111,7 @@ def test_prompts_alone_are_recorded_with_the_library(size: int, tmp_path: Path) 
     assert isinstance(attention, KernelAttention)
     library = Library(kept.num_heads, kept.num_kv_heads, kept.head_dim, decoder.dtype, CUDA, size)
     assert next(library.prepare(attention.use_library), "refused") is None
-    runner.use_slots(SlotTable(SLOTS, 2, pool, pool.num_pages))
+    runner.use_slots(SlotTable(SLOTS, 2, pool, pool.num_pages, decoder.config.vocab_size))
     for whole in (False, True):
         runner.capture_prefill(size, whole)
     for plane in pool.planes():

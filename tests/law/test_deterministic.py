@@ -23,6 +23,7 @@ from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import LogitRules, LogprobParams
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import BatchInvariant, deterministic
@@ -110,6 +111,28 @@ def test_sampling_chooses_the_same_tokens(target_dir: Path, sampling: SamplingPa
         harness.run()
     assert harness.sink.tokens["spec"] == tokens
     assert_bits(logits, rows)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rules_and_logprobs_have_the_same_bits(target_dir: Path, temperature: float) -> None:
+    decoder = load(target_dir, DEVICE, torch.bfloat16)
+    rules = LogitRules(0.5, 0.7, 1.2, logit_bias=((3, 2.0),), bad_words=((4,), (5, 6)))
+    sampling = SamplingParams(temperature, top_p=0.95, seed=3, rules=rules)
+    wanted = LogprobParams(top=5, prompt_top=2)
+    alone = harness_of(decoder, NoDrafter(), prefill_chunk=3)
+    alone.submit(PROMPT, NEW_TOKENS, request_id="spec", sampling=sampling, logprobs=wanted)
+    alone.run()
+    tokens = alone.sink.tokens["spec"]
+    harness = harness_of(decoder, FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)))
+    harness.submit(PROMPT, NEW_TOKENS, request_id="other", shape=(2, 3, 7))
+    harness.submit(
+        PROMPT, NEW_TOKENS, request_id="spec", shape=(5, 4, 16), sampling=sampling, logprobs=wanted
+    )
+    harness.run()
+    assert harness.sink.finished["spec"].speculation.accepted_tokens > 5
+    assert harness.sink.tokens["spec"] == tokens
+    assert harness.sink.logprobs["spec"] == alone.sink.logprobs["spec"]
+    assert harness.sink.prompt_logprobs["spec"] == alone.sink.prompt_logprobs["spec"]
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)

@@ -20,6 +20,7 @@ from outrider.services.target.policy.controller import ExecutedStep
 from outrider.services.target.scheduling.scheduler import PrefillChunk, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
 from outrider.shared.base.generation import RoundTrace
+from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.slot_sequences import seated_sequence
@@ -140,7 +141,13 @@ class LoopWorld:
             return None
         return advance(sequence, list(emitted))
 
-    def emit(self, sequence: EngineSequence, step: Advance, trace: RoundTrace | None = None) -> None:
+    def emit(
+        self,
+        sequence: EngineSequence,
+        step: Advance,
+        trace: RoundTrace | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
         self.log.append(f"emit {sequence.session_id} {step.kept}")
         if trace is not None:
             self.traces.append(trace)

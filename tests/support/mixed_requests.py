@@ -29,6 +29,7 @@ from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence as Row
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import LogitRules, TokenLogprob
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState, ProposalRow
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -54,6 +55,16 @@ SAMPLINGS = (
     SamplingParams(temperature=1.0, top_p=0.8, seed=5),
     SamplingParams(temperature=1.3, min_p=0.1, seed=6),
     SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, seed=7),
+    SamplingParams(temperature=0.0, rules=LogitRules(1.2, 0.7, 1.3)),
+    SamplingParams(
+        temperature=0.8,
+        top_p=0.95,
+        seed=8,
+        rules=LogitRules(-0.5, 0.4, logit_bias=((3, 4.0), (7, -100.0)), bad_words=((3, 3), (5,), (3, 9, 3))),
+    ),
+    SamplingParams(
+        temperature=1.0, seed=9, rules=LogitRules(0.0, 1.5, 0.8, allowed_token_ids=tuple(range(0, 64, 3)))
+    ),
 )
 BROKEN_CHANCE = 0.3
 """Probability that a drafter on the host answers with a random tree, or with no tree."""
@@ -356,6 +367,12 @@ class _Counting(Committer):
     def accept(self, sequence: Row, emitted: Sequence[int]) -> Advance | None:
         return self._inner.accept(sequence, emitted)
 
-    def emit(self, sequence: Row, step: Advance, trace: RoundTrace | None = None) -> None:
+    def emit(
+        self,
+        sequence: Row,
+        step: Advance,
+        trace: RoundTrace | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
         self._counts[sequence.request.request_id] += len(step.kept)
-        self._inner.emit(sequence, step, trace)
+        self._inner.emit(sequence, step, trace, logprobs)

@@ -60,7 +60,7 @@ def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) ->
     runner = ModelRunner(
         decoder, pool, create_backend("auto", decoder.device), graphs=graphs, prefill_sizes=sizes
     )
-    runner.use_slots(SlotTable(SLOTS, 2, pool, 32))
+    runner.use_slots(SlotTable(SLOTS, 2, pool, 32, decoder.config.vocab_size))
     runner.set_feature_spec(
         FeatureSpec(aux_layer_ids=(1, 3), feature_size=2 * decoder.config.hidden_size, fingerprint="raw")
     )

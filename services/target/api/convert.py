@@ -27,6 +27,7 @@ from outrider.shared.base.generation import (
     SpeculationMode,
 )
 from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
+from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto, rules_from_proto
 from outrider.target.v1 import target_pb2
 
 MAX_REQUEST_ID_LENGTH = 256
@@ -94,6 +95,7 @@ def request_from_proto(
         ignore_eos=message.ignore_eos,
         deadline=time.monotonic() + message.timeout_ms / 1e3 if message.timeout_ms else None,
         priority=message.priority,
+        logprobs=logprobs_from_proto(message.logprobs),
     )
 
 
@@ -105,6 +107,7 @@ def _sampling(options: common_pb2.SamplingOptions) -> SamplingParams:
         min_p=options.min_p,
         seed=options.seed if options.HasField("seed") else secrets.randbits(64),
         choice_index=options.choice_index,
+        rules=rules_from_proto(options),
     )
 
 
@@ -112,7 +115,10 @@ def event_to_proto(event: Event) -> target_pb2.GenerateReply:
     """Convert an event to a message."""
     if isinstance(event, TokensEvent):
         delta = target_pb2.TokenDelta(
-            token_ids=event.token_ids, rounds=[round_to_proto(one) for one in event.rounds]
+            token_ids=event.token_ids,
+            rounds=[round_to_proto(one) for one in event.rounds],
+            logprobs=[logprob_to_proto(one) for one in event.logprobs],
+            prompt_logprobs=[logprob_to_proto(one) for one in event.prompt_logprobs],
         )
         return target_pb2.GenerateReply(request_id=event.request_id, delta=delta)
     if isinstance(event, FinishedEvent):

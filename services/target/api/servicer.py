@@ -301,4 +301,9 @@ class _Session:
 
 
 def _size(events: Iterable[Event]) -> int:
-    return sum(TOKEN_BYTES * len(event.token_ids) for event in events if isinstance(event, TokensEvent))
+    return sum(
+        TOKEN_BYTES * len(event.token_ids)
+        + sum(TOKEN_BYTES * (1 + len(one.top)) for one in (*event.logprobs, *event.prompt_logprobs))
+        for event in events
+        if isinstance(event, TokensEvent)
+    )

@@ -207,7 +207,8 @@ class DecodeLoop:
             trace = None
             if sequence.request.speculation.trace:
                 trace = self._trace(finished, index, outcome, step, base_len, draft_s)
-            self._committer.emit(sequence, step, trace)
+            logprobs = finished.round.logprobs_of(index, len(step.kept))
+            self._committer.emit(sequence, step, trace, logprobs)
         # 4. Feed the timings to the controller and the metrics.
         caught_up = finished.round.number in self._catching_up
         self._catching_up.discard(finished.round.number)

@@ -20,7 +20,7 @@ from outrider.services.target.drafting.exchange_source import ExchangeSource
 from outrider.services.target.drafting.host_source import HostSource
 from outrider.services.target.drafting.planner import DraftPlanner
 from outrider.services.target.drafting.resident_source import ResidentSource
-from outrider.services.target.engine.committer import Committer
+from outrider.services.target.engine.committer import Committer, no_token_error
 from outrider.services.target.engine.decode_loop import DecodeLoop
 from outrider.services.target.engine.engine_stats import EngineStats
 from outrider.services.target.engine.expiry import Expiry
@@ -383,8 +383,7 @@ class TargetEngine(Steppable):
 
     def _poisoned(self, sequence: Sequence) -> None:
         self._runner.scrub(sequence)
-        message = "The model computed NaN or infinity for this request. Other requests are not affected."
-        self._fail(sequence, OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error"))
+        self._fail(sequence, no_token_error(sequence))
 
     def _fail(self, sequence: Sequence, error: OutriderError) -> None:
         self._output.fail(sequence, error)

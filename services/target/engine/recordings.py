@@ -23,7 +23,7 @@ class RecordedDrafts(Protocol):
 
 
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
-"""Sampling modes of requests without filters."""
+"""Sampling modes of requests without filters, rules and logprobs."""
 MOST_MIXED_ROWS = 512
 """Largest number of packed rows of a round with trees that is recorded in advance."""
 DENSE_ROWS = 64
@@ -131,7 +131,7 @@ def round_recordings(
 
 
 def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recording]:
-    """Yield the recordings of rounds with trees, in all sampling modes, the largest first.
+    """Yield the recordings of rounds with trees, in all sampling modes but `FULL`, the largest first.
 
     Larger rounds come first, so that smaller graphs can reuse their memory.
 
@@ -142,7 +142,7 @@ def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recordi
     most = min(MOST_MIXED_ROWS, rounds.max_rows)
     for rows in reversed(rounds.buckets.sizes):
         if 1 < rows <= most and (rows <= DENSE_ROWS or rows in WIDE_ROWS):
-            for mode in (SamplingMode.FULL, *USUAL_MODES):
+            for mode in (SamplingMode.FILTERED, *USUAL_MODES):
                 for width in WIDTHS[1:]:
                     yield _recording(rounds, PassSize(rows, width, mode, captures))
 

@@ -6,15 +6,18 @@ The engine passes and receives only token ids, lengths, trees and feature rows.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 import torch
 
+from outrider.kernels.token_logprobs import token_logprobs
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.prefill_graph import PrefillGraph, library_of
 from outrider.services.target.model.sampling import SamplingBatches
+from outrider.services.target.model.scores import ScoredPrompt, score_prompts
+from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.services.target.model.verify_pass import StepModel
@@ -38,28 +41,37 @@ The host takes as long to launch the kernels of a pass as a large GPU takes to r
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """Chosen tokens that are being copied to the host.
+    """Chosen tokens and logprobs that are being copied to the host.
 
-    `wait` waits for the copy only, not for work that was enqueued after the copy.
+    `wait` waits for the copies only, not for work that was enqueued after them.
 
     Attributes:
         on_device: ``[n] int64``, the tokens on the device. Valid until the next recorded pass.
+        logprobs: ``[n, WORDS] int32`` in host memory, from `token_logprobs`. None if no client wants them.
+            Valid after `wait`.
+        prompts: Logprobs of prompt tokens in host memory, in the order of the chunks that have any. Valid
+            after `wait`.
     """
 
     on_device: torch.Tensor
+    logprobs: torch.Tensor | None
+    prompts: Seq[ScoredPrompt]
     _tokens: torch.Tensor
     _copied: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, chosen: torch.Tensor) -> ChosenTokens:
-        """Enqueue the copy of ``chosen [n] int64`` to the host."""
+    def of(
+        cls, chosen: torch.Tensor, logprobs: torch.Tensor | None = None, prompts: Seq[ScoredPrompt] = ()
+    ) -> ChosenTokens:
+        """Enqueue the copies to the host."""
         if not chosen.is_cuda:
-            return cls(chosen, chosen, None)
-        host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
-        host.copy_(chosen, non_blocking=True)
+            return cls(chosen, logprobs, prompts, chosen, None)
+        host = _pinned(chosen)
+        logprobs = None if logprobs is None else _pinned(logprobs)
+        prompts = [replace(one, logprobs=_pinned(one.logprobs)) for one in prompts]
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return cls(chosen, host, copied)
+        return cls(chosen, logprobs, prompts, host, copied)
 
     def wait(self) -> list[int]:
         """Wait for the copy and return the tokens."""
@@ -146,31 +158,50 @@ class ModelRunner:
         return self.begin_prefill(chunks).wait()
 
     @torch.inference_mode()
-    def begin_prefill(self, chunks: Seq[PrefillChunk]) -> ChosenTokens:
+    def begin_prefill(self, chunks: Seq[PrefillChunk], rules: SlotRules | None = None) -> ChosenTokens:
         """Enqueue prompt chunks in one pass without waiting for rounds in flight.
 
         Attention is causal within each chunk. The pass stores K/V, and feature rows for sequences that want
         them.
 
+        Args:
+            chunks: The chunks, at most one per sequence.
+            rules: The rules of the slots. The rules of sequences whose prompts end must be written. None if
+                no sequence has rules.
+
         Returns:
             The token at index committed_len for each chunk that completes its prompt, in order.
         """
-        return ChosenTokens.of(self._prefilled(chunks))
-
-    def _prefilled(self, chunks: Seq[PrefillChunk]) -> torch.Tensor:
-        """Enqueue the pass of `begin_prefill` and return its tokens on the device, ``[n] int64``."""
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
         capture = self.captures and any(chunk.sequence.wants_drafts for chunk in chunks)
+        prompts: Seq[ScoredPrompt] = ()
         if self._recorded is not None and self._replays(self._recorded, chunks):
             hidden = self._recorded.run(chunks, capture)
         else:
-            hidden = self._unrecorded(chunks, capture)
+            hidden, prompts = self._unrecorded(chunks, capture)
         if not finished:
-            return self._int64([])
+            return ChosenTokens.of(self._int64([]), None, prompts)
+        return self._choose(hidden, finished, rules, prompts)
+
+    def _choose(
+        self,
+        hidden: torch.Tensor,
+        finished: list[Sequence],
+        rules: SlotRules | None,
+        prompts: Seq[ScoredPrompt],
+    ) -> ChosenTokens:
+        """Choose the first token after each prompt, from ``hidden [n, hidden_size]``."""
         sampling = self._sampling.rows(finished, [1] * len(finished))
-        return self.decoder.choose(
-            hidden, sampling, self._int64([sequence.committed_len for sequence in finished])
-        )
+        positions = self._int64([sequence.committed_len for sequence in finished])
+        if rules is None or not any(sequence.ruled for sequence in finished):
+            return ChosenTokens.of(self.decoder.choose(hidden, sampling, positions), None, prompts)
+        sampling = replace(sampling, all_greedy=False, rules=rules.prompt_rows(finished))
+        logits = self.decoder.logits(hidden)
+        chosen = self.decoder.choose_from(logits, sampling, positions)
+        tops = [-1 if one.request.logprobs.top is None else one.request.logprobs.top for one in finished]
+        wanted = upload(tops, torch.int32, self.device)
+        rows = torch.arange(len(finished), device=self.device)
+        return ChosenTokens.of(chosen, token_logprobs(logits, rows, chosen, wanted), prompts)
 
     def _replays(self, recorded: PrefillGraph, chunks: Seq[PrefillChunk]) -> bool:
         """Return True if a recorded pass over these chunks is the fastest.
@@ -190,11 +221,12 @@ class ModelRunner:
             [(chunk.start, chunk.stop - chunk.start) for chunk in chunks], kept.num_heads * kept.head_dim
         )
 
-    def _unrecorded(self, chunks: Seq[PrefillChunk], capture: bool) -> torch.Tensor:
+    def _unrecorded(self, chunks: Seq[PrefillChunk], capture: bool) -> tuple[torch.Tensor, Seq[ScoredPrompt]]:
         """Enqueue one pass over chunks of any size.
 
         Returns:
-            ``[n, hidden_size]``, the last hidden states of the n chunks that complete their prompts.
+            ``[n, hidden_size]``, the last hidden states of the n chunks that complete their prompts, and the
+            logprobs of the chunks' tokens where they were requested.
         """
         starts = [chunk.start for chunk in chunks]
         counts = [chunk.stop - chunk.start for chunk in chunks]
@@ -208,7 +240,8 @@ class ModelRunner:
         if capture:
             self._store_prefill_features(output, chunks, batch.slots)
         ends = [end - 1 for end, chunk in zip(accumulate(counts), chunks, strict=True) if chunk.is_last]
-        return output.hidden[self._int64(ends)] if ends else output.hidden[:0]
+        hidden = output.hidden[self._int64(ends)] if ends else output.hidden[:0]
+        return hidden, score_prompts(self.decoder, output.hidden, chunks)
 
     def use_slots(self, table: SlotTable) -> None:
         """Let passes over prompts of sequences with slots be recorded. The passes read the slots' pages."""
@@ -264,6 +297,12 @@ class ModelRunner:
 
     def _int64(self, values: Seq[int] | np.ndarray) -> torch.Tensor:
         return upload(values, torch.int64, self.device)
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """Enqueue the copy of a tensor to pinned host memory."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
 def _output_rows(output: DecoderOutput, rows: torch.Tensor) -> DecoderOutput:

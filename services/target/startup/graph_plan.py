@@ -204,7 +204,7 @@ def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
         *(recordings.prompt(size) for size in reversed(plan.prefills)),
         *(recordings.whole_prompt(size) for size in reversed(plan.prefills) if size in WHOLE_PROMPT_SIZES),
         *recordings.rounds(plan.batches),
-        *recordings.rounds(plain, [SamplingMode.FULL]),
+        *recordings.rounds(plain, [SamplingMode.FILTERED]),
         *mixed[1:],
     ]
     return RecordingList(recordings.rounds(plan.first_batches, [SamplingMode.GREEDY]), further)

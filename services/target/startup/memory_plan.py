@@ -230,13 +230,15 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     slots = settings.running_requests * (settings.max_steps + 1) * config.hidden_size * dtype.itemsize
     # Recorded passes keep activations of their own. All graphs share them.
     recorded = fitting(PREFILL_SIZES, settings.prefill_tokens())[-1]
+    # Each slot counts the output's tokens, one word per token of the vocabulary (`model/slot_rules.py`).
+    rules = settings.running_requests * config.vocab_size * torch.int32.itemsize
     rows = max(settings.prefill_tokens(), verified) + recorded
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The larger of a layer's MLP and attention activations, plus residual, norms and captured layers.
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
     logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
     return graphs_bytes(settings, config.num_layers) + int(
-        ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits + slots)
+        ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits + slots + rules)
     )
 
 

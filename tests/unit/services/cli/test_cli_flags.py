@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.services.cli import commands as cli
-from outrider.services.cli.flags import TARGET_FLAGS
+from outrider.services.cli.flags import GATEWAY_FLAGS, TARGET_FLAGS
 from outrider.services.cli.settings_options import ALIASES
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.gateway.settings import GatewaySettings
@@ -73,8 +73,19 @@ UP: Mapping[str, tuple[str, Any]] = {
     "tp_timeout_s": ("9.5", 9.5),
     "tp_all_reduce": ("group", "group"),
     "draft_rounds": ("host", "host"),
+    "sampling_defaults": ("openai", "openai"),
+    "max_choices": ("9", 9),
+    "max_batch": ("91", 91),
+    "max_stop_strings": ("92", 92),
+    "max_stop_chars": ("93", 93),
+    "max_body_bytes": ("94000", 94000),
+    "max_queued_requests": ("95", 95),
 }
 """Option of `up` → (text typed after the flag, resulting value)."""
+
+
+GROUPS = {"target_settings": TARGET_FLAGS, "gateway_settings": GATEWAY_FLAGS}
+"""Field of `StackOptions` → the flags that it contains."""
 
 
 def options_of(*path: str) -> dict[str, list[str]]:
@@ -116,13 +127,12 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
     basis: dict[str, Any] = (
         {"draft": None, "algorithm": Algorithm.NGRAM} if by_ngrams else {"draft": Path("/m/d")}
     )
-    changed = {"target_settings": {option: wanted}} if option in TARGET_FLAGS else {option: wanted}
+    group = next((name for name, flags in GROUPS.items() if option in flags), None)
+    changed = {group: {option: wanted}} if group else {option: wanted}
     for name in options_of("up")[option]:
         value = not wanted if name.startswith("--no-") else wanted
         arrived = up(monkeypatch, [name, typed] if typed else [name])
-        assert (
-            arrived.target_settings.get(option) if option in TARGET_FLAGS else getattr(arrived, option)
-        ) == value
+        assert (getattr(arrived, group).get(option) if group else getattr(arrived, option)) == value
     if option in ("transport", "skip_tokenizer", "mps", "standby"):
         return
     lines = [
@@ -146,6 +156,14 @@ def test_the_targets_flags_are_its_settings() -> None:
             assert name in TargetSettings.load({"model": "/m", name: value}).model_fields_set
 
 
+def test_the_gateways_flags_are_its_settings() -> None:
+    for name, flag in GATEWAY_FLAGS.items():
+        setting = GatewaySettings.model_fields[name]
+        assert (setting.annotation, str(setting.default)) == (flag.kind, flag.default)
+        for value in flag.metavar.split("|") if flag.metavar else ():
+            assert name in GatewaySettings.load({name: value}).model_fields_set
+
+
 @pytest.mark.parametrize(
     ("values", "field", "message"),
     [
@@ -154,6 +172,7 @@ def test_the_targets_flags_are_its_settings() -> None:
             "quantization",
             "'none' or 'fp8' .flag --quantization",
         ),
+        ({"gateway_settings": {"max_batch": 0}}, "max_batch", "greater than or equal to 1"),
         ({"target_settings": {"cuda_graph_max_bs": 0}}, "cuda_graph_max_bs", "greater than or equal to 1"),
         (
             {"target_settings": {"deterministic": True, "attention_backend": "triton"}},
@@ -177,6 +196,7 @@ def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: 
 def sample(settings: type[ServiceSettings], name: str) -> list[str]:
     """Return a sample value for a settings flag; nothing for a switch."""
     given = {"device": "cpu", "log_level": "debug", "speculation": "on", "attention_backend": "reference"}
+    given["sampling_defaults"] = "openai"
     field = settings.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     if kinds[0] is bool:

@@ -28,6 +28,7 @@ class Chosen:
     def __init__(self, kitchen: Kitchen, tokens: list[int]) -> None:
         self._kitchen, self._tokens = kitchen, tokens
         self.on_device = torch.tensor(tokens)
+        self.logprobs, self.prompts = None, ()
 
     def wait(self) -> list[int]:
         self._kitchen.now += 1.0
@@ -59,7 +60,8 @@ class Kitchen:
             first_token=lambda one, token: self.log.append(f"first {one.session_id} {token}"),
         )
         committer: Any = SimpleNamespace(
-            accept=self._accept, emit=lambda one, step: self.log.append(f"emit {one.session_id} {step.kept}")
+            accept=self._accept,
+            emit=lambda one, step, logprobs: self.log.append(f"emit {one.session_id} {step.kept}"),
         )
         budget: Any = SimpleNamespace(
             observe=lambda *given: self.measured.append(given), tokens=lambda context: 100 + context
@@ -69,7 +71,7 @@ class Kitchen:
     def _recorded_rows(self, most: int) -> int | None:
         return None if self.recorded is None or self.recorded > most else self.recorded
 
-    def _begin(self, chunks: list[PrefillChunk]) -> Chosen:
+    def _begin(self, chunks: list[PrefillChunk], rules: None) -> Chosen:
         self.log.append("begin")
         return Chosen(self, self.tokens)
 
@@ -200,9 +202,9 @@ def test_the_first_chunk_of_a_prompt_keeps_to_the_budget_too(
     monkeypatch.setattr(harness.engine._budget, "tokens", lambda context: 5)
     begin, spans = harness.runner.begin_prefill, []
 
-    def noted(chunks: list[PrefillChunk]) -> Any:
+    def noted(chunks: list[PrefillChunk], rules: Any) -> Any:
         spans.append([(chunk.start, chunk.stop) for chunk in chunks])
-        return begin(chunks)
+        return begin(chunks, rules)
 
     monkeypatch.setattr(harness.runner, "begin_prefill", noted)
     harness.submit([1] * 20, 30, request_id="first")

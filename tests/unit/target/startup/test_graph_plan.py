@@ -143,7 +143,7 @@ def test_everything_else_is_recorded_while_the_engine_is_idle() -> None:
     for mode in USUAL_MODES:
         assert shapes(32, mode) == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
         assert shapes(64, mode) == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
-    assert shapes(64, SamplingMode.FULL) == {NO_DRAFT}
+    assert shapes(64, SamplingMode.FILTERED) == {NO_DRAFT}
     for what, sizes in (("prompt", PREFILL_SIZES), ("whole prompt", WHOLE_PROMPT_SIZES)):
         assert [one[1] for one in further if one[0] == what] == list(sizes[::-1])
     assert further[0] == ("mixed", 512), "smaller graphs must be able to reuse the memory of the largest"
