@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-law test-unit test-kernels test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose bench setup dev links clean
+.PHONY: demo test test-law test-unit test-kernels test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser screenshots bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
@@ -64,6 +64,17 @@ test-flashinfer: $(DEV_STAMP)
 # On a host with at least two GPUs.
 test-multi-gpu: $(DEV_STAMP)
 	$(PYTEST) -m multi_gpu tests/gpu
+
+# The playground in headless Chromium, which is the system's own (Debian: apt-get install chromium).
+BROWSER_EXTRA := $(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,browser]'
+test-browser: $(DEV_STAMP)
+	$(BROWSER_EXTRA)
+	$(PYTEST) tests/browser
+
+# Makes docs/images again, from the embedded pair on the CPU.
+screenshots: $(DEV_STAMP)
+	$(BROWSER_EXTRA)
+	$(BIN)/python scripts/screenshots.py
 
 bench: $(SERVE_STAMP)
 	$(BIN)/outrider bench --force

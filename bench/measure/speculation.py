@@ -106,6 +106,7 @@ def run_bench(options: BenchOptions) -> int:
     prompts = load_prompts(options.prompts or HELDOUT_PROMPTS, options.num_prompts)
     console = Console(highlight=False)
     log: deque[str] = deque(maxlen=40)
+    Console(stderr=True).print("starting two servers, one of them without a draft")
     try:
         with ExitStack() as cleanup:
             clients = _start(cleanup, options, log)

@@ -1,5 +1,17 @@
 """The `outrider` command line: its commands, their flags, and the entry points of the services."""
 
-from outrider.services.cli.commands import main
+from __future__ import annotations
+
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it without a traceback, also while its modules are imported."""
+    try:
+        from outrider.services.cli.commands import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,15 +1,21 @@
-"""Commands that talk to running services: `outrider generate`, `outrider chat` and `outrider health`."""
+"""Commands that talk to running services: `outrider generate`, `chat`, `top` and `health`."""
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-Url = Annotated[str, typer.Option(help="URL of the gateway.")]
-ApiKey = Annotated[str | None, typer.Option(help="API key to send, if the gateway requires one.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+Url = Annotated[str, typer.Option(help="URL of the gateway.", envvar="OUTRIDER_URL")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(help="API key to send, if the gateway requires one.", envvar="OUTRIDER_API_KEY"),
+]
 Speculation = Annotated[
     str | None,
     typer.Option(
@@ -25,10 +31,19 @@ Seed = Annotated[
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads it from standard input.")],
-    url: Url = "http://127.0.0.1:8000",
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            help="The prompt; without it, or with `-`, the prompt is read from standard input.",
+            show_default=False,
+        ),
+    ] = "-",
+    url: Url = DEFAULT_URL,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer and its numbers as one JSON object.")
     ] = False,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -38,6 +53,7 @@ def generate(
 ) -> None:
     """Send one prompt to a running gateway and print the answer."""
     from outrider.services.clients.rest import Reply, RestClient
+    from outrider.services.terminal.chat import print_summary
 
     text = sys.stdin.read() if prompt == "-" else prompt
     reply = Reply()
@@ -47,40 +63,54 @@ def generate(
             pieces = client.stream_completion(text, options, reply)
         else:
             pieces = client.stream_chat([{"role": "user", "content": text}], options, reply)
-        _print_pieces(pieces)
-    _print_summary(reply)
+        for piece in pieces:
+            if not as_json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+    if as_json:
+        typer.echo(json.dumps(asdict(reply)))
+        return
+    sys.stdout.write("\n")
+    print_summary(reply, Console(stderr=True, highlight=False))
 
 
 def chat(
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = DEFAULT_URL,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     speculation: Speculation = None,
+    system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
     api_key: ApiKey = None,
 ) -> None:
-    """Chat with the model through a running gateway.
+    """Chat with the model through a running gateway. Tokens are coloured by how they came.
 
-    An empty line or Ctrl-D ends the chat.
+    /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
     """
-    from outrider.services.clients.rest import Reply, RestClient
+    from outrider.services.clients.rest import RestClient
+    from outrider.services.terminal.chat import run_chat
+    from outrider.services.terminal.conversation import Conversation
 
-    messages: list[dict[str, str]] = []
+    options: dict[str, int | float] = {"max_tokens": max_tokens, "temperature": temperature}
+    if seed is not None:
+        options["seed"] = seed
     with RestClient(url, api_key) as client:
-        options = _request_options(max_tokens, temperature, seed, speculation)
-        while question := _ask():
-            messages.append({"role": "user", "content": question})
-            reply = Reply()
-            _print_pieces(client.stream_chat(messages, options, reply))
-            _print_summary(reply)
-            messages.append({"role": "assistant", "content": reply.text})
+        run_chat(client, Conversation(options, speculation, system))
 
 
-def _ask() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
+def top(
+    url: Url = DEFAULT_URL,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print the status once and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each status as one line of JSON.")] = False,
+    api_key: ApiKey = None,
+) -> None:
+    """Show load, memory, speculation and the last errors of a running stack. Ctrl-C leaves."""
+    from outrider.services.clients.rest import RestClient
+    from outrider.services.terminal.top import run_top
+
+    with RestClient(url, api_key) as client:
+        run_top(client, interval, once, as_json)
 
 
 def _request_options(
@@ -94,30 +124,8 @@ def _request_options(
     return options
 
 
-def _print_pieces(pieces: Any) -> None:
-    for piece in pieces:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
-
-
-def _print_summary(reply: Any) -> None:
-    speculation = reply.speculation
-    drafted = bool(speculation.get("draft_tokens"))
-    speculated = (
-        f", accept length {speculation['accept_length']:.2f} over {speculation['rounds']} rounds"
-        if drafted
-        else ""
-    )
-    console = Console(stderr=True, highlight=False)
-    console.print(
-        f"[dim]{reply.completion_tokens} tokens, {reply.tokens_per_s:.0f}/s, "
-        f"{reply.finish_reason}{speculated}[/]"
-    )
-
-
 def health(
-    url: Url = "http://127.0.0.1:8000",
+    url: Url = DEFAULT_URL,
     grpc_address: Annotated[
         str | None,
         typer.Option(
@@ -146,5 +154,5 @@ def health(
     with RestClient(url) as client:
         answers = {path: client.status(path) for path in ("/health", "/ready")}
     for path, (status_code, body) in answers.items():
-        typer.echo(f"{url}{path} {status_code or 'no answer'} {body or ''}".rstrip())
+        typer.echo(f"{client.url}{path} {status_code or 'no answer'} {body or ''}".rstrip())
     raise typer.Exit(0 if all(status_code == 200 for status_code, _ in answers.values()) else 1)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider.bench.cli import bench
 from outrider.services.cli import entrypoints
-from outrider.services.cli.client_commands import chat, generate, health
+from outrider.services.cli.client_commands import chat, generate, health, top
 from outrider.services.cli.up import Device, up
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
@@ -40,11 +40,31 @@ serve = typer.Typer(
 app.command()(up)
 app.command()(generate)
 app.command()(chat)
+app.command()(top)
 app.command()(health)
 app.command()(doctor)
 app.add_typer(serve, name="serve")
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from outrider.shared.base.version import installed_version
+
+        typer.echo(f"outrider {installed_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def outrider(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """Serve large language models with speculative decoding."""
+
 
 # The flags of a service come from its settings class, which is imported only after the service is chosen.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -138,6 +138,20 @@ Tp = Annotated[
         show_default="1",
     ),
 ]
+ToolCallParser = Annotated[
+    str | None,
+    typer.Option(
+        help="Format of the model's tool calls; see `outrider serve gateway --help`.",
+        show_default="by the chat template",
+    ),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer.Option(
+        help="Format of the model's reasoning; see `outrider serve gateway --help`.",
+        show_default="by the chat template",
+    ),
+]
 KvTokens = Annotated[
     int | None,
     typer.Option(
@@ -174,6 +188,8 @@ def up(
             "--skip-tokenizer", help="Run without a tokenizer; requests and answers then use token ids only."
         ),
     ] = False,
+    tool_call_parser: ToolCallParser = None,
+    reasoning_parser: ReasoningParser = None,
     transport: Annotated[
         Transport,
         typer.Option(
@@ -204,6 +220,9 @@ def up(
             help="Keep a second draft process with imported code, which takes over if the draft's process "
             "exits. It uses memory of the host but not of the GPU.",
         ),
+    ] = True,
+    playground: Annotated[
+        bool, typer.Option(help="Serve the playground at / and the operator's page at /status.")
     ] = True,
     log_level: Annotated[
         str, typer.Option(help="Log level of all services: debug, info, warning or error.")
@@ -238,10 +257,13 @@ def up(
         host=host,
         port=port,
         skip_tokenizer=skip_tokenizer,
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
         transport=transport,
         draft_device=draft_device,
         mps=mps,
         standby=standby,
+        playground=playground,
         log_level=log_level,
         target_settings={name: value for name, value in given.items() if name not in GATEWAY_FLAGS},
         gateway_settings={name: value for name, value in given.items() if name in GATEWAY_FLAGS},
@@ -254,7 +276,8 @@ def up(
         ) as stack,
     ):
         console.print(
-            f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1})",
+            f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1}"
+            + (f"; playground at {stack.url}/)" if playground else ")"),
             soft_wrap=True,
         )
         stop.wait()

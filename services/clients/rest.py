@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,17 @@ import httpx
 from outrider.shared.base.errors import ErrorCode, OutriderError, UnavailableError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def gateway_url(given: str) -> str:
+    """Return the URL of a gateway as users write it: with or without ``http://``, ``/v1`` and a slash.
+
+    Example:
+        >>> gateway_url("localhost:8000/v1/")
+        'http://localhost:8000'
+    """
+    url = given.strip() if "://" in given else f"http://{given.strip()}"
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 @dataclass(slots=True)
@@ -29,6 +40,7 @@ class Reply:
         finish_reason: Why the answer ended, such as ``stop`` or ``length``. None while the request runs.
         prompt_tokens, completion_tokens: Token counts as reported by the server.
         speculation: The server's `speculation` object.
+        seed: Seed that the server used, if it reported one.
         first_token_s, total_s: Seconds since the request was sent.
     """
 
@@ -38,6 +50,7 @@ class Reply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     speculation: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
     first_token_s: float = 0.0
     total_s: float = 0.0
 
@@ -51,7 +64,7 @@ class RestClient:
     """Client of one gateway. The `stream_*` methods yield pieces of text and fill the given `Reply`.
 
     Args:
-        url: URL of the gateway.
+        url: URL of the gateway, as `gateway_url` reads it.
         api_key: API key to send, if any.
         timeout_s: Time limit of each network read and write, in seconds.
 
@@ -62,7 +75,7 @@ class RestClient:
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self.url = url.rstrip("/")
+        self.url = gateway_url(url)
         # Ignore proxies from the environment. Proxies are meant for outside addresses, not for the gateway.
         self._http = httpx.Client(
             base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False
@@ -90,21 +103,42 @@ class RestClient:
             body = {}
         return response.status_code, body if isinstance(body, dict) else {}
 
+    def get_json(self, path: str) -> dict[str, Any]:
+        """Return the JSON object of a GET route.
+
+        Raises:
+            UnavailableError: No server answers.
+            OutriderError: The server reports an error.
+        """
+        status, body = self.status(path)
+        if status != httpx.codes.OK:
+            raise self._unreachable() if status == 0 else _error(status, body)
+        return body
+
     @cached_property
     def model(self) -> str:
         """Name of the first served model. The client requests the name only once."""
-        status, body = self.status("/v1/models")
-        if status != httpx.codes.OK or not body.get("data"):
-            raise self._unreachable() if status == 0 else _error(status, body)
+        body = self.get_json("/v1/models")
+        if not body.get("data"):
+            raise _error(httpx.codes.OK, body)
         return str(body["data"][0]["id"])
 
     def stream_chat(
         self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: Reply
     ) -> Iterator[str]:
         """Stream one chat completion."""
+        for piece, _ in self.stream_chat_events(messages, options, reply):
+            if piece:
+                yield piece
+
+    def stream_chat_events(
+        self, messages: list[dict[str, str]], options: Mapping[str, Any], reply: Reply
+    ) -> Generator[tuple[str, dict[str, Any] | None], None, None]:
+        """Stream one chat completion as (text, traced round or None). Closing it cancels the request."""
         yield from self._stream(
             "/v1/chat/completions",
-            {"messages": messages, **options},
+            # The reply's text contains the reasoning, as the model wrote it.
+            {"messages": messages, "separate_reasoning": False, **options},
             reply,
             lambda choice: choice["delta"].get("content"),
         )
@@ -113,11 +147,16 @@ class RestClient:
         self, prompt: str | list[int], options: Mapping[str, Any], reply: Reply
     ) -> Iterator[str]:
         """Stream one text completion. The prompt is text or token ids."""
-        yield from self._stream(
+        events = self._stream(
             "/v1/completions", {"prompt": prompt, **options}, reply, lambda choice: choice.get("text")
         )
+        for piece, _ in events:
+            if piece:
+                yield piece
 
-    def _stream(self, path: str, body: dict[str, Any], reply: Reply, text_of: Any) -> Iterator[str]:
+    def _stream(
+        self, path: str, body: dict[str, Any], reply: Reply, text_of: Any
+    ) -> Generator[tuple[str, dict[str, Any] | None], None, None]:
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
         started = time.perf_counter()
         try:
@@ -127,17 +166,19 @@ class RestClient:
                 for event in _events(response):
                     if "error" in event:
                         raise _error(int(event["error"].get("status", 500)), event)
+                    trace = (event.get("speculation") or {}).get("trace")
                     piece = _take(event, reply, text_of)
                     if piece and not reply.first_token_s:
                         reply.first_token_s = time.perf_counter() - started
-                    if piece:
-                        reply.text += piece
-                        yield piece
+                    if piece or trace:
+                        reply.text += piece or ""
+                        yield piece or "", trace[0] if trace else None
         except httpx.ConnectError:
             raise self._unreachable() from None
         except httpx.TransportError as error:
             raise UnavailableError(f"The connection to {self.url} broke: {error}.", field="url") from None
-        reply.total_s = time.perf_counter() - started
+        finally:
+            reply.total_s = time.perf_counter() - started
 
     def _unreachable(self) -> UnavailableError:
         return UnavailableError(
@@ -152,6 +193,8 @@ def _take(event: dict[str, Any], reply: Reply, text_of: Any) -> str | None:
         reply.prompt_tokens, reply.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
     if speculation := event.get("speculation"):
         reply.speculation |= speculation
+    if (seed := (event.get("metadata") or {}).get("seed")) is not None:
+        reply.seed = int(seed)
     if not event.get("choices"):
         return None
     choice = event["choices"][0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -41,6 +41,8 @@ PAGE_SIZE = 16
 BATCH = 8
 BETTER = 1.03
 """Smallest ratio of accept lengths at which an alternative is recommended. Smaller gains may be chance."""
+Progress = Callable[[str, float], None]
+"""Called with the current step of a probe, and the share of its answers that are finished (0 to 1)."""
 USEFUL = 1.2
 """Minimum useful accept length. Below this length, drafting costs more time than it saves."""
 
@@ -69,7 +71,11 @@ class Measured:
 
 
 def run_probe(
-    pair: Pair, prompts: Sequence[Sequence[int]], num_tokens: int, shape: DraftShape
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    shape: DraftShape,
+    progress: Progress = lambda step, share: None,
 ) -> list[Measured]:
     """Load the pair and answer the prompts greedily, once per variant.
 
@@ -78,11 +84,13 @@ def run_probe(
         prompts: Prompts as token ids.
         num_tokens: Length of each answer.
         shape: Shape of every draft tree.
+        progress: Told about each step.
 
     Raises:
         CheckpointError, ConfigurationError: The pair cannot be loaded.
         OutriderError: A request failed.
     """
+    progress("loading", 0.0)
     decoder = load_decoder(pair.target, pair.device, pair.dtype)
     room = max(len(prompt) for prompt in prompts) + num_tokens + shape.max_nodes + 2 * PAGE_SIZE
     settings = DraftSettings.load(
@@ -100,10 +108,18 @@ def run_probe(
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
     warm_up(engine, torch.device("cpu"))  # Otherwise the first run would include compilation.
-    return [
-        _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, _named(pair, one))
-        for name, one in _variants(spec, decoder)
-    ]
+    variants = list(_variants(spec, decoder))
+    measured: list[Measured] = []
+    for number, (name, one) in enumerate(variants):
+
+        def answered(share: float, name: str = name, number: int = number) -> None:
+            progress(name, (number + share) / len(variants))
+
+        named = _named(pair, one)
+        measured.append(
+            _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, named, answered)
+        )
+    return measured
 
 
 def judge_probe(measured: Sequence[Measured]) -> Iterator[Finding]:
@@ -189,6 +205,7 @@ def _measure(
     room: int,
     shape: DraftShape,
     named_ids: tuple[int, ...] | None,
+    answered: Callable[[float], None],
 ) -> Measured:
     limits = SpeculationLimits(shape)
     outcome = _Outcome()
@@ -207,6 +224,7 @@ def _measure(
             target.submit(request, outcome)
         while target.has_work():
             target.step()
+            answered(len(outcome.finished) / len(prompts))
     if outcome.failed:
         raise outcome.failed[0].error
     total = target.stats().speculation

@@ -1,5 +1,5 @@
-"""The gateway service: OpenAI- and SGLang-compatible REST routes and a gRPC API over one shared core.
+"""The gateway service: REST in the formats of OpenAI, Anthropic and SGLang, and gRPC, over one shared core.
 
-All text handling is here: tokenization, chat templates, detokenization and stop strings. The gateway imports
-no torch.
+All text handling is here: tokenization, chat templates, detokenization, stop strings and output parsers. The
+gateway imports no torch.
 """

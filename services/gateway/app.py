@@ -11,19 +11,41 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import install_handlers
-from outrider.services.gateway.middleware import Authentication, BodyGuard, KeyChecker, RequestContext
-from outrider.services.gateway.routes import chat, completions, models, native, ops
+from outrider.services.gateway.http_methods import HeadAsGet, add_options
+from outrider.services.gateway.middleware import (
+    REQUEST_ID_HEADER,
+    Authentication,
+    BodyGuard,
+    KeyChecker,
+    RequestContext,
+)
+from outrider.services.gateway.playground.pages import load_files
+from outrider.services.gateway.routes import (
+    anthropic,
+    chat,
+    completions,
+    models,
+    native,
+    ops,
+    responses,
+    sglang_admin,
+)
+from outrider.services.gateway.routes.context import IGNORED_HEADER
+from outrider.services.gateway.routes.playground import playground_router
 from outrider.services.gateway.servicer import SERVICE_NAME, AuthInterceptor, InferenceServicer, register
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
+from outrider.shared.base.version import installed_version
 from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.rpc.server import AioServer, aio_server
 
-PUBLIC_PATHS = frozenset(["/health", "/ready"])
+PUBLIC_PATHS = frozenset(["/health", "/ping", "/ready"])
+ROUTES = (chat, completions, responses, anthropic, native, sglang_admin, models, ops)
 HEADER_LIMIT_BYTES = 64 * 1024
 BACKLOG = 2048
 # Seconds to flush the last bytes of replies after the grace period.
@@ -39,19 +61,35 @@ def create_app(core: GatewayCore) -> FastAPI:
     app = FastAPI(
         title="Outrider",
         description="Serves large language models with speculative decoding.",
-        docs_url=None,
+        version=installed_version(),
+        docs_url="/docs",
         redoc_url=None,
     )
     app.state.core = core
-    for module in (chat, completions, native, models, ops):
-        app.include_router(module.router)
-    install_handlers(app)
+    routers = [module.router for module in ROUTES]
     settings = core.settings
     public_paths = PUBLIC_PATHS | ({"/metrics"} if settings.public_metrics else frozenset())
-    # The middleware added last runs first. The order is therefore context, authentication, body guard.
+    if settings.playground:
+        files = load_files()
+        routers.append(playground_router(files))
+        public_paths |= files.keys()
+    for router in routers:
+        app.include_router(router)
+    add_options(app, routers)
+    install_handlers(app)
+    # The middleware added last runs first. The order is therefore context, CORS, authentication, body guard.
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
     app.add_middleware(Authentication, checker=KeyChecker(settings.api_key), public_paths=public_paths)
-    app.add_middleware(RequestContext, metrics=core.metrics)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After"],
+        )
+    app.add_middleware(RequestContext, metrics=core.metrics, errors=core.errors)
     _describe_validation(app)
     return app
 

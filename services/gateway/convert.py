@@ -131,6 +131,8 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
         pages_held=reply.pages_held,
         draft_state=reply.draft_state,
         accept_length=reply.speculation.accept_length,
+        generated_tokens=reply.generated_tokens,
+        rounds=reply.rounds,
         prometheus_text=reply.prometheus_text,
         auto=_decision_from_proto(reply.auto),
     )

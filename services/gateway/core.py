@@ -13,8 +13,11 @@ from outrider.services.gateway.generation import Generator
 from outrider.services.gateway.logprobs import token_bytes
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
+from outrider.services.gateway.parsers.registry import ParserNames
+from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request import ChoiceEvent
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from outrider.services.gateway.served_target import TargetStats
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.gateway.target_client.client import TargetClient
 from outrider.services.gateway.target_client.stream import ReaderLimits
@@ -40,6 +43,8 @@ class Job:
         parameters: Sampling, stopping and speculation parameters.
         surface: Field names and defaults of the API that received the request.
         timeout_s: Seconds until the caller's deadline, or None. The server's own limit always applies.
+        rids: The client's names of the sequences, for `GatewayCore.abort`. Empty if it gave no names.
+        per_prompt: Parameters of each prompt. Empty if all prompts have the same `parameters`.
     """
 
     prompts: Prompts
@@ -47,6 +52,8 @@ class Job:
     parameters: Parameters
     surface: Surface
     timeout_s: float | None = None
+    rids: tuple[str, ...] = ()
+    per_prompt: tuple[Parameters, ...] = ()
 
 
 class GatewayCore:
@@ -54,9 +61,11 @@ class GatewayCore:
 
     Attributes:
         token_bytes: Returns the bytes of a token's text, for logprobs.
+        parsers: The parsers of the model's answers.
         draining: True once shutdown has begun. The gateway then reports not ready.
         admitting: Whether new requests are accepted.
         idle: Event that is set while no request is running.
+        errors: The latest error replies.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -64,6 +73,7 @@ class GatewayCore:
         self.codec = TextCodec.load(settings.tokenizer) if settings.tokenizer else None
         self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
         self.metrics = GatewayMetrics()
+        self.errors = RecentErrors()
         self.admission = Admission(
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
         )
@@ -73,12 +83,19 @@ class GatewayCore:
         self.builder = RequestBuilder(
             settings, self.codec.encode_plain if self.codec else None, _sampling_defaults(settings)
         )
+        self.parsers = ParserNames.choose(
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            self.codec.template_source if self.codec else "",
+        )
         self.started_at = int(time.time())
         self.draining = False
         self.admitting = True
         self.idle = asyncio.Event()
         self.idle.set()
         self._running = 0
+        # Client's name of a sequence or a batch → ids of the running sequences.
+        self._by_rid: dict[str, set[str]] = {}
         self._generator = Generator(self.client, self.codec.tokenizer if self.codec else None, self.metrics)
 
     @property
@@ -124,21 +141,57 @@ class GatewayCore:
         if not self.admitting:
             raise self._draining()
         with self.admission.admit(job.sequences) as slot:
+            names: list[tuple[str, str]] = []
             self._running += 1
             self.idle.clear()
             try:
                 info = self.client.info
                 deadline = asyncio.get_running_loop().time() + self._timeout_s(job)
                 prompts = await job.prompts()
-                requests = self.builder.build(prompts, job.parameters, job.surface, info, deadline)
+                requests = [
+                    request
+                    for parameters, part in _parts(job, prompts)
+                    for request in self.builder.build(part, parameters, job.surface, info, deadline)
+                ]
+                ids = [request.request_id for request in requests]
+                names = list(zip(job.rids or ids, ids, strict=True))
+                for rid, request_id in names:
+                    self._by_rid.setdefault(rid, set()).add(request_id)
                 slot.add_prompts([len(request.prompt_ids) for request in requests])
                 async with aclosing(self._generator.run(requests, slot)) as events:
                     async for event in events:
                         yield event
             finally:
+                self._forget(names)
                 self._running -= 1
                 if not self._running:
                     self.idle.set()
+
+    def abort(self, rid: str | None) -> int:
+        """Abort running sequences. Their clients get what has been generated.
+
+        Args:
+            rid: The client's name of a sequence, or of a batch with numbered sequences. None aborts all.
+
+        Returns:
+            The number of sequences.
+        """
+        found = {
+            request_id
+            for name, ids in self._by_rid.items()
+            if rid is None or name == rid or name.rpartition("-")[0] == rid
+            for request_id in ids
+        }
+        for request_id in found:
+            self.client.cancel(request_id)
+        return len(found)
+
+    def _forget(self, names: Sequence[tuple[str, str]]) -> None:
+        for rid, request_id in names:
+            ids = self._by_rid.get(rid, set())
+            ids.discard(request_id)
+            if not ids:
+                self._by_rid.pop(rid, None)
 
     def _timeout_s(self, job: Job) -> float:
         limit = self.settings.request_timeout_s
@@ -146,16 +199,19 @@ class GatewayCore:
 
     async def render_metrics(self) -> str:
         """Return the gateway's metrics. If the target answers, append the target's metrics."""
+        try:
+            return self.join_metrics(await self.client.stats())
+        except OutriderError:
+            return self.join_metrics(None)
+
+    def join_metrics(self, stats: TargetStats | None) -> str:
+        """Return the gateway's metrics, followed by the target's metrics unless `stats` is None."""
         metrics = self.metrics
         metrics.active.set(self.admission.active)
         metrics.waiting.set(self.admission.waiting)
         metrics.waiting_tokens.set(self.admission.waiting_tokens)
         metrics.target_ready.set(self.client.ready)
-        try:
-            stats = await self.client.stats()
-        except OutriderError:
-            return metrics.render()
-        return join_expositions(metrics.render(), stats.prometheus_text)
+        return join_expositions(metrics.render(), stats.prometheus_text) if stats else metrics.render()
 
     @staticmethod
     def _draining() -> UnavailableError:
@@ -175,3 +231,19 @@ def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
         found = {name: value for name, value in asdict(defaults).items() if value is not None}
         _log.info("sampling defaults of the model; turn them off by --sampling-defaults openai", **found)
     return defaults
+
+
+def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:
+    """Return the names of the sequences of a request: its name, numbered if there are several."""
+    if rid is None:
+        return ()
+    return (rid,) if sequences == 1 else tuple(f"{rid}-{index}" for index in range(sequences))
+
+
+def _parts(
+    job: Job, prompts: Sequence[tuple[int, ...]]
+) -> list[tuple[Parameters, Sequence[tuple[int, ...]]]]:
+    """Return the prompts with their parameters: all together, or each on its own."""
+    if not job.per_prompt:
+        return [(job.parameters, prompts)]
+    return [(one, [prompt]) for one, prompt in zip(job.per_prompt, prompts, strict=True)]

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.rpc.interceptors import as_outrider_error
@@ -28,6 +29,20 @@ TYPE_OF_CODE = {
     ErrorCode.UNIMPLEMENTED: "not_implemented_error",
     ErrorCode.UNAVAILABLE: "service_unavailable_error",
 }
+ANTHROPIC_TYPE_OF_CODE = {
+    ErrorCode.INVALID_ARGUMENT: "invalid_request_error",
+    ErrorCode.UNAUTHENTICATED: "authentication_error",
+    ErrorCode.NOT_FOUND: "not_found_error",
+    ErrorCode.DEADLINE_EXCEEDED: "timeout_error",
+    ErrorCode.PAYLOAD_TOO_LARGE: "request_too_large",
+    ErrorCode.UNSUPPORTED_MEDIA_TYPE: "invalid_request_error",
+    ErrorCode.RESOURCE_EXHAUSTED: "rate_limit_error",
+    ErrorCode.UNAVAILABLE: "overloaded_error",
+}
+ANTHROPIC_PATH = "/v1/messages"
+# The clients of OpenAI and Anthropic repeat requests after the statuses 408 and from 500 on. These errors
+# would come back, and each repetition would cost as much as the request.
+NOT_TO_RETRY = frozenset([ErrorCode.DEADLINE_EXCEEDED, ErrorCode.INTERNAL, ErrorCode.UNIMPLEMENTED])
 # Names of union branches that pydantic includes in the location of an error.
 PLAIN_TAGS = frozenset(["str", "int", "float", "bool"])
 TAG_PREFIXES = ("list[", "dict[", "tuple[", "function-", "constrained-", "literal[")
@@ -42,6 +57,23 @@ class JsonResponse(Response):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
+class ErrorReply(JsonResponse):
+    """An error reply. It notes its error in the request's state, for the log of recent errors."""
+
+    def __init__(self, error: OutriderError, body: Mapping[str, Any]) -> None:
+        super().__init__(body, error.code.value, _error_headers(error))
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, error: OutriderError) -> None:
+    """Note the error of a request in its state."""
+    scope.setdefault("state", {})["error"] = error
+
+
 def error_body(error: OutriderError) -> dict[str, Any]:
     """Return the body of an error reply."""
     return {
@@ -54,14 +86,35 @@ def error_body(error: OutriderError) -> dict[str, Any]:
     }
 
 
-def error_response(error: OutriderError) -> JsonResponse:
+def error_response(error: OutriderError) -> ErrorReply:
     """Return the complete error reply. It has a Retry-After header if the error has a retry delay."""
+    return ErrorReply(error, error_body(error))
+
+
+def _error_headers(error: OutriderError) -> dict[str, str]:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.code in NOT_TO_RETRY:
+        headers["x-should-retry"] = "false"
     if error.code is ErrorCode.UNAUTHENTICATED:
         headers["WWW-Authenticate"] = "Bearer"
-    return JsonResponse(error_body(error), error.code.value, headers)
+    return headers
+
+
+def anthropic_error_body(error: OutriderError) -> dict[str, Any]:
+    """Return the body of an error reply in Anthropic's format."""
+    kind = ANTHROPIC_TYPE_OF_CODE.get(error.code, "api_error")
+    return {"type": "error", "error": {"type": kind, **_details(error)}}
+
+
+def anthropic_error_response(error: OutriderError) -> ErrorReply:
+    """Return the complete error reply in Anthropic's format."""
+    return ErrorReply(error, anthropic_error_body(error))
+
+
+def _details(error: OutriderError) -> dict[str, Any]:
+    return {"message": error.message, "param": error.field, "code": error.reason}
 
 
 def error_event(error: OutriderError) -> dict[str, Any]:
@@ -77,12 +130,16 @@ def error_event(error: OutriderError) -> dict[str, Any]:
 def install_handlers(app: FastAPI) -> None:
     """Register a handler for every exception that a route can raise."""
 
-    async def ours(_request: Request, error: Exception) -> Response:
-        return error_response(as_outrider_error(error))
+    def reply(request: Request, error: OutriderError) -> Response:
+        anthropic = request.url.path.startswith(ANTHROPIC_PATH)
+        return anthropic_error_response(error) if anthropic else error_response(error)
 
-    async def invalid(_request: Request, error: Exception) -> Response:
+    async def ours(request: Request, error: Exception) -> Response:
+        return reply(request, as_outrider_error(error))
+
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(explain_validation(error.errors()))
+        return reply(request, explain_validation(error.errors()))
 
     async def http(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -26,6 +26,7 @@ from outrider.services.gateway.request import (
 )
 from outrider.services.gateway.target_client.client import TargetClient
 from outrider.services.gateway.target_client.stream import TargetStream
+from outrider.services.gateway.trace_text import TraceTexts
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 from outrider.shared.base.logit_rules import TokenLogprob
@@ -65,6 +66,7 @@ class Generator:
         submitted = last = loop.time()
         started = False
         assembler = TextAssembler(self._tokenizer, request.stop, self._silent_tokens(request))
+        texts = self._trace_texts(request)
         stream = self._client.submit(request)
         scores: deque[TokenLogprob] = deque()
         try:
@@ -97,6 +99,8 @@ class Generator:
                     continue
                 scores.extend(event.logprobs)
                 for token_ids, rounds in _by_round(event):
+                    if texts is not None:
+                        rounds = _with_texts(texts, token_ids, rounds)
                     piece = assembler.push(token_ids)
                     if piece.text or piece.token_ids or rounds:
                         yield ChoiceEvent(index, _scored(replace(piece, rounds=rounds), scores))
@@ -116,6 +120,11 @@ class Generator:
         finally:
             slot.started(index)
             stream.close()
+
+    def _trace_texts(self, request: GenerationRequest) -> TraceTexts | None:
+        if self._tokenizer is None or not request.speculation.trace:
+            return None
+        return TraceTexts(self._tokenizer, request.prompt_ids, request.stop, self._silent_tokens(request))
 
     def _silent_tokens(self, request: GenerationRequest) -> frozenset[int]:
         eos = frozenset() if request.stop.ignore_eos else self._client.info.eos_token_ids
@@ -226,3 +235,12 @@ def _by_round(delta: TargetDelta) -> Iterator[tuple[tuple[int, ...], tuple[Round
         yield delta.token_ids[at : at + len(one.emitted)], (one,)
         at += len(one.emitted)
     yield delta.token_ids[at:], (delta.rounds[-1],)
+
+
+def _with_texts(
+    texts: TraceTexts, token_ids: Sequence[int], rounds: Sequence[RoundTrace]
+) -> tuple[RoundTrace, ...]:
+    """Return the rounds of a part of a delta with their texts. A part has at most one round."""
+    if not rounds:
+        texts.emit(token_ids)
+    return tuple(texts.describe(one, token_ids) for one in rounds)

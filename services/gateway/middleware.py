@@ -16,13 +16,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.services.gateway.errors import error_response
 from outrider.services.gateway.metrics import GatewayMetrics
+from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.obs.logging import get_logger, log_context
 from outrider.shared.rpc.interceptors import as_outrider_error
 
 REQUEST_ID_HEADER = "X-Request-Id"
 BODY_TIMEOUT_S = 30.0
-QUIET_ROUTES = frozenset(["/health", "/ready", "/metrics"])
+QUIET_ROUTES = frozenset(["/health", "/ping", "/ready", "/metrics", "/status.json"])
+# Clients send these POST requests without a body and a content type.
+BODILESS_PATHS = frozenset(["/flush_cache", "/ping"])
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _JSON_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)")
 _log = get_logger("outrider.gateway.http")
@@ -40,9 +43,10 @@ class RequestContext:
     reply, unless the reply has already begun.
     """
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, errors: RecentErrors) -> None:
         self._app = app
         self._metrics = metrics
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,9 +76,12 @@ class RequestContext:
                 # Unknown paths share one label. Otherwise clients could create any number of labels.
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.http_requests.labels(route, str(status or ErrorCode.CANCELLED.value)).inc()
+                if isinstance(failure := scope["state"].get("error"), OutriderError):
+                    self._errors.record(failure, route, request_id)
                 elapsed_ms = round((time.perf_counter() - started) * 1e3, 1)
                 # Probes arrive every second and would flood the log.
-                log = _log.debug if route in QUIET_ROUTES else _log.info
+                quiet = route in QUIET_ROUTES or route.startswith("/playground/")
+                log = _log.debug if quiet else _log.info
                 log(
                     "request",
                     method=scope["method"],
@@ -118,7 +125,10 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in self._public_paths:
             try:
-                self._checker.check(Headers(scope=scope).get("authorization"))
+                headers = Headers(scope=scope)
+                # Anthropic's clients send the key in a header of its own.
+                key = headers.get("x-api-key")
+                self._checker.check(headers.get("authorization") or (key and f"Bearer {key}"))
             except OutriderError as error:
                 await error_response(error)(scope, receive, send)
                 return
@@ -136,7 +146,8 @@ class BodyGuard:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+        with_body = scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH")
+        if not with_body or scope["path"] in BODILESS_PATHS:
             await self._app(scope, receive, send)
             return
         try:

@@ -73,6 +73,8 @@ NATIVE = Surface(
     default_max_tokens=128,
     min_tokens="min_new_tokens",
 )
+RESPONSES = Surface("input", "max_output_tokens")
+ANTHROPIC = Surface("messages", "max_tokens")
 NATIVE_TEXT = replace(NATIVE, prompt="text")
 GRPC_CHAT = Surface("messages", "options.max_tokens", "options.", speculation="options.speculation")
 GRPC_COMPLETE = replace(GRPC_CHAT, prompt="prompt", default_max_tokens=16)
@@ -299,6 +301,22 @@ class RequestBuilder:
                     )
                 )
         return requests
+
+    @staticmethod
+    def truncate(
+        prompt_ids: tuple[int, ...], keep: int | None, parameters: Parameters, info: ServedTarget
+    ) -> tuple[int, ...]:
+        """Return the last `keep` tokens of a prompt.
+
+        Args:
+            prompt_ids: Token ids of the prompt.
+            keep: Number of tokens to keep, -1 for as many as fit beside the new tokens, None for all.
+            parameters: Limits the new tokens.
+            info: The target's limits.
+        """
+        if keep == -1:
+            keep = max(1, info.max_model_len - (parameters.max_tokens or 1))
+        return prompt_ids if keep is None else prompt_ids[len(prompt_ids) - min(keep, len(prompt_ids)) :]
 
     @staticmethod
     def _check_speculation(asked: RequestedSpeculation, surface: Surface, info: ServedTarget) -> None:

@@ -6,19 +6,46 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.services.gateway.request import Completion, Finished, Usage, merge_speculation
+from outrider.services.gateway.parsers.answer import Answer
+from outrider.services.gateway.request import (
+    FINISH_NAMES,
+    Completion,
+    Finished,
+    Usage,
+    drafted_rounds,
+    merge_speculation,
+)
 from outrider.services.gateway.served_target import AutoDecision, ServedTarget
-from outrider.shared.base.generation import RoundTrace, SpeculationReport
+from outrider.shared.base.errors import CancelledError
+from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
+def usage_object(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Return OpenAI's `usage` object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
+
+
+def finish_name(end: Finished, answer: Answer) -> str:
+    """Return OpenAI's name of the reason why an answer ended.
+
+    Raises:
+        CancelledError: If the sequence was aborted.
+    """
+    check_not_aborted(end)
+    calls = bool(answer.tool_calls) and end.reason is FinishReason.STOP
+    return "tool_calls" if calls else FINISH_NAMES[end.reason]
+
+
+def check_not_aborted(end: Finished) -> None:
+    """Raise CancelledError if the sequence was aborted. OpenAI's API has no reason for such an end."""
+    if end.reason is FinishReason.CANCELLED:
+        raise CancelledError("The request was aborted.", reason="aborted")
 
 
 def trace_object(one: RoundTrace) -> dict[str, Any]:
@@ -32,11 +59,13 @@ def trace_object(one: RoundTrace) -> dict[str, Any]:
                 "parent": node.parent,
                 "depth": node.depth,
                 "logprob": _finite(node.logprob),
+                "text": node.text,
             }
             for node in one.nodes
         ],
         "accepted": list(one.accepted),
         "emitted": list(one.emitted),
+        "emitted_text": list(one.emitted_text),
         "draft_ms": _finite(one.draft_ms),
         "verify_ms": _finite(one.verify_ms),
     }
@@ -77,13 +106,14 @@ def decision_object(auto: AutoDecision) -> dict[str, Any] | None:
     }
 
 
-def reply_speculation(completions: Sequence[Completion], trace: bool) -> dict[str, Any]:
-    """Return the `speculation` object of a whole reply, summed over all sequences.
+def reply_speculation(completions: Sequence[Completion], trace: bool, info: ServedTarget) -> dict[str, Any]:
+    """Return the fields `speculation` and `metrics` of a whole reply, summed over all sequences.
 
     If there is one sequence, the object includes its trace. Otherwise each choice contains its own trace.
     """
     merged = merge_speculation([one.finished.speculation for one in completions])
-    return speculation_object(merged, completions[0].rounds if trace and len(completions) == 1 else None)
+    rounds = completions[0].rounds if trace and len(completions) == 1 else None
+    return {"speculation": speculation_object(merged, rounds), **metrics_field(merged, info)}
 
 
 def choice_extras(one: Completion, alone: bool, trace: bool, with_ids: bool) -> dict[str, Any]:
@@ -98,12 +128,44 @@ def choice_extras(one: Completion, alone: bool, trace: bool, with_ids: bool) -> 
 
 def metadata_object(info: ServedTarget, seed: int) -> dict[str, Any]:
     """Return the `metadata` object: the values needed to reproduce the answer."""
-    return {"weight_version": info.weight_version, "seed": seed}
+    # OpenAI's clients expect text.
+    return {"weight_version": info.weight_version, "seed": str(seed)}
 
 
 def finish_extras(end: Finished, info: ServedTarget, seed: int) -> dict[str, Any]:
     """Return the additional top-level fields of a stream's finish chunk."""
-    return {"speculation": speculation_object(end.speculation), "metadata": metadata_object(info, seed)}
+    return {
+        "speculation": speculation_object(end.speculation),
+        "metadata": metadata_object(info, seed),
+        **metrics_field(end.speculation, info),
+    }
+
+
+def metrics_field(stats: SpeculationReport, info: ServedTarget) -> dict[str, Any]:
+    """Return vLLM's field `metrics` with the statistics of speculation. Empty if nothing was drafted.
+
+    The numbers count rounds with drafts only. The histogram maps a number of accepted tokens to the number of
+    rounds that accepted that many.
+    """
+    if not stats.draft_tokens:
+        return {}
+    accepted = stats.accepted_tokens
+    histogram = {at: count for at, count in enumerate(stats.accepted_histogram) if at and count}
+    steps = max(round(drafted_rounds(stats)), sum(histogram.values()))
+    histogram[0] = steps - sum(histogram.values())
+    return {
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": round(1 + accepted / steps, 6) if steps else 1.0,
+                "draft_acceptance_rate": round(accepted / stats.draft_tokens, 6),
+                "acceptance_histogram": {str(at): count for at, count in sorted(histogram.items()) if count},
+                "num_spec_steps": steps,
+                "num_accepted_draft_tokens": accepted,
+                "num_draft_tokens": stats.draft_tokens,
+                "num_spec_tokens": max([info.num_steps, *histogram]),
+            }
+        }
+    }
 
 
 def _finite(value: float) -> float | None:

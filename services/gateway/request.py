@@ -242,11 +242,10 @@ def merge_speculation(stats: Sequence[SpeculationReport]) -> SpeculationReport:
     """
     if len(stats) == 1:
         return stats[0]
-    drafted_rounds = [_drafted_rounds(one) for one in stats]
-    total_drafted = sum(drafted_rounds)
+    weights = [drafted_rounds(one) for one in stats]
+    total_drafted = sum(weights)
     accept_length = (
-        sum(one.accept_length * rounds for one, rounds in zip(stats, drafted_rounds, strict=True))
-        / total_drafted
+        sum(one.accept_length * rounds for one, rounds in zip(stats, weights, strict=True)) / total_drafted
         if total_drafted
         else 0.0
     )
@@ -267,7 +266,8 @@ def merge_speculation(stats: Sequence[SpeculationReport]) -> SpeculationReport:
     )
 
 
-def _drafted_rounds(stats: SpeculationReport) -> float:
+def drafted_rounds(stats: SpeculationReport) -> float:
+    """Return the estimated number of rounds with draft nodes."""
     # accept_length = 1 + accepted / rounds with draft nodes. If nothing was accepted, assume that every round
     # had draft nodes.
     if stats.accepted_tokens and stats.accept_length > 1:

@@ -59,7 +59,7 @@ class AutoDecision:
 
 @dataclass(frozen=True, slots=True)
 class TargetStats:
-    """The target's current load, and its metrics as Prometheus text."""
+    """The target's current load, its totals since its start, and its metrics as Prometheus text."""
 
     running: int
     waiting: int
@@ -68,5 +68,7 @@ class TargetStats:
     pages_held: int
     draft_state: str
     accept_length: float
+    generated_tokens: int
+    rounds: int
     prometheus_text: str
     auto: AutoDecision = AutoDecision()

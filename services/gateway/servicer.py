@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeAlias, TypeVar
@@ -10,19 +12,23 @@ import grpc
 
 from outrider.common.v1 import common_pb2
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.services.gateway.chat_turn import ChatTurn
 from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO
-from outrider.services.gateway.core import GatewayCore, Job
+from outrider.services.gateway.core import GatewayCore, Job, rids_of
 from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, request_id_of
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
+from outrider.services.gateway.parsers.answer import AnswerReader, plain_reader
+from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
 from outrider.services.gateway.request import Chunk, Finished, RequestedSpeculation, Started
 from outrider.services.gateway.requested_rules import RequestedLogprobs, RequestedRules
-from outrider.services.gateway.schemas.chat import Message
+from outrider.services.gateway.schemas.chat_messages import Message
+from outrider.services.gateway.schemas.tools import Tool, template_tools
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 REQUEST_ID_KEY = REQUEST_ID_HEADER.lower()
 
@@ -51,20 +57,24 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         await _tell_request_id(context)
         core = self._core
         core.builder.check_model(request.model or None, core.client.info)
-        codec = core.need_codec("messages")
+        core.need_codec("messages")
         if not 1 <= len(request.messages) <= core.settings.max_messages:
             raise InvalidRequestError(
                 f"messages must contain 1 to {core.settings.max_messages} messages.", field="messages"
             )
         messages = [_message(message, number) for number, message in enumerate(request.messages)]
-        parameters = _parameters(request.options)
-        sequences = core.builder.check(parameters, GRPC_CHAT, 1)
-
-        async def prompts() -> Sequence[tuple[int, ...]]:
-            return [await codec.encode_chat_aside(messages, {})]
-
-        job = Job(prompts, sequences, parameters, GRPC_CHAT, context.time_remaining())
-        async with aclosing(self._replies(job, gateway_pb2.ChatReply)) as replies:
+        turn = ChatTurn.create(
+            core,
+            _parameters(request.options),
+            messages,
+            tools=_tools(request.tools),
+            parallel=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
+            split_reasoning=not request.join_reasoning,
+        )
+        sequences = core.builder.check(turn.parameters, GRPC_CHAT, 1)
+        rids = rids_of(request.options.rid or None, sequences)
+        job = Job(turn.prompts, sequences, turn.parameters, GRPC_CHAT, context.time_remaining(), rids)
+        async with aclosing(self._replies(job, gateway_pb2.ChatReply, turn.reader)) as replies:
             async for reply in replies:
                 yield reply
 
@@ -88,8 +98,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                 return [tuple(request.token_ids.ids)]
             return [await core.need_codec("text").encode_aside(request.text)]
 
-        job = Job(prompts, sequences, parameters, GRPC_COMPLETE, context.time_remaining())
-        async with aclosing(self._replies(job, gateway_pb2.CompleteReply)) as replies:
+        rids = rids_of(request.options.rid or None, sequences)
+        job = Job(prompts, sequences, parameters, GRPC_COMPLETE, context.time_remaining(), rids)
+        async with aclosing(self._replies(job, gateway_pb2.CompleteReply, plain_reader)) as replies:
             async for reply in replies:
                 yield reply
 
@@ -104,24 +115,70 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             models=[gateway_pb2.Model(id=name, max_model_len=info.max_model_len) for name in names]
         )
 
-    async def _replies(self, job: Job, make: type[Reply]) -> AsyncGenerator[Reply, None]:
+    async def Tokenize(
+        self, request: gateway_pb2.TokenizeRequest, context: Context
+    ) -> gateway_pb2.TokenizeReply:
+        """Convert text to token ids."""
+        await _tell_request_id(context)
+        core = self._core
+        core.builder.check_model(request.model or None, core.client.info)
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        ids = await core.need_codec("text").encode_aside(request.text, add_special_tokens=special)
+        return gateway_pb2.TokenizeReply(token_ids=ids)
+
+    async def Detokenize(
+        self, request: gateway_pb2.DetokenizeRequest, context: Context
+    ) -> gateway_pb2.DetokenizeReply:
+        """Convert token ids to text."""
+        await _tell_request_id(context)
+        core = self._core
+        info = core.client.info
+        core.builder.check_model(request.model or None, info)
+        codec = core.need_codec("token_ids")
+        if any(token >= info.vocab_size for token in request.token_ids):
+            raise InvalidRequestError(
+                f"token_ids must be between 0 and {info.vocab_size - 1}.", field="token_ids"
+            )
+        ids = list(request.token_ids)
+        text = await asyncio.to_thread(codec.decode, ids, skip_special_tokens=request.skip_special_tokens)
+        return gateway_pb2.DetokenizeReply(text=text)
+
+    async def Abort(self, request: gateway_pb2.AbortRequest, context: Context) -> gateway_pb2.AbortReply:
+        """Abort the running requests with this name, or all requests."""
+        await _tell_request_id(context)
+        if not request.rid and not request.all:
+            raise InvalidRequestError("Set rid, or all.", field="rid")
+        return gateway_pb2.AbortReply(aborted=self._core.abort(None if request.all else request.rid))
+
+    async def _replies(
+        self, job: Job, make: type[Reply], reader_of: Callable[[], AnswerReader]
+    ) -> AsyncGenerator[Reply, None]:
         seed = 0
+        readers: dict[int, AnswerReader] = {}
         async with aclosing(self._core.generate(job)) as events:
             async for one in events:
+                index = one.index
                 match one.event:
                     case Started() as start:
                         seed = start.seed
-                    case Chunk() as piece:
-                        chunk = gateway_pb2.Chunk(
-                            text=piece.text,
-                            token_ids=piece.token_ids,
-                            rounds=[round_to_proto(each) for each in piece.rounds],
-                            logprobs=[logprob_to_proto(each) for each in piece.logprobs],
-                            prompt_logprobs=[logprob_to_proto(each) for each in piece.prompt_logprobs],
+                        readers[index] = reader_of()
+                    case Chunk(text=text, token_ids=token_ids, rounds=rounds) as event:
+                        pieces = readers[index].push(text, len(token_ids))
+                        # Token ids, rounds and logprobs are in the first chunk of several.
+                        first = gateway_pb2.Chunk(
+                            index=index,
+                            token_ids=token_ids,
+                            rounds=[round_to_proto(each) for each in rounds],
+                            logprobs=[logprob_to_proto(each) for each in event.logprobs],
+                            prompt_logprobs=[logprob_to_proto(each) for each in event.prompt_logprobs],
                         )
-                        yield make(chunk=chunk)
+                        for position, piece in enumerate(pieces or [Text("")]):
+                            chunk = gateway_pb2.Chunk(index=index) if position else first
+                            yield make(chunk=_add_piece(chunk, piece))
                     case Finished() as end:
-                        yield make(finished=_finished(end, seed))
+                        for piece in readers[index].finish():
+                            yield make(chunk=_add_piece(gateway_pb2.Chunk(index=index), piece))
+                        yield make(finished=_finished(end, seed, index))
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -156,7 +213,49 @@ def _message(message: gateway_pb2.Message, number: int) -> dict[str, Any]:
             f"{field}.role must be one of {', '.join(ROLES)}, not {message.role[:32]!r}.",
             field=f"{field}.role",
         )
-    return Message.model_validate({"role": message.role, "content": message.content}).for_template(field)
+    calls = [
+        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    given = {
+        "role": message.role,
+        "content": message.content,
+        "name": message.name or None,
+        "tool_call_id": message.tool_call_id or None,
+        "reasoning_content": message.reasoning or None,
+        "tool_calls": calls or None,
+    }
+    return Message.model_validate(given).for_template(field)
+
+
+def _tools(tools: Sequence[gateway_pb2.Tool]) -> list[dict[str, Any]]:
+    """Return the tools in the form that chat templates expect."""
+    made = []
+    for number, tool in enumerate(tools):
+        field = f"tools.{number}"
+        try:
+            parameters = json.loads(tool.parameters) if tool.parameters else None
+            function = {"name": tool.name, "description": tool.description or None, "parameters": parameters}
+            made.append(Tool.model_validate({"type": "function", "function": function}))
+        except (ValueError, RecursionError):
+            # Pydantic's errors are ValueErrors, too.
+            raise InvalidRequestError(
+                f"{field} must have a name, and parameters must be a JSON object.", field=field
+            ) from None
+    return template_tools(made)
+
+
+def _add_piece(chunk: gateway_pb2.Chunk, piece: Piece) -> gateway_pb2.Chunk:
+    match piece:
+        case Text(text=text):
+            chunk.text = text
+        case Reasoning(text=text):
+            chunk.reasoning = text
+        case ToolCallStart(index=index, id=call_id, name=name):
+            chunk.tool_call.CopyFrom(gateway_pb2.ToolCallDelta(index=index, id=call_id, name=name))
+        case ToolCallArguments(index=index, text=text):
+            chunk.tool_call.CopyFrom(gateway_pb2.ToolCallDelta(index=index, arguments=text))
+    return chunk
 
 
 def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
@@ -178,10 +277,14 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
         top_p=sampling.top_p if sampling.HasField("top_p") else None,
         min_p=sampling.min_p if sampling.HasField("min_p") else None,
         seed=sampling.seed if sampling.HasField("seed") else None,
+        n=options.n if options.HasField("n") else None,
         stop=tuple(options.stop),
         stop_token_ids=tuple(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
+        include_stop_string=options.include_stop_string,
         skip_special_tokens=options.skip_special_tokens if options.HasField("skip_special_tokens") else True,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
         speculation=RequestedSpeculation(
             mode=mode,
             depth=speculation.depth if speculation.HasField("depth") else None,
@@ -209,7 +312,7 @@ def _rules(options: gateway_pb2.GenerationOptions) -> RequestedRules:
     )
 
 
-def _finished(end: Finished, seed: int) -> gateway_pb2.Finished:
+def _finished(end: Finished, seed: int, index: int) -> gateway_pb2.Finished:
     usage = end.usage
     matched = end.matched_stop
     finished = gateway_pb2.Finished(
@@ -221,6 +324,7 @@ def _finished(end: Finished, seed: int) -> gateway_pb2.Finished:
         ),
         speculation=report_to_proto(end.speculation),
         seed=seed,
+        index=index,
     )
     if isinstance(matched, str):
         finished.matched_text = matched

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from outrider.services.gateway.parsers.registry import AUTO, REASONING_NAMES, TOOL_NAMES
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
 from outrider.shared.rpc.address import check_address, is_local
@@ -40,14 +41,35 @@ class GatewaySettings(ServiceSettings):
     served_model_name: tuple[str, ...] = Field(
         (), description="Model names that requests may use. Defaults to the target's model id."
     )
+    tool_call_parser: str = Field(
+        AUTO,
+        pattern=f"^({'|'.join(TOOL_NAMES)})$",
+        description="Format of the model's tool calls: auto (by the chat template), "
+        f"{', '.join(TOOL_NAMES[1:-1])} or {TOOL_NAMES[-1]}.",
+    )
+    reasoning_parser: str = Field(
+        AUTO,
+        pattern=f"^({'|'.join(REASONING_NAMES)})$",
+        description="Format of the model's reasoning: auto (by the chat template), "
+        f"{', '.join(REASONING_NAMES[1:-1])} or {REASONING_NAMES[-1]}.",
+    )
     any_model: bool = Field(False, description="Accept any model name in requests.")
     api_key: tuple[str, ...] = Field(
         (), description="Accepted API keys (bearer tokens). Without any, requests are not authenticated."
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="Origins whose web pages may call the gateway, such as https://example.com, or *.",
     )
     allow_unauthenticated: bool = Field(
         False, description="Allow access from other hosts without an API key."
     )
     public_metrics: bool = Field(False, description="Serve /metrics without an API key.")
+    playground: bool = Field(
+        True,
+        description="Serve the playground at / and the operator's page at /status. The pages are open, but "
+        "their calls need an API key if keys are set.",
+    )
     max_queued_requests: int = Field(
         512, ge=1, description="Maximum number of sequences waiting for their first token; more get 429."
     )

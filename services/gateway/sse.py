@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.services.gateway.errors import error_event, error_response
-from outrider.shared.base.errors import CancelledError
+from outrider.services.gateway.errors import error_event, error_response, note_error
+from outrider.shared.base.errors import CancelledError, OutriderError
 from outrider.shared.rpc.interceptors import as_outrider_error
 
 DONE = b"data: [DONE]\n\n"
@@ -42,12 +43,30 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    done = DONE
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], keep_alive_s: float) -> None:
-        super().__init__(headers=HEADERS)
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        keep_alive_s: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(headers={**HEADERS, **headers})
         del self.headers["content-length"]
         self._events = events
         self._keep_alive_s = keep_alive_s
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        """Return the bytes of an event."""
+        return encode_event(event)
+
+    def failure(self, error: OutriderError) -> dict[str, Any]:
+        """Return the event that ends a stream after an error."""
+        return error_event(error)
+
+    def refuse(self, error: OutriderError) -> Response:
+        """Return the reply for an error before the first event."""
+        return error_response(error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(CancelledError):
@@ -63,19 +82,21 @@ class EventStream(Response):
                 if done:
                     try:
                         event, pending = pending.result(), None
-                        data = DONE if event is None else encode_event(event)
+                        data = self.done if event is None else self.encode(event)
+                        ended = event is None
                     except Exception as error:
                         failure = as_outrider_error(error)
                         if not begun:
-                            await error_response(failure)(scope, receive, send)
+                            await self.refuse(failure)(scope, receive, send)
                             return
-                        data, pending = encode_event(error_event(failure)) + DONE, None
+                        note_error(scope, failure)
+                        data, pending = self.encode(self.failure(failure)) + self.done, None
+                        ended = True
                 else:
-                    data = KEEP_ALIVE
+                    data, ended = KEEP_ALIVE, False
                 if not begun:
                     begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                ended = data.endswith(DONE)
                 await send({"type": "http.response.body", "body": data, "more_body": not ended})
                 if ended:
                     return
@@ -84,6 +105,15 @@ class EventStream(Response):
                 pending.cancel()
                 await asyncio.gather(pending, return_exceptions=True)
             await self._events.aclose()
+
+
+class NamedEventStream(EventStream):
+    """Sends events that have names, which are the values of `type`. There is no [DONE]."""
+
+    done = b""
+
+    def encode(self, event: dict[str, Any]) -> bytes:
+        return b"event: " + str(event["type"]).encode("ascii") + b"\n" + encode_event(event)
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

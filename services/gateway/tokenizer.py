@@ -29,16 +29,33 @@ For a text of this length, waking a worker thread would take longer than encodin
 
 
 @dataclass(frozen=True, slots=True)
+class ChatEnding:
+    """How the prompt of a chat ends, and whether the tokenizer adds special tokens to it.
+
+    Attributes:
+        add_generation_prompt: Whether to end with the header of the assistant's answer.
+        continue_final_message: Whether to end inside the last message, which the model then continues.
+        add_special_tokens: Whether to add the tokenizer's special tokens to those of the template.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TextCodec:
     """Converts between text and token ids of one model.
 
     Attributes:
         tokenizer: The tokenizer itself, for decoding streams.
         template: The model's chat template, or None.
+        template_source: The template's text, or an empty string.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    template_source: str = ""
 
     @classmethod
     def load(cls, path: Path) -> TextCodec:
@@ -67,7 +84,7 @@ class TextCodec:
         config = _read_json(folder / CONFIG_FILE)
         special = _special_tokens(_read_json(folder / SPECIAL_TOKENS_FILE)) | _special_tokens(config)
         source = _template_source(folder, config)
-        return cls(tokenizer, ChatTemplate(source, special) if source else None)
+        return cls(tokenizer, ChatTemplate(source, special) if source else None, source or "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of `text`."""
@@ -78,9 +95,17 @@ class TextCodec:
         return self.encode(text, add_special_tokens=False)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        ending: ChatEnding | None = None,
     ) -> tuple[int, ...]:
         """Render a chat and return its token ids. The template itself writes the special tokens.
+
+        Args:
+            messages: Messages in order, each with ``role`` and ``content``.
+            options: Additional variables for the template.
+            ending: How the prompt ends. None ends with the header of the assistant's answer.
 
         Raises:
             InvalidRequestError: If the model has no chat template, or the template rejects these messages.
@@ -92,7 +117,12 @@ class TextCodec:
                 field="messages",
                 reason="no_chat_template",
             )
-        return self.encode(self.template.render(messages, options), add_special_tokens=False)
+        if ending is None:
+            return self.encode(self.template.render(messages, options), add_special_tokens=False)
+        text = self.template.render(messages, options, ending.add_generation_prompt)
+        if ending.continue_final_message:
+            text = _cut_after(text, str(messages[-1]["content"]))
+        return self.encode(text, add_special_tokens=ending.add_special_tokens)
 
     async def encode_aside(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Encode text without blocking the event loop. Long text is encoded on a worker thread."""
@@ -101,20 +131,42 @@ class TextCodec:
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
 
     async def encode_chat_aside(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        ending: ChatEnding | None = None,
     ) -> tuple[int, ...]:
         """Encode a chat without blocking the event loop. A long chat is encoded on a worker thread.
+
+        Takes the arguments of `encode_chat`.
 
         Raises:
             InvalidRequestError: If the model has no chat template, or the template rejects these messages.
         """
-        if len(messages) <= SHORT_TEXT and sum(len(str(message)) for message in messages) <= SHORT_TEXT:
-            return self.encode_chat(messages, options)
-        return await asyncio.to_thread(self.encode_chat, messages, options)
+        if len(messages) <= SHORT_TEXT and sum(map(_size, (*messages, options))) <= SHORT_TEXT:
+            return self.encode_chat(messages, options, ending)
+        return await asyncio.to_thread(self.encode_chat, messages, options, ending)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+def _size(part: Mapping[str, Any]) -> int:
+    return len(str(part))
+
+
+def _cut_after(text: str, content: str) -> str:
+    """Return the rendered chat up to the end of its last message's content, which templates may strip."""
+    start = text.rfind(content.strip())
+    if start < 0:
+        raise InvalidRequestError(
+            "continue_final_message cannot be used here, because the model's chat template changes the "
+            "content of the last message.",
+            field="continue_final_message",
+        )
+    length = len(content.lstrip()) if text.startswith(content.lstrip(), start) else len(content.strip())
+    return text[: start + length]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

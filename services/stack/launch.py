@@ -97,6 +97,9 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     gateway |= {
         "tokenizer": None if options.skip_tokenizer else options.target,
         "log-level": options.log_level,
+        "tool-call-parser": options.tool_call_parser,
+        "reasoning-parser": options.reasoning_parser,
+        "playground": None if options.playground else False,
     }
     gateway |= {name.replace("_", "-"): value for name, value in options.gateway_settings.items()}
 

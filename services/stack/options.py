@@ -42,6 +42,7 @@ class StackOptions:
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
         host, port: REST address of the gateway. The gRPC API listens on the next port.
         skip_tokenizer: Serve token ids only.
+        tool_call_parser, reasoning_parser: Formats of the model's answers, in the gateway's notation.
         transport: How the target reaches the draft. `placement.place_draft` decides for AUTO.
         draft_device: Device of a draft with its own process. `auto` prefers an idle GPU.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
@@ -53,6 +54,7 @@ class StackOptions:
         tp: Number of GPUs that share the target, or number of processes on a CPU. With AUTO transport, the
             draft then runs in the target's first process.
         standby: Keep a standby process that takes over if the draft's own process exits.
+        playground: Serve the playground and the operator's page.
         target_settings: Settings that only the target reads, by setting name.
         gateway_settings: Settings that only the gateway reads, by setting name.
     """
@@ -73,6 +75,8 @@ class StackOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     skip_tokenizer: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     transport: Transport = Transport.AUTO
     draft_device: str = "auto"
     log_level: str = "info"
@@ -82,6 +86,7 @@ class StackOptions:
     tp: int | None = None
     mps: bool = False
     standby: bool = True
+    playground: bool = True
     target_settings: Mapping[str, object] = field(default_factory=dict)
     gateway_settings: Mapping[str, object] = field(default_factory=dict)
 

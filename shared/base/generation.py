@@ -92,12 +92,14 @@ class TraceNode:
         parent: Index of the parent node, or -1 for the root.
         depth: Distance from the root.
         logprob: Log-probability under the draft.
+        text: The token's text behind its parent. The gateway sets it, if it has a tokenizer.
     """
 
     token: int
     parent: int
     depth: int
     logprob: float
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class RoundTrace:
         emitted: Tokens that the round added to the sequence.
         draft_ms: Time spent on drafting, in milliseconds.
         verify_ms: Time spent on verification, in milliseconds.
+        emitted_text: The text that each emitted token completes. The gateway sets it, if it has a tokenizer.
     """
 
     round: int
@@ -122,6 +125,7 @@ class RoundTrace:
     emitted: Sequence[int]
     draft_ms: float
     verify_ms: float
+    emitted_text: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

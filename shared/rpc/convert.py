@@ -142,11 +142,18 @@ def round_to_proto(one: RoundTrace) -> common_pb2.RoundTrace:
         round=one.round,
         base_len=one.base_len,
         nodes=[
-            common_pb2.TraceNode(token=node.token, parent=node.parent, depth=node.depth, logprob=node.logprob)
+            common_pb2.TraceNode(
+                token=node.token,
+                parent=node.parent,
+                depth=node.depth,
+                logprob=node.logprob,
+                text=node.text,
+            )
             for node in one.nodes
         ],
         accepted=one.accepted,
         emitted=one.emitted,
         draft_ms=one.draft_ms,
         verify_ms=one.verify_ms,
+        emitted_text=one.emitted_text,
     )

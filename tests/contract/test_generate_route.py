@@ -24,9 +24,9 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_text_in_text_and_ids_out(stack: Stack) -> None:
-    reply = post(
-        stack, {"text": "The quick", "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
-    ).json()
+    sampling = {"max_new_tokens": 6, "temperature": 0}
+    asked = {"text": "The quick", "sampling_params": sampling, "speculation": {"mode": "on"}}
+    reply = post(stack, asked).json()
     meta = reply["meta_info"]
     assert reply["text"]
     assert len(reply["output_ids"]) == meta["completion_tokens"]
@@ -105,7 +105,9 @@ def test_a_streamed_batch_is_numbered(stack: Stack) -> None:
         ),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
         ({"text": "a", "sampling_params": {"regex": "a*"}}, "sampling_params.regex"),
-        ({"text": "a", "sampling_params": {"top_q": 1}}, "sampling_params.top_q"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
+        ({"text": "a", "sampling_params": [{"temperature": -1}]}, "sampling_params.temperature"),
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": [10**9]}, "input_ids"),
         ({"input_ids": [-1]}, "input_ids"),

@@ -90,6 +90,8 @@ def test_a_trace_comes_round_by_round(stub) -> None:
     rounds = [one for reply in replies for one in reply.chunk.rounds]
     assert len(rounds) == replies[-1].finished.speculation.rounds >= 1
     assert all(len(reply.chunk.rounds) <= 1 for reply in replies)
+    assert all(node.HasField("text") for one in rounds for node in one.nodes)
+    assert all(len(one.emitted_text) <= len(one.emitted) for one in rounds)
 
 
 @pytest.mark.parametrize(

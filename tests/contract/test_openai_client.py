@@ -187,7 +187,17 @@ def test_a_trace_says_every_round(client: openai.OpenAI, stack: Stack) -> None:
     trace = speculation_of(whole)["trace"]
     assert len(trace) == speculation_of(whole)["rounds"] >= 1
     for one in trace:
-        assert one.keys() == {"round", "base_len", "nodes", "accepted", "emitted", "draft_ms", "verify_ms"}
+        assert one.keys() == {
+            "round",
+            "base_len",
+            "nodes",
+            "accepted",
+            "emitted",
+            "emitted_text",
+            "draft_ms",
+            "verify_ms",
+        }
+        assert all(isinstance(node["text"], str) for node in one["nodes"])
         assert one["nodes"][0]["parent"] == -1
         assert all(0 <= node["parent"] < at for at, node in enumerate(one["nodes"]) if at)
         assert len(one["accepted"]) < len(one["nodes"])
@@ -232,7 +242,12 @@ def test_a_trace_says_every_round(client: openai.OpenAI, stack: Stack) -> None:
             "allowed_token_ids",
             "invalid_value",
         ),
-        ({"extra_body": {"colour": "red"}}, openai.BadRequestError, "colour", "unknown_field"),
+        (
+            {"extra_body": {"documents": ["text"]}},
+            openai.BadRequestError,
+            "documents",
+            "unsupported_parameter",
+        ),
         (
             {"extra_body": {"speculation": {"max_nodes": 0}}},
             openai.BadRequestError,
@@ -272,3 +287,36 @@ def test_a_reply_can_be_sent_back_as_the_next_turn(client: openai.OpenAI, stack:
     ]
     second = client.chat.completions.create(model=stack.model, messages=turns, max_tokens=4, temperature=0)
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_replies_have_the_types_that_the_client_expects(client: openai.OpenAI, stack: Stack) -> None:
+    # pydantic warns about values of another type when a reply is printed, and warnings are errors here.
+    chat = client.chat.completions.create(model=stack.model, messages=MESSAGES, max_tokens=6, temperature=0)
+    text = client.completions.create(model=stack.model, prompt="The quick", max_tokens=6, temperature=0)
+    for reply in (chat, text):
+        assert reply.model_dump()["metadata"]["seed"].isdigit()
+        assert reply.to_json()
+        assert reply.system_fingerprint
+    for chunk in client.chat.completions.create(
+        model=stack.model, messages=MESSAGES, max_tokens=6, temperature=0, stream=True
+    ):
+        chunk.model_dump()
+    assert chat.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def test_speculation_is_reported_under_the_names_of_vllm(client: openai.OpenAI, stack: Stack) -> None:
+    asked: dict[str, Any] = {"model": stack.model, "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    asked["extra_body"] = {"speculation": {"mode": "on", "depth": 3}}
+    reply = client.chat.completions.create(**asked)
+    report = reply.model_extra["metrics"]["speculative_decoding"]
+    ours = speculation_of(reply)
+    assert report["num_draft_tokens"] == ours["draft_tokens"]
+    assert report["num_accepted_draft_tokens"] == ours["accepted_tokens"]
+    histogram = {int(at): count for at, count in report["acceptance_histogram"].items()}
+    assert sum(histogram.values()) == report["num_spec_steps"]
+    assert sum(at * count for at, count in histogram.items()) == report["num_accepted_draft_tokens"]
+    expected = 1 + report["num_accepted_draft_tokens"] / report["num_spec_steps"]
+    assert report["mean_acceptance_length"] == pytest.approx(expected, abs=1e-5)
+    assert max(histogram) <= report["num_spec_tokens"]
+    last = list(client.chat.completions.create(**asked, stream=True))[-1]
+    assert last.model_extra["metrics"]["speculative_decoding"].keys() == report.keys()

@@ -9,13 +9,27 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.services.gateway.core import GatewayCore, Job
+from outrider.services.gateway.core import GatewayCore, Job, rids_of
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.parameters import COMPLETIONS, check_prompt_text
-from outrider.services.gateway.render import choice_extras, metadata_object, reply_speculation, usage_object
-from outrider.services.gateway.request import FINISH_NAMES, Completion, Usage, merge_usage
-from outrider.services.gateway.routes.context import ERROR_RESPONSES, ReplyHead, core_of, timeout_of
+from outrider.services.gateway.parsers.answer import Answer
+from outrider.services.gateway.parsers.pieces import Piece, Text
+from outrider.services.gateway.render import (
+    choice_extras,
+    finish_name,
+    metadata_object,
+    reply_speculation,
+    usage_object,
+)
+from outrider.services.gateway.request import Completion, Usage, merge_usage
+from outrider.services.gateway.routes.context import (
+    ERROR_RESPONSES,
+    ReplyHead,
+    core_of,
+    ignored_header,
+    timeout_of,
+)
 from outrider.services.gateway.routes.logprobs import completion_chunk_logprobs, completion_reply_logprobs
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
 from outrider.services.gateway.schemas.completions import CompletionRequest
@@ -30,6 +44,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     core = core_of(request)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
+    headers = ignored_header(body)
     batch = body.prompts()
     sequences = core.builder.check(parameters, COMPLETIONS, len(batch))
     check_texts(core, batch, "prompt")
@@ -37,26 +52,29 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     echoes = [_echo(core, prompt) for prompt in batch] if body.echo else []
 
     async def prompts() -> Sequence[tuple[int, ...]]:
-        return await encode_batch(core, batch, "prompt")
+        encoded = await encode_batch(core, batch, "prompt", body.add_special_tokens is not False)
+        return [
+            core.builder.truncate(ids, body.truncate_prompt_tokens, parameters, core.client.info)
+            for ids in encoded
+        ]
 
     def opening(index: int) -> dict[str, Any] | None:
-        return _choice(index, echoes[index // n], None) if echoes else None
+        return _choice(index, Text(echoes[index // n]), None) if echoes else None
 
-    job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request))
-    head = ReplyHead.new("cmpl", "text_completion", model, body.rid)
+    rids = rids_of(body.reply_id, sequences)
+    job = Job(prompts, sequences, parameters, COMPLETIONS, timeout_of(request), rids)
+    head = ReplyHead.new("cmpl", "text_completion", model, body.reply_id, core.client.info)
     with_ids = bool(body.return_token_ids) or core.codec is None
     if body.stream:
-        return EventStream(
-            stream_chunks(
-                core,
-                job,
-                head,
-                StreamShape(
-                    _choice, opening, body.include_usage, with_ids, completion_chunk_logprobs(core, job)
-                ),
-            ),
-            core.settings.keep_alive_s,
+        shape = StreamShape(
+            _choice,
+            opening,
+            body.include_usage,
+            with_ids,
+            body.continuous_usage,
+            logprobs=completion_chunk_logprobs(core, job),
         )
+        return EventStream(stream_chunks(core, job, head, shape), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
     usage = merge_usage([one.finished for one in completions], n)
     kept = best_choices(completions, n, body.n or 1)
@@ -64,7 +82,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     completions = [completions[index] for index in kept]
     texts = [(echoes[index] if echoes else "") + one.text for index, one in enumerate(completions)]
     scored = body.logprobs is not None
-    return JsonResponse(_reply(core, job, head, completions, texts, usage, with_ids, scored))
+    return JsonResponse(_reply(core, job, head, completions, texts, usage, with_ids, scored), headers=headers)
 
 
 def best_choices(completions: Sequence[Completion], generated: int, wanted: int) -> list[int]:
@@ -100,13 +118,16 @@ def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str)
 
 
 async def encode_batch(
-    core: GatewayCore, batch: Sequence[str | list[int]], field: str
+    core: GatewayCore, batch: Sequence[str | list[int]], field: str, add_special_tokens: bool = True
 ) -> list[tuple[int, ...]]:
     """Return the token ids of every prompt. Long texts are encoded on a worker thread."""
     encoded = []
     for prompt in batch:
-        ids = await core.need_codec(field).encode_aside(prompt) if isinstance(prompt, str) else tuple(prompt)
-        encoded.append(ids)
+        if isinstance(prompt, str):
+            codec = core.need_codec(field)
+            encoded.append(await codec.encode_aside(prompt, add_special_tokens=add_special_tokens))
+        else:
+            encoded.append(tuple(prompt))
     return encoded
 
 
@@ -117,7 +138,8 @@ def _echo(core: GatewayCore, prompt: str | list[int]) -> str:
     return core.codec.decode([token for token in prompt if 0 <= token < 1 << 32]) if core.codec else ""
 
 
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+def _choice(index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
+    text = piece.text if isinstance(piece, Text) else ""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
@@ -133,7 +155,7 @@ def _reply(
 ) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
     choices = [
-        _choice(index, texts[index], FINISH_NAMES[one.finished.reason])
+        _choice(index, Text(texts[index]), finish_name(one.finished, Answer()))
         | {"logprobs": completion_reply_logprobs(core, job, one) if scored else None}
         | choice_extras(one, len(completions) == 1, trace, with_ids)
         for index, one in enumerate(completions)
@@ -141,6 +163,6 @@ def _reply(
     return head.object_of(
         choices=choices,
         usage=usage_object(usage),
-        speculation=reply_speculation(completions, trace),
+        **reply_speculation(completions, trace, core.client.info),
         metadata=metadata_object(core.client.info, completions[0].seed),
     )

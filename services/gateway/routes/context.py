@@ -10,9 +10,16 @@ from typing import Any, cast
 from fastapi import Request
 
 from outrider.services.gateway.core import GatewayCore
+from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.served_target import ServedTarget
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.obs.logging import get_logger
 
 DEADLINE_HEADER = "X-Request-Deadline-Ms"
+IGNORED_HEADER = "X-Outrider-Ignored"
+# More names would make the header longer than some clients accept.
+MAX_IGNORED_NAMES = 32
+_log = get_logger("outrider.gateway.http")
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is invalid; the error names it."},
@@ -48,6 +55,20 @@ def timeout_of(request: Request) -> float | None:
     return int(value) / 1e3
 
 
+def ignored_header(body: OpenModel) -> dict[str, str]:
+    """Return a header that lists the fields without effect, and log the list. Empty if there are none.
+
+    Raises:
+        InvalidRequestError: If ignoring a field would change the text or leave out data of the reply.
+    """
+    names = body.ignored_fields()
+    if not names:
+        return {}
+    listed = ",".join([*names[:MAX_IGNORED_NAMES], *["..."][: len(names) > MAX_IGNORED_NAMES]])
+    _log.warning("request fields ignored", fields=listed)
+    return {IGNORED_HEADER: listed}
+
+
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
     """The fields that all chunks of one reply share."""
@@ -56,12 +77,20 @@ class ReplyHead:
     object: str
     created: int
     model: str
+    fingerprint: str | None = None
 
     @classmethod
-    def new(cls, prefix: str, kind: str, model: str, rid: str | None) -> ReplyHead:
-        """Create the head of a reply that begins now. `rid` is the id that the client sent, if any."""
-        return cls(rid or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+    def new(
+        cls, prefix: str, kind: str, model: str, rid: str | None, info: ServedTarget | None = None
+    ) -> ReplyHead:
+        """Create the head of a reply that begins now. `rid` is the id that the client sent, if any.
+
+        With `info`, the head contains OpenAI's `system_fingerprint`: the version of the weights.
+        """
+        fingerprint = None if info is None else info.weight_version
+        return cls(rid or f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model, fingerprint)
 
     def object_of(self, **fields: Any) -> dict[str, Any]:
         """Return a reply or chunk with these additional fields."""
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model, **fields}
+        head = {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return head | ({} if self.fingerprint is None else {"system_fingerprint": self.fingerprint}) | fields

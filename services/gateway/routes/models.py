@@ -11,8 +11,11 @@ from starlette.responses import Response
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.parameters import check_prompt_text
-from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of
+from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header
 from outrider.services.gateway.schemas.native import DetokenizeRequest, TokenizeRequest
+from outrider.services.gateway.schemas.template_options import template_options
+from outrider.services.gateway.schemas.tools import template_tools
+from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 
 router = APIRouter()
@@ -34,36 +37,77 @@ async def retrieve_model(model: str, request: Request) -> Response:
     return JsonResponse(_model(core, model))
 
 
+@router.post("/v1/tokenize", responses=ERROR_RESPONSES)
 @router.post("/tokenize", responses=ERROR_RESPONSES)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Return the token ids of a text."""
+    """Return the token ids of texts or of a chat. The reply to a list of texts contains lists."""
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
-    check_prompt_text(body.prompt, "prompt")
-    ids = await core.need_codec("prompt").encode_aside(
-        body.prompt, add_special_tokens=body.add_special_tokens
-    )
-    return JsonResponse(
-        {"tokens": list(ids), "count": len(ids), "max_model_len": core.client.info.max_model_len}
-    )
+    headers = ignored_header(body)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("Set exactly one of prompt and messages.", field="prompt")
+    codec = core.need_codec("prompt" if body.messages is None else "messages")
+    if body.messages is not None:
+        encoded = [await _encode_chat(core, body)]
+    else:
+        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
+        if len(texts) > core.settings.max_batch:
+            raise InvalidRequestError(
+                f"prompt must contain at most {core.settings.max_batch} texts.", field="prompt"
+            )
+        for text in texts:
+            check_prompt_text(text, "prompt")
+        special = body.add_special_tokens is not False
+        encoded = [await codec.encode_aside(text, add_special_tokens=special) for text in texts]
+    many = isinstance(body.prompt, list)
+    reply: dict[str, Any] = {
+        "tokens": [list(ids) for ids in encoded] if many else list(encoded[0]),
+        "count": [len(ids) for ids in encoded] if many else len(encoded[0]),
+        "max_model_len": core.client.info.max_model_len,
+    }
+    if body.return_token_strs:
+        shown = [[codec.tokenizer.id_to_token(one) for one in ids] for ids in encoded]
+        reply["token_strs"] = shown if many else shown[0]
+    return JsonResponse(reply, headers=headers)
 
 
+async def _encode_chat(core: GatewayCore, body: TokenizeRequest) -> tuple[int, ...]:
+    messages = body.messages or []
+    if not 1 <= len(messages) <= core.settings.max_messages:
+        raise InvalidRequestError(
+            f"messages must contain 1 to {core.settings.max_messages} messages.", field="messages"
+        )
+    shown = [message.for_template(f"messages.{number}") for number, message in enumerate(messages)]
+    options = template_options(body.chat_template_kwargs)
+    if tools := template_tools(body.tools or []):
+        options["tools"] = tools
+    ending = ChatEnding(
+        body.add_generation_prompt is not False, add_special_tokens=bool(body.add_special_tokens)
+    )
+    return await core.need_codec("messages").encode_chat_aside(shown, options, ending)
+
+
+@router.post("/v1/detokenize", responses=ERROR_RESPONSES)
 @router.post("/detokenize", responses=ERROR_RESPONSES)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """Return the text of token ids."""
+    """Return the text of token ids, under vLLM's name `prompt` and SGLang's name `text`."""
     core = core_of(request)
     info = core.client.info
     core.builder.check_model(body.model, info)
+    headers = ignored_header(body)
     codec = core.need_codec("tokens")
-    if any(not 0 <= token < info.vocab_size for token in body.tokens):
+    batch = [one for one in body.tokens if isinstance(one, list)]
+    many = bool(batch)
+    batch = batch or [[one for one in body.tokens if isinstance(one, int)]]
+    if any(not 0 <= token < info.vocab_size for tokens in batch for token in tokens):
         raise InvalidRequestError(f"tokens must be between 0 and {info.vocab_size - 1}.", field="tokens")
-    return JsonResponse(
-        {
-            "prompt": await asyncio.to_thread(
-                codec.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
-            )
-        }
-    )
+
+    def decode() -> list[str]:
+        return [codec.decode(tokens, skip_special_tokens=body.skip_special_tokens) for tokens in batch]
+
+    texts = await asyncio.to_thread(decode)
+    text: Any = texts if many else texts[0]
+    return JsonResponse({"prompt": text, "text": text}, headers=headers)
 
 
 def _names(core: GatewayCore) -> tuple[str, ...]:

@@ -17,12 +17,13 @@ from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
 from outrider.services.gateway.render import decision_object, speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
-from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, timeout_of
+from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header, timeout_of
 from outrider.services.gateway.routes.logprobs import native_meta
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 from outrider.shared.base.generation import FinishReason
+from outrider.shared.base.version import installed_version
 
 router = APIRouter()
 
@@ -37,29 +38,31 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     core = core_of(request)
     core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
+    headers = ignored_header(body)
     batch = as_batch(body.source())
     surface = NATIVE if body.text is None else NATIVE_TEXT
+    per_prompt = body.per_prompt(len(batch))
     sequences = core.builder.check(parameters, surface, len(batch))
+    if per_prompt:
+        sequences = sum(core.builder.check(one, surface, 1) for one in per_prompt)
     check_texts(core, batch, surface.prompt)
 
     async def prompts() -> Sequence[tuple[int, ...]]:
         return await encode_batch(core, batch, surface.prompt)
 
-    job = Job(prompts, sequences, parameters, surface, timeout_of(request))
-    rid = body.rid or uuid.uuid4().hex
     as_list = body.is_batch or sequences > 1
+    rids = _rids(body.rid, as_list, [one.n or 1 for one in per_prompt or [parameters] * len(batch)])
+    job = Job(prompts, sequences, parameters, surface, timeout_of(request), rids, per_prompt)
     with_text = bool(body.return_text_in_logprobs)
     if body.stream:
-        return EventStream(_stream(core, job, rid, as_list, with_text), core.settings.keep_alive_s)
+        return EventStream(_stream(core, job, as_list, with_text), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
-    replies = [
-        _reply(core, job, one, _rid(rid, index, as_list), with_text) for index, one in enumerate(completions)
-    ]
-    return JsonResponse(replies if as_list else replies[0])
+    replies = [_reply(core, job, one, rids[index], with_text) for index, one in enumerate(completions)]
+    return JsonResponse(replies if as_list else replies[0], headers=headers)
 
 
 async def _stream(
-    core: GatewayCore, job: Job, rid: str, as_list: bool, with_text: bool
+    core: GatewayCore, job: Job, as_list: bool, with_text: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     texts: dict[int, str] = {}
     ids: dict[int, list[int]] = {}
@@ -81,7 +84,7 @@ async def _stream(
                     texts[index] += text
                     ids[index] += token_ids
                     meta = {
-                        "id": _rid(rid, index, as_list),
+                        "id": job.rids[index],
                         "finish_reason": None,
                         "prompt_tokens": started[index].prompt_tokens,
                         "completion_tokens": len(ids[index]),
@@ -90,7 +93,7 @@ async def _stream(
                         {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
                     )
                 case Finished() as end:
-                    meta = _meta(core, end, _rid(rid, index, as_list), started[index].seed)
+                    meta = _meta(core, end, job.rids[index], started[index].seed)
                     extra = {"speculation": speculation_object(end.speculation)}
             meta |= native_meta(core, job, started[index].prompt_ids, chunks[index], with_text)
             yield {
@@ -102,8 +105,22 @@ async def _stream(
             }
 
 
-def _rid(rid: str, index: int, as_list: bool) -> str:
-    return f"{rid}-{index}" if as_list else rid
+def _rids(rid: str | list[str] | None, as_list: bool, choices: Sequence[int]) -> tuple[str, ...]:
+    """Return the name of every sequence.
+
+    Args:
+        rid: The client's name of the request, or of each prompt. None makes a name.
+        as_list: Whether the reply is a list. The names are then numbered.
+        choices: Number of sequences of each prompt.
+    """
+    if isinstance(rid, list):
+        return tuple(
+            name if count == 1 else f"{name}-{choice}"
+            for name, count in zip(rid, choices, strict=True)
+            for choice in range(count)
+        )
+    name = rid or uuid.uuid4().hex
+    return tuple(f"{name}-{index}" for index in range(sum(choices))) if as_list else (name,)
 
 
 def _reply(core: GatewayCore, job: Job, one: Completion, rid: str, with_text: bool) -> dict[str, Any]:
@@ -123,7 +140,7 @@ def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, An
     SGLang defines the accept length as completion tokens per verify pass. The token that the prefill emits is
     therefore included.
     """
-    stats, usage = end.speculation, end.usage
+    usage = end.usage
     return {
         "id": rid,
         "finish_reason": _finish_reason(end),
@@ -133,11 +150,19 @@ def _meta(core: GatewayCore, end: Finished, rid: str, seed: int) -> dict[str, An
         "weight_version": core.client.info.weight_version,
         "e2e_latency": round(end.e2e_s, 6),
         "seed": seed,
+        **_spec_meta(end),
+    }
+
+
+def _spec_meta(end: Finished) -> dict[str, Any]:
+    """Return SGLang's fields on speculation. Empty if nothing was drafted."""
+    stats, usage = end.speculation, end.usage
+    if not stats.draft_tokens:
+        return {}
+    return {
         "spec_verify_ct": stats.rounds,
         "spec_accept_length": round(usage.completion_tokens / stats.rounds, 6) if stats.rounds else 0.0,
-        "spec_accept_rate": round(stats.accepted_tokens / stats.draft_tokens, 6)
-        if stats.draft_tokens
-        else 0.0,
+        "spec_accept_rate": round(stats.accepted_tokens / stats.draft_tokens, 6),
         "spec_num_correct_drafts": stats.accepted_tokens,
         "spec_num_proposed_drafts": stats.draft_tokens,
         "spec_correct_drafts_histogram": list(stats.accepted_histogram),
@@ -184,6 +209,7 @@ async def server_info(request: Request) -> Response:
     info, stats = await core.client.refresh_info(), await core.client.stats()
     return JsonResponse(
         {
+            "version": installed_version(),
             "model_path": info.model_id,
             "speculative_algorithm": info.algorithm or None,
             "speculative_draft_model_path": info.draft_model or None,

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.services.gateway.core import GatewayCore, Job
-from outrider.services.gateway.render import finish_extras, trace_object, usage_object
-from outrider.services.gateway.request import FINISH_NAMES, Chunk, Finished, Started, merge_usage
+from outrider.services.gateway.parsers.answer import AnswerReader, plain_reader
+from outrider.services.gateway.parsers.pieces import Piece, Text
+from outrider.services.gateway.render import finish_extras, finish_name, trace_object, usage_object
+from outrider.services.gateway.request import Chunk, Finished, Started, Usage, merge_usage
 from outrider.services.gateway.routes.context import ReplyHead
 
-ChoiceOf = Callable[[int, str, str | None], dict[str, Any]]
-"""Returns the choice of a chunk for (index, text, finish_reason)."""
+ChoiceOf = Callable[[int, Piece, str | None], dict[str, Any]]
+"""Returns the choice of a chunk for (index, piece, finish_reason)."""
+EMPTY = Text("")
 
 
 LogprobsOf = Callable[[int, Chunk], dict[str, Any] | None]
@@ -30,6 +33,8 @@ class StreamShape:
             sequence has no opening chunk.
         include_usage: Whether to end with a usage chunk and to send ``usage: null`` in all other chunks.
         with_ids: Whether to include token ids.
+        continuous_usage: Whether every chunk contains the usage so far. Requires `include_usage`.
+        reader: Returns the reader of one answer. Called when its sequence has started.
         logprobs: Returns the `logprobs` object of a chunk of the sequence with this index. None if the client
             wants no logprobs.
     """
@@ -38,44 +43,92 @@ class StreamShape:
     opening: Callable[[int], dict[str, Any] | None]
     include_usage: bool
     with_ids: bool
+    continuous_usage: bool = False
+    reader: Callable[[], AnswerReader] = plain_reader
     logprobs: LogprobsOf | None = None
+
+
+class UsageSoFar:
+    """Counts tokens while a stream runs, for the `usage` field of its chunks."""
+
+    def __init__(self, shape: StreamShape, choices_per_prompt: int) -> None:
+        self._shape = shape
+        self._choices_per_prompt = choices_per_prompt
+        self._prompts: dict[int, int] = {}
+        self._completion = 0
+
+    def started(self, index: int, prompt_tokens: int) -> None:
+        """Count the prompt of a sequence. A prompt shared by several choices counts once."""
+        self._prompts[index // self._choices_per_prompt] = prompt_tokens
+
+    def add(self, completion_tokens: int) -> None:
+        """Count new tokens."""
+        self._completion += completion_tokens
+
+    def fields(self) -> dict[str, Any]:
+        """Return the `usage` field of the next chunk, or no field if the client did not ask for usage."""
+        if not self._shape.include_usage:
+            return {}
+        if not self._shape.continuous_usage:
+            return {"usage": None}
+        return {"usage": usage_object(Usage(sum(self._prompts.values()), self._completion))}
 
 
 async def stream_chunks(
     core: GatewayCore, job: Job, head: ReplyHead, shape: StreamShape
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield the chunks of a reply: opening, text and finish of each choice, then usage if requested."""
-    usage: dict[str, Any] = {"usage": None} if shape.include_usage else {}
+    n = job.parameters.n or 1
+    usage = UsageSoFar(shape, n)
     seeds: dict[int, int] = {}
     ends: dict[int, Finished] = {}
+    readers: dict[int, AnswerReader] = {}
     async with aclosing(core.generate(job)) as events:
         async for one in events:
             match one.event:
-                case Started(seed=seed):
+                case Started(prompt_tokens=prompt_tokens, seed=seed):
                     seeds[one.index] = seed
+                    readers[one.index] = shape.reader()
+                    usage.started(one.index, prompt_tokens)
                     if (opening := shape.opening(one.index)) is not None:
-                        yield head.object_of(choices=[opening], **usage)
-                case Chunk(text=text, token_ids=token_ids, rounds=rounds) as chunk:
-                    logprobs = shape.logprobs(one.index, chunk) if shape.logprobs else None
-                    if not (text or rounds or logprobs or (shape.with_ids and token_ids)):
+                        yield head.object_of(choices=[opening], **usage.fields())
+                case Chunk() as chunk:
+                    usage.add(len(chunk.token_ids))
+                    pieces = readers[one.index].push(chunk.text, len(chunk.token_ids))
+                    extras = _chunk_extras(one.index, chunk, shape)
+                    if not pieces and not any(extras):
                         continue
-                    choice = shape.choice(one.index, text, None)
-                    if logprobs:
-                        choice["logprobs"] = logprobs
-                    if shape.with_ids:
-                        choice["token_ids"] = list(token_ids)
-                    trace = (
-                        {"speculation": {"trace": [trace_object(each) for each in rounds]}} if rounds else {}
-                    )
-                    yield head.object_of(choices=[choice], **usage, **trace)
+                    # Token ids, logprobs and the trace are in the first chunk of several.
+                    for piece in pieces or [EMPTY]:
+                        choice = shape.choice(one.index, piece, None) | extras[0]
+                        yield head.object_of(choices=[choice], **usage.fields(), **extras[1])
+                        extras = ({}, {})
                 case Finished() as end:
                     ends[one.index] = end
-                    choice = shape.choice(one.index, "", FINISH_NAMES[end.reason]) | {
+                    reader = readers[one.index]
+                    for piece in reader.finish():
+                        yield head.object_of(choices=[shape.choice(one.index, piece, None)], **usage.fields())
+                    choice = shape.choice(one.index, EMPTY, finish_name(end, reader.answer)) | {
                         "matched_stop": end.matched_stop
                     }
                     yield head.object_of(
-                        choices=[choice], **usage, **finish_extras(end, core.client.info, seeds[one.index])
+                        choices=[choice],
+                        **usage.fields(),
+                        **finish_extras(end, core.client.info, seeds[one.index]),
                     )
     if shape.include_usage:
-        total = merge_usage([ends[index] for index in sorted(ends)], job.parameters.n or 1)
-        yield head.object_of(choices=[], usage=usage_object(total))
+        total = merge_usage([ends[index] for index in sorted(ends)], n)
+        reasoning_tokens = sum(reader.answer.reasoning_tokens for reader in readers.values())
+        yield head.object_of(choices=[], usage=usage_object(total, reasoning_tokens))
+
+
+def _chunk_extras(index: int, chunk: Chunk, shape: StreamShape) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the additional fields of a chunk's choice, and of the chunk."""
+    fields: dict[str, Any] = {}
+    if shape.with_ids and chunk.token_ids:
+        fields["token_ids"] = list(chunk.token_ids)
+    if shape.logprobs is not None and (logprobs := shape.logprobs(index, chunk)):
+        fields["logprobs"] = logprobs
+    if not chunk.rounds:
+        return fields, {}
+    return fields, {"speculation": {"trace": [trace_object(one) for one in chunk.rounds]}}

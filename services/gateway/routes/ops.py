@@ -1,4 +1,4 @@
-"""``GET /health`` (liveness), ``GET /ready`` (readiness) and ``GET /metrics`` (Prometheus)."""
+"""``/health``, ``/ping`` (liveness), ``/ready`` (readiness), ``/metrics``, ``/status.json``, ``/version``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from starlette.responses import Response
 
 from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of
+from outrider.services.gateway.status import status_object
+from outrider.shared.base.version import installed_version
 from outrider.shared.obs.metrics import CONTENT_TYPE
 
 router = APIRouter()
@@ -25,7 +27,26 @@ async def ready(request: Request) -> Response:
     return JsonResponse({"status": "ready"})
 
 
+@router.get("/ping")
+@router.post("/ping")
+async def ping() -> Response:
+    """Report that the process is alive, as vLLM does for SageMaker."""
+    return JsonResponse({})
+
+
+@router.get("/version")
+async def show_version() -> Response:
+    """Return the version of Outrider."""
+    return JsonResponse({"version": installed_version()})
+
+
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Return the gateway's metrics and then the target's, as Prometheus text."""
     return Response(await core_of(request).render_metrics(), media_type=CONTENT_TYPE)
+
+
+@router.get("/status.json", responses=ERROR_RESPONSES)
+async def status(request: Request) -> Response:
+    """Return the status of all services, the values of all metrics, and the latest errors."""
+    return JsonResponse(await status_object(core_of(request)))

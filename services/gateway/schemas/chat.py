@@ -2,95 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from outrider.services.gateway.parameters import check_prompt_text
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
-from outrider.services.gateway.schemas.common import Neutral, NeutralOnly, OpenAIRequest, StrictModel
+from outrider.services.gateway.schemas.chat_messages import Message
+from outrider.services.gateway.schemas.common import Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.template_options import TEMPLATE_OPTIONS, template_options
+from outrider.services.gateway.schemas.tools import Tool, ToolChoice, check_choice, template_tools
+from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
-
-# Template variables that clients may set. Any other variable could insert text outside the client's messages.
-TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
-
-
-class TextPart(StrictModel):
-    """A part of a message's content. Only text is supported.
-
-    Parts of other types are parsed too, so that the error can name their type.
-    """
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    text: str | None = None
-
-
-class Message(NeutralOnly):
-    """One message. Clients may send replies back unchanged, so empty fields of replies are accepted."""
-
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tool_calls": ([],),
-        "function_call": (),
-        "audio": (),
-        "tool_call_id": (),
-    }
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    annotations: Any = None
-    reasoning_content: str | None = None
-    tool_calls: Neutral = None
-    function_call: Neutral = None
-    audio: Neutral = None
-    tool_call_id: Neutral = None
-
-    def for_template(self, field: str) -> dict[str, Any]:
-        """Return the message in the form that chat templates expect.
-
-        Raises:
-            InvalidRequestError: If a part of the message is not supported. The error names the part.
-        """
-        self.refuse_unsupported(f"{field}.")
-        if self.role in ("tool", "function"):
-            raise InvalidRequestError(
-                f"{field}.role: {self.role} messages are not supported yet.",
-                field=f"{field}.role",
-                reason="unsupported_parameter",
-            )
-        text = self._text(field)
-        check_prompt_text(text, f"{field}.content")
-        # Templates do not define the developer role, which is OpenAI's newer name of the system role.
-        message = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.name is not None:
-            check_prompt_text(self.name, f"{field}.name")
-            message["name"] = self.name
-        return message
-
-    def _text(self, field: str) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        if self.content is None:
-            raise InvalidRequestError(f"{field}.content must be text.", field=f"{field}.content")
-        for number, part in enumerate(self.content):
-            where = f"{field}.content.{number}"
-            if part.type != "text":
-                message = f"{where}: only text parts are supported, not {part.type[:32]!r}."
-                raise InvalidRequestError(message, field=where, reason="unsupported_parameter")
-            for unknown in part.model_extra or ():
-                raise InvalidRequestError(
-                    f"Unknown field: {where}.{unknown}.", field=f"{where}.{unknown}", reason="unknown_field"
-                )
-            if part.text is None:
-                raise InvalidRequestError(
-                    f"Missing field: {where}.text.", field=f"{where}.text", reason="missing_field"
-                )
-        return "".join(part.text or "" for part in self.content)
 
 
 class ChatRequest(OpenAIRequest):
@@ -98,14 +21,14 @@ class ChatRequest(OpenAIRequest):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIRequest.NEUTRAL,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         "audio": (),
         "web_search_options": (),
     }
+
+    NO_EFFECT: ClassVar[frozenset[str]] = OpenAIRequest.NO_EFFECT | {"prediction", "verbosity"}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
@@ -114,9 +37,27 @@ class ChatRequest(OpenAIRequest):
     )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
-    # The next fields have no effect without tools, reasoning parsers or predicted outputs.
-    parallel_tool_calls: bool | None = None
-    separate_reasoning: bool | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the prompt ends with the header of the assistant's answer. Default: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Continue the last message. Requires add_generation_prompt: false."
+    )
+    echo: bool | None = Field(
+        None, description="Begin the answer with the last message, if it is the assistant's."
+    )
+
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether an answer may contain several tool calls. Default: true."
+    )
+    separate_reasoning: bool | None = Field(
+        None, description="Whether reasoning is in reasoning_content instead of content. Default: true."
+    )
+    include_reasoning: bool | None = Field(
+        None, description="Whether answers contain their reasoning. Default: true."
+    )
     prediction: Any = None
     verbosity: Any = None
 
@@ -124,8 +65,6 @@ class ChatRequest(OpenAIRequest):
     top_logprobs: int | None = Field(
         None, description="Number of alternatives per token, 0 to 20. Requires logprobs: true."
     )
-    tools: Neutral = None
-    tool_choice: Neutral = None
     functions: Neutral = None
     function_call: Neutral = None
     modalities: Neutral = None
@@ -160,6 +99,32 @@ class ChatRequest(OpenAIRequest):
             )
         return self.max_completion_tokens
 
+    def template_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the answer may call, in the form that chat templates expect.
+
+        Raises:
+            InvalidRequestError: If a tool is invalid, or the choice forces a call.
+        """
+        tools = template_tools(self.tools or [])
+        return tools if check_choice(self.tool_choice) else []
+
+    def ending(self) -> ChatEnding:
+        """Return how the prompt ends.
+
+        Raises:
+            InvalidRequestError: If the prompt would continue the last message and also begin another.
+        """
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise InvalidRequestError(
+                "continue_final_message requires add_generation_prompt: false.",
+                field="continue_final_message",
+            )
+        return ChatEnding(
+            self.add_generation_prompt is not False,
+            bool(self.continue_final_message),
+            bool(self.add_special_tokens),
+        )
+
     def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
         """Check the messages and return them in the form that chat templates expect.
 
@@ -173,26 +138,13 @@ class ChatRequest(OpenAIRequest):
             )
         return [message.for_template(f"messages.{number}") for number, message in enumerate(self.messages)]
 
-    def template_options(self) -> Mapping[str, Any]:
+    def template_options(self) -> dict[str, Any]:
         """Return the template variables that the client set.
 
         Raises:
             InvalidRequestError: If a key is not allowed, or a value is not a scalar.
         """
-        options = dict(self.chat_template_kwargs or {})
-        for key, value in options.items():
-            field = f"chat_template_kwargs.{key}"
-            if key not in TEMPLATE_OPTIONS:
-                raise InvalidRequestError(
-                    f"{field} is not allowed. Allowed keys: {', '.join(TEMPLATE_OPTIONS)}.", field=field
-                )
-            if not isinstance(value, (str, bool, int)) or (isinstance(value, str) and len(value) > 64):
-                raise InvalidRequestError(
-                    f"{field} must be a boolean, an integer or a string of at most 64 characters.",
-                    field=field,
-                )
-            if isinstance(value, str):
-                check_prompt_text(value, field)
+        options = template_options(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             options["reasoning_effort"] = self.reasoning_effort
         return options

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.request import RequestedSpeculation
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs
+from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel, StrictModel
 from outrider.services.gateway.schemas.sampling_fields import SamplingFields
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SpeculationMode
-
-
-class StrictModel(BaseModel):
-    """Base model that rejects unknown fields, NaN, and values of another type (such as "1" for 1)."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class SpeculationOptions(StrictModel):
@@ -39,14 +34,17 @@ class SpeculationOptions(StrictModel):
         )
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(OpenModel):
     """The `stream_options` object.
 
     `include_obfuscation`, OpenAI's padding against traffic analysis, has no effect here.
     """
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="Send the usage so far with every chunk, if include_usage is set."
+    )
+    include_obfuscation: Any = None
 
 
 def _one_or_many(value: object) -> object:
@@ -73,28 +71,6 @@ Neutral = Any
 """Type of an unsupported parameter. Only its neutral values are accepted. The error names the parameter."""
 
 
-class NeutralOnly(StrictModel):
-    """A model with unsupported fields. `NEUTRAL` lists the neutral values that each such field accepts."""
-
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    def refuse_unsupported(self, prefix: str = "") -> None:
-        """Raise InvalidRequestError for the first unsupported field whose value would change the answer.
-
-        Args:
-            prefix: Prefix of the field's name in the error.
-        """
-        for name, neutral in self.NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
-                field = prefix + name
-                raise InvalidRequestError(
-                    f"{field} is not supported yet. Leave it out.",
-                    field=field,
-                    reason="unsupported_parameter",
-                )
-
-
 ZERO = (0, 0.0)
 ONE = (1, 1.0)
 
@@ -108,6 +84,19 @@ class OpenAIRequest(NeutralOnly, SamplingFields):
         "ebnf": (),
         "json_schema": (),
     }
+    # Fields that OpenAI defines, and that cannot change the answer of this server.
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        [
+            "user",
+            "metadata",
+            "store",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+        ]
+    )
 
     model: str | None = None
     max_tokens: int | None = None
@@ -135,16 +124,25 @@ class OpenAIRequest(NeutralOnly, SamplingFields):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write the tokens of logprobs as token_id:N."
     )
+    request_id: str | None = Field(None, max_length=128, description="vLLM's name of `rid`.")
+    sampling_seed: int | None = Field(None, description="SGLang's name of `seed`.")
+    no_stop_trim: bool | None = Field(None, description="SGLang's name of `include_stop_str_in_output`.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds its special tokens. Default: only in completions."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep only this many tokens at the end of the prompt; -1: as many as fit."
+    )
     priority: int | None = None
     cache_salt: str | None = None
 
-    # OpenAI defines the next fields. The fields have no effect here.
     user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
     response_format: Neutral = None
@@ -169,12 +167,12 @@ class OpenAIRequest(NeutralOnly, SamplingFields):
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
-            seed=self.seed,
+            seed=self._seed(),
             n=self.n,
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            include_stop_string=bool(self.include_stop_str_in_output),
+            include_stop_string=bool(self.include_stop_str_in_output or self.no_stop_trim),
             skip_special_tokens=self.skip_special_tokens is not False,
             speculation=(self.speculation or SpeculationOptions()).params(),
             priority=self.priority or 0,
@@ -187,6 +185,16 @@ class OpenAIRequest(NeutralOnly, SamplingFields):
         """Return the logprobs that the client wants."""
         return NO_REQUESTED_LOGPROBS
 
+    def _seed(self) -> int | None:
+        if self.seed is not None and self.sampling_seed not in (None, self.seed):
+            raise InvalidRequestError("seed and sampling_seed differ. Set only one of them.", field="seed")
+        return self.sampling_seed if self.seed is None else self.seed
+
+    @property
+    def reply_id(self) -> str | None:
+        """The client's id for the reply, or None."""
+        return self.rid or self.request_id
+
     def token_limit(self) -> int | None:
         """Return the client's limit of new tokens, or None."""
         return self.max_tokens
@@ -194,4 +202,9 @@ class OpenAIRequest(NeutralOnly, SamplingFields):
     @property
     def include_usage(self) -> bool:
         """True if a stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if every chunk of a stream contains the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)

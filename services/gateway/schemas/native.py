@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
+from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
+from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.common import (
     Neutral,
-    NeutralOnly,
     SpeculationOptions,
     StopStrings,
-    StrictModel,
     TokenIds,
 )
 from outrider.services.gateway.schemas.sampling_fields import SamplingFields
+from outrider.services.gateway.schemas.tools import Tool
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
 
@@ -59,6 +60,9 @@ class NativeSamplingParams(NeutralOnly, SamplingFields):
     custom_params: Neutral = None
 
 
+RequestName = Annotated[str, Field(max_length=128)]
+
+
 class NativeRequest(NeutralOnly):
     """The request body. It contains either `text` or `input_ids`, as a single prompt or as a batch."""
 
@@ -74,9 +78,13 @@ class NativeRequest(NeutralOnly):
 
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: NativeSamplingParams | None = None
+    sampling_params: NativeSamplingParams | list[NativeSamplingParams] | None = Field(
+        None, description="Sampling parameters, or a list with one entry per prompt."
+    )
     stream: bool | None = None
-    rid: str | None = Field(None, max_length=128)
+    rid: RequestName | list[RequestName] | None = Field(
+        None, description="Id of the request, or a list with one id per prompt."
+    )
     model: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -112,15 +120,38 @@ class NativeRequest(NeutralOnly):
         source = self.source()
         return isinstance(source, list) and not (source and isinstance(source[0], int))
 
-    def parameters(self) -> Parameters:
+    def per_prompt(self, num_prompts: int) -> tuple[Parameters, ...]:
+        """Return the parameters of each prompt. Empty if all prompts have the same parameters.
+
+        Raises:
+            InvalidRequestError: If a list has another length than the prompts, or as in `parameters`.
+        """
+        for name in ("sampling_params", "rid"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != num_prompts:
+                raise InvalidRequestError(
+                    f"{name} has {len(value)} entries, but there are {num_prompts} prompts.", field=name
+                )
+        if not isinstance(self.sampling_params, list):
+            return ()
+        return tuple(self.parameters(number) for number in range(num_prompts))
+
+    def parameters(self, number: int = 0) -> Parameters:
         """Return the sampling, stopping and speculation parameters.
+
+        Args:
+            number: Number of the prompt, if `sampling_params` is a list.
 
         Raises:
             InvalidRequestError: If an unsupported field is set, or the two names of the seed have different
                 values.
         """
         self.refuse_unsupported()
-        given = self.sampling_params or NativeSamplingParams()
+        listed = self.sampling_params
+        if isinstance(listed, list):
+            given = listed[number] if number < len(listed) else NativeSamplingParams()
+        else:
+            given = listed or NativeSamplingParams()
         given.refuse_unsupported("sampling_params.")
         if given.seed is not None and given.sampling_seed not in (None, given.seed):
             raise InvalidRequestError(
@@ -163,17 +194,29 @@ class NativeRequest(NeutralOnly):
         return RequestedLogprobs(wanted)
 
 
-class TokenizeRequest(StrictModel):
-    """Request body of ``/tokenize``."""
+class TokenizeRequest(OpenModel):
+    """Request body of ``/tokenize``: texts, or the messages of a chat."""
 
-    prompt: str
+    prompt: str | list[str] | None = None
+    messages: list[Message] | None = None
     model: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = Field(None, description="Default: true for texts, false for messages.")
+    add_generation_prompt: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = Field(None, description="Also return the tokens as text.")
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(OpenModel):
     """Request body of ``/detokenize``."""
 
-    tokens: list[int] = Field(max_length=1_000_000)
+    tokens: list[int] | list[list[int]] = Field(max_length=1_000_000)
     model: str | None = None
     skip_special_tokens: bool = False
+
+
+class AbortRequest(OpenModel):
+    """Request body of ``/abort_request``."""
+
+    rid: str | None = None
+    abort_all: bool = False

@@ -114,6 +114,11 @@ class TargetClient:
         self.send(target_pb2.SessionRequest(generate=request_to_proto(request, timeout_s)))
         return stream
 
+    def cancel(self, request_id: str) -> None:
+        """Stop a sequence. Its stream ends with the finish reason CANCELLED. Unknown ids have no effect."""
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.cancel()
+
     def send(self, message: target_pb2.SessionRequest) -> None:
         """Queue a message of the session. Without a session, the message is dropped."""
         if self._outgoing is not None:

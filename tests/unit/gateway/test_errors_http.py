@@ -53,8 +53,8 @@ def explain(model: type, body: object) -> InvalidRequestError:
         ),
         (
             ChatRequest,
-            {"messages": [{"role": "user", "content": "a"}], "strange": 1},
-            "strange",
+            {"messages": [{"role": "user", "content": "a"}], "speculation": {"strange": 1}},
+            "speculation.strange",
             "unknown_field",
         ),
         (CompletionRequest, {"prompt": ["a", 1]}, "prompt", "invalid_value"),

@@ -253,10 +253,13 @@ class TraceNode(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     parent: _builtins.int
     depth: _builtins.int
     logprob: _builtins.float
+    text: _builtins.str
+    """The token's text behind its parent. Only the gateway sets it."""
     def __init__(
         self,
         *,
@@ -264,12 +267,15 @@ class TraceNode(_message.Message):
         parent: _builtins.int = ...,
         depth: _builtins.int = ...,
         logprob: _builtins.float = ...,
+        text: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "logprob", b"logprob", "parent", b"parent", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "depth", b"depth", "logprob", b"logprob", "parent", b"parent", "text", b"text", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
+    _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___TraceNode: _TypeAlias = TraceNode  # noqa: Y015
 
@@ -286,6 +292,7 @@ class RoundTrace(_message.Message):
     EMITTED_FIELD_NUMBER: _builtins.int
     DRAFT_MS_FIELD_NUMBER: _builtins.int
     VERIFY_MS_FIELD_NUMBER: _builtins.int
+    EMITTED_TEXT_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     base_len: _builtins.int
     """Committed length before the round. The root is the token at base_len - 1."""
@@ -299,6 +306,10 @@ class RoundTrace(_message.Message):
 
     @_builtins.property
     def emitted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def emitted_text(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The text that each emitted token completes. Only the gateway sets it."""
+
     def __init__(
         self,
         *,
@@ -309,10 +320,11 @@ class RoundTrace(_message.Message):
         emitted: _abc.Iterable[_builtins.int] | None = ...,
         draft_ms: _builtins.float = ...,
         verify_ms: _builtins.float = ...,
+        emitted_text: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "base_len", b"base_len", "draft_ms", b"draft_ms", "emitted", b"emitted", "nodes", b"nodes", "round", b"round", "verify_ms", b"verify_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "base_len", b"base_len", "draft_ms", b"draft_ms", "emitted", b"emitted", "emitted_text", b"emitted_text", "nodes", b"nodes", "round", b"round", "verify_ms", b"verify_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

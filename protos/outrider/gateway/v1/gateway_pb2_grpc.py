@@ -49,6 +49,21 @@ class InferenceStub(object):
                 request_serializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsReply.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/outrider.gateway.v1.Inference/Tokenize',
+                request_serializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.TokenizeReply.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/outrider.gateway.v1.Inference/Detokenize',
+                request_serializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.DetokenizeReply.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/outrider.gateway.v1.Inference/Abort',
+                request_serializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.AbortRequest.SerializeToString,
+                response_deserializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.AbortReply.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -75,6 +90,27 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Converts text to token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Converts token ids to text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Aborts running requests. Their streams end with the reason CANCELLED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +128,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsRequest.FromString,
                     response_serializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsReply.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.TokenizeRequest.FromString,
+                    response_serializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.TokenizeReply.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.DetokenizeRequest.FromString,
+                    response_serializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.DetokenizeReply.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.AbortRequest.FromString,
+                    response_serializer=outrider_dot_gateway_dot_v1_dot_gateway__pb2.AbortReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +226,87 @@ class Inference(object):
             '/outrider.gateway.v1.Inference/ListModels',
             outrider_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
             outrider_dot_gateway_dot_v1_dot_gateway__pb2.ListModelsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.gateway.v1.Inference/Tokenize',
+            outrider_dot_gateway_dot_v1_dot_gateway__pb2.TokenizeRequest.SerializeToString,
+            outrider_dot_gateway_dot_v1_dot_gateway__pb2.TokenizeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.gateway.v1.Inference/Detokenize',
+            outrider_dot_gateway_dot_v1_dot_gateway__pb2.DetokenizeRequest.SerializeToString,
+            outrider_dot_gateway_dot_v1_dot_gateway__pb2.DetokenizeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.gateway.v1.Inference/Abort',
+            outrider_dot_gateway_dot_v1_dot_gateway__pb2.AbortRequest.SerializeToString,
+            outrider_dot_gateway_dot_v1_dot_gateway__pb2.AbortReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,12 @@ class InferenceStub:
     """Continues text or token ids with a stream of chunks that ends with one Finished."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsReply]
     """Lists the model names that requests may use."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeReply]
+    """Converts text to token ids."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeReply]
+    """Converts token ids to text."""
+    Abort: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.AbortRequest, _gateway_pb2.AbortReply]
+    """Aborts running requests. Their streams end with the reason CANCELLED."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -47,6 +53,12 @@ class InferenceAsyncStub(InferenceStub):
     """Continues text or token ids with a stream of chunks that ends with one Finished."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsReply]  # type: ignore[assignment]
     """Lists the model names that requests may use."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeReply]  # type: ignore[assignment]
+    """Converts text to token ids."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeReply]  # type: ignore[assignment]
+    """Converts token ids to text."""
+    Abort: _aio.UnaryUnaryMultiCallable[_gateway_pb2.AbortRequest, _gateway_pb2.AbortReply]  # type: ignore[assignment]
+    """Aborts running requests. Their streams end with the reason CANCELLED."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,5 +84,29 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.ListModelsReply, _abc.Awaitable[_gateway_pb2.ListModelsReply]]:
         """Lists the model names that requests may use."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _gateway_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.TokenizeReply, _abc.Awaitable[_gateway_pb2.TokenizeReply]]:
+        """Converts text to token ids."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _gateway_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.DetokenizeReply, _abc.Awaitable[_gateway_pb2.DetokenizeReply]]:
+        """Converts token ids to text."""
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _gateway_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.AbortReply, _abc.Awaitable[_gateway_pb2.AbortReply]]:
+        """Aborts running requests. Their streams end with the reason CANCELLED."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

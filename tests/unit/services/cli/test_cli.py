@@ -25,6 +25,7 @@ from outrider.services.stack import launch
 from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import ServiceSettings, settings_config
+from outrider.shared.base.version import installed_version
 
 RUNNER = CliRunner()
 
@@ -262,11 +263,25 @@ def test_generate_raw_completes_the_text_from_standard_input(gateway: str) -> No
     assert CannedGateway.bodies[0]["prompt"] == "Once upon"
 
 
-def test_chat_remembers_the_turns_and_ends_on_an_empty_line(gateway: str) -> None:
-    result = RUNNER.invoke(cli.app, ["chat", "--url", gateway], input="first\nsecond\n\n")
+def test_chat_answers_the_lines_of_a_pipe_and_remembers_the_turns(gateway: str) -> None:
+    result = RUNNER.invoke(cli.app, ["chat", "--url", gateway], input="first\n\nsecond\n")
     assert result.exit_code == 0
+    assert result.stdout == "Paris and Rome.\nParis and Rome.\n"
     roles = [(message["role"], message["content"]) for message in CannedGateway.bodies[1]["messages"]]
     assert roles == [("user", "first"), ("assistant", "Paris and Rome."), ("user", "second")]
+
+
+def test_generate_reads_a_pipe_and_prints_json(gateway: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_URL", f"{gateway.removeprefix('http://')}/v1")
+    result = RUNNER.invoke(cli.app, ["generate", "--json"], input="hi")
+    reply = json.loads(result.stdout)
+    assert (reply["text"], reply["completion_tokens"]) == ("Paris and Rome.", 7)
+    assert CannedGateway.bodies[0]["messages"] == [{"role": "user", "content": "hi"}]
+
+
+def test_the_version_is_printed() -> None:
+    result = RUNNER.invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"outrider {installed_version()}\n")
 
 
 def test_a_refused_request_shows_the_servers_message(gateway: str) -> None:

@@ -52,10 +52,13 @@ UP: Mapping[str, tuple[str, Any]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9100", 9100),
     "skip_tokenizer": ("", True),
+    "tool_call_parser": ("hermes", "hermes"),
+    "reasoning_parser": ("think", "think"),
     "transport": ("inproc", Transport.INPROC),
     "mps": ("", True),
     "draft_device": ("cuda:3", "cuda:3"),
     "standby": ("", True),
+    "playground": ("", True),
     "log_level": ("debug", "debug"),
     "deterministic": ("", True),
     "quantization": ("fp8", "fp8"),
@@ -133,7 +136,7 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
         value = not wanted if name.startswith("--no-") else wanted
         arrived = up(monkeypatch, [name, typed] if typed else [name])
         assert (getattr(arrived, group).get(option) if group else getattr(arrived, option)) == value
-    if option in ("transport", "skip_tokenizer", "mps", "standby"):
+    if option in ("transport", "skip_tokenizer", "mps", "standby", "playground"):
         return
     lines = [
         " ".join(child.command)
@@ -197,6 +200,7 @@ def sample(settings: type[ServiceSettings], name: str) -> list[str]:
     """Return a sample value for a settings flag; nothing for a switch."""
     given = {"device": "cpu", "log_level": "debug", "speculation": "on", "attention_backend": "reference"}
     given["sampling_defaults"] = "openai"
+    given |= {"tool_call_parser": "hermes", "reasoning_parser": "think"}
     field = settings.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     if kinds[0] is bool:

@@ -53,6 +53,12 @@ def test_cpu_plan_is_three_processes_on_unix_sockets_with_one_port() -> None:
     assert plan.url == "http://127.0.0.1:9000"
 
 
+def test_the_playground_can_be_turned_off() -> None:
+    lines = command_lines(plan_stack(StackOptions(playground=False), RUNTIME, inproc=False))
+    assert "--no-playground" in lines["gateway"]
+    assert "--no-playground" not in lines["target"] + lines["draft"]
+
+
 def test_the_caps_reach_target_and_draft() -> None:
     lines = command_lines(
         plan_stack(StackOptions(max_steps=20, max_topk=2, max_nodes=200), RUNTIME, inproc=False)

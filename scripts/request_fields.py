@@ -1,0 +1,141 @@
+"""Writes the table of request fields into docs/api.md, or checks that the table is up to date.
+
+The status of a field comes from the request models and from `schemas/field_rules.py`. This file only lists
+the fields that other APIs define. Run `python scripts/request_fields.py` after a change.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from outrider.services.gateway.schemas.anthropic import MessagesRequest
+from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.schemas.chat import ChatRequest
+from outrider.services.gateway.schemas.completions import CompletionRequest
+from outrider.services.gateway.schemas.field_rules import REFUSED
+from outrider.services.gateway.schemas.native import NativeRequest, NativeSamplingParams
+from outrider.services.gateway.schemas.responses import ResponsesRequest
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+BEGIN, END = "<!-- request fields: begin -->\n", "<!-- request fields: end -->\n"
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+OPENAI_CHAT = _names("""
+audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens messages
+metadata modalities model moderation n parallel_tool_calls prediction presence_penalty prompt_cache_key
+prompt_cache_options prompt_cache_retention reasoning_effort response_format safety_identifier seed
+service_tier stop store stream stream_options temperature tool_choice tools top_logprobs top_p user verbosity
+web_search_options
+""")
+OPENAI_RESPONSES = _names("""
+access_programs background context_management conversation image include input instructions max_output_tokens
+max_tool_calls metadata model moderation parallel_tool_calls previous_response_id prompt prompt_cache_key
+prompt_cache_options prompt_cache_retention reasoning safety_identifier service_tier store stream
+stream_options temperature text tool_choice tools top_logprobs top_p truncation user
+""")
+ANTHROPIC = _names("""
+cache_control container diagnostics inference_geo max_tokens mcp_servers messages metadata model output_config
+service_tier speed stop_sequences stream system temperature thinking tool_choice tools top_k top_p
+user_profile_id workspace_id
+""")
+OPENAI_COMPLETIONS = _names("""
+best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty prompt seed stop stream
+stream_options suffix temperature top_p user
+""")
+VLLM = _names("""
+add_generation_prompt add_special_tokens allowed_token_ids bad_words cache_salt chat_template
+chat_template_kwargs continue_final_message documents echo ec_transfer_params guided_choice guided_grammar
+guided_json guided_regex ignore_eos include_reasoning include_stop_str_in_output kv_transfer_params
+length_penalty logits_processors media_io_kwargs min_p min_tokens mm_processor_kwargs priority prompt_embeds
+prompt_logprobs repetition_detection repetition_penalty request_id return_token_ids return_tokens_as_token_ids
+session_id skip_special_tokens spaces_between_special_tokens stop_token_ids stream_interval structured_outputs
+thinking_token_budget top_k truncate_prompt_tokens truncation_side use_beam_search vllm_xargs watermarking
+""")
+SGLANG_OPENAI = _names("""
+bootstrap_host bootstrap_port bootstrap_room cache_salt chat_template_kwargs continue_final_message
+custom_labels custom_logit_processor custom_params data_parallel_rank ebnf extra_key ignore_eos images_config
+input_ids json_schema lora_path min_p min_tokens no_stop_trim priority regex repetition_penalty
+return_cached_tokens_details return_hidden_states return_prompt_token_ids return_routed_experts
+return_token_ids rid routed_dp_rank sampling_seed separate_reasoning session_params skip_special_tokens
+stop_regex stop_token_ids stream_reasoning task top_k
+""")
+SGLANG_NATIVE = _names("""
+audio_data background bootstrap_host bootstrap_port bootstrap_room cache_salt conversation_id custom_labels
+custom_logit_processor data_parallel_rank extra_key image_data input_embeds input_ids log_metrics
+logprob_start_len lora_path max_thinking_tokens modalities no_logs priority return_entropy
+return_hidden_states return_logprob return_prompt_token_ids return_routed_experts return_sampling_mask
+return_text_in_logprobs rid routed_dp_rank sampling_params session_params stream text token_ids_logprob
+top_logprobs_num video_data
+""")
+SGLANG_SAMPLING = _names("""
+custom_params ebnf frequency_penalty ignore_eos json_schema logit_bias max_new_tokens min_new_tokens min_p n
+no_stop_trim presence_penalty regex repetition_penalty sampling_seed skip_special_tokens
+spaces_between_special_tokens stop stop_regex stop_token_ids structural_tag temperature top_k top_p
+""")
+
+ROUTES: tuple[tuple[str, type[OpenModel], dict[str, list[str]]], ...] = (
+    (
+        "/v1/chat/completions",
+        ChatRequest,
+        {"OpenAI": OPENAI_CHAT, "vLLM": VLLM, "SGLang": SGLANG_OPENAI},
+    ),
+    (
+        "/v1/completions",
+        CompletionRequest,
+        {"OpenAI": OPENAI_COMPLETIONS, "vLLM": VLLM, "SGLang": SGLANG_OPENAI},
+    ),
+    ("/v1/responses", ResponsesRequest, {"OpenAI": OPENAI_RESPONSES}),
+    ("/v1/messages", MessagesRequest, {"Anthropic": ANTHROPIC}),
+    ("/generate", NativeRequest, {"SGLang": SGLANG_NATIVE}),
+    ("/generate, sampling_params", NativeSamplingParams, {"SGLang": SGLANG_SAMPLING}),
+)
+STATUSES = ("taken", "no effect", "ignored", "refused")
+
+
+def status(model: type[OpenModel], name: str) -> str:
+    """Return one of `STATUSES`: what the route of `model` does with the field `name`."""
+    neutral = getattr(model, "NEUTRAL", {})
+    if name in neutral or (name not in model.model_fields and name in REFUSED):
+        return "refused"
+    if name not in model.model_fields:
+        return "ignored"
+    return "no effect" if name in getattr(model, "NO_EFFECT", ()) else "taken"
+
+
+def table() -> str:
+    """Return the table: one row for each route and status, with the fields and the APIs that define them."""
+    rows = ["| route | status | fields |", "| --- | --- | --- |"]
+    for route, model, apis in ROUTES:
+        names = sorted({*model.model_fields, *(name for api in apis.values() for name in api)})
+        for one in STATUSES:
+            listed = [_marked(name, apis) for name in names if status(model, name) == one]
+            if listed:
+                rows.append(f"| `{route}` | {one} | {', '.join(listed)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _marked(name: str, apis: dict[str, list[str]]) -> str:
+    """Return the name with the initials of the APIs that define the field on this route."""
+    initials = "".join(api[0].upper() for api, names in apis.items() if name in names)
+    return f"`{name}` {initials or '+'}"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the table, or with ``--check`` return 1 if the page contains another one."""
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = before + BEGIN + "\n" + table() + "\n" + END + after
+    if "--check" in arguments:
+        return int(made != page)
+    PAGE.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""One turn of a chat, for all routes that answer chats: its prompt, and the parsers of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from outrider.services.gateway.core import GatewayCore, Job
+from outrider.services.gateway.parameters import Parameters
+from outrider.services.gateway.parsers.answer import Answer, AnswerReader
+from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
+from outrider.services.gateway.render import check_not_aborted
+from outrider.services.gateway.request import Chunk, Finished, Started
+from outrider.services.gateway.tokenizer import ChatEnding, TextCodec
+from outrider.shared.base.errors import InvalidRequestError
+
+# Number of tokens at the end of the prompt that may open the reasoning.
+PROMPT_END_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """The end of the only answer of a turn."""
+
+    finished: Finished
+    answer: Answer
+
+
+@dataclass(slots=True)
+class ChatTurn:
+    """A chat that has passed all checks that need no tokens.
+
+    Attributes:
+        core: The gateway's core.
+        codec: The model's text codec.
+        parameters: Sampling parameters. They keep special tokens if the parsers need these.
+        messages: Messages for the chat template.
+        options: Variables of the chat template, including the tools.
+        ending: How the prompt ends.
+        truncate: Number of tokens to keep of the prompt. None keeps all.
+        tools: What the answer may call. None if the request has no tools.
+        split_reasoning: Whether answers separate their reasoning.
+    """
+
+    core: GatewayCore
+    codec: TextCodec
+    parameters: Parameters
+    messages: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ending: ChatEnding | None = None
+    truncate: int | None = None
+    tools: ToolOptions | None = None
+    split_reasoning: bool = True
+    _prompt_end: str = ""
+
+    @classmethod
+    def create(
+        cls,
+        core: GatewayCore,
+        parameters: Parameters,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        parallel: bool = True,
+        options: Mapping[str, Any] | None = None,
+        ending: ChatEnding | None = None,
+        truncate: int | None = None,
+        split_reasoning: bool = True,
+    ) -> ChatTurn:
+        """Create a turn.
+
+        Args:
+            core: The gateway's core.
+            parameters: Sampling parameters of the request.
+            messages: Messages for the chat template.
+            tools: Tools for the chat template. Empty if the answer must not call any.
+            parallel: Whether an answer may contain several tool calls.
+            options: Variables of the chat template that the client set.
+            ending: How the prompt ends. None ends with the header of the assistant's answer.
+            truncate: Number of tokens to keep of the prompt. None keeps all.
+            split_reasoning: Whether answers separate their reasoning.
+
+        Raises:
+            InvalidRequestError: If the server runs without a tokenizer, or the model cannot call tools.
+        """
+        codec = core.need_codec("messages")
+        if tools and core.parsers.tools == "none":
+            raise InvalidRequestError(
+                "tools: the calls of this model cannot be read, because its chat template has no known "
+                "format of tool calls. If you know the format, start the gateway with --tool-call-parser.",
+                field="tools",
+                reason="unsupported_parameter",
+            )
+        variables = dict(options or {})
+        allowed = None
+        if tools:
+            variables["tools"] = list(tools)
+            allowed = ToolOptions(frozenset(str(tool["function"]["name"]) for tool in tools), parallel)
+        if core.parsers.needs_special_tokens(bool(tools)):
+            parameters = replace(parameters, skip_special_tokens=False)
+        return cls(
+            core,
+            codec,
+            parameters,
+            messages,
+            variables,
+            ending,
+            truncate,
+            allowed,
+            split_reasoning,
+        )
+
+    async def prompts(self) -> Sequence[tuple[int, ...]]:
+        """Return the token ids of the prompt."""
+        ids = await self.codec.encode_chat_aside(self.messages, self.options, self.ending)
+        if self.core.parsers.reasoning != "none":
+            self._prompt_end = self.codec.decode(ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        return [self.core.builder.truncate(ids, self.truncate, self.parameters, self.core.client.info)]
+
+    def reader(self) -> AnswerReader:
+        """Return the reader of one answer. Call this after `prompts`."""
+        return AnswerReader(self.core.parsers.create(self.tools, self.split_reasoning, self._prompt_end))
+
+    async def run(self, job: Job) -> AsyncGenerator[Started | Piece | TurnEnd, None]:
+        """Run a turn with one answer, and yield its pieces as they arrive.
+
+        Raises:
+            OutriderError: As `GatewayCore.generate`.
+        """
+        reader = AnswerReader(None)
+        async with aclosing(self.core.generate(job)) as events:
+            async for one in events:
+                match one.event:
+                    case Started() as start:
+                        reader = self.reader()
+                        yield start
+                    case Chunk() as chunk:
+                        for piece in reader.push(chunk.text, len(chunk.token_ids)):
+                            yield piece
+                    case Finished() as end:
+                        check_not_aborted(end)
+                        for piece in reader.finish():
+                            yield piece
+                        yield TurnEnd(end, reader.answer)

@@ -1,0 +1,100 @@
+"""The harmony format of gpt-oss: messages with a channel, and an optional recipient for tool calls."""
+
+from __future__ import annotations
+
+import re
+
+from outrider.services.gateway.parsers.markers import split_at_marker
+from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Reasoning, Text, ToolOptions
+
+START, MESSAGE = "<|start|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([\w.\-]+)")
+FUNCTIONS = "functions."
+# A longer text without a message is an answer without the format.
+MAX_HEADER_CHARS = 1024
+
+
+class HarmonyParser:
+    """Parses a sequence of messages. The prompt ends with the role, so the text begins with a header.
+
+    The channel ``analysis`` is reasoning. A message to ``functions.NAME`` is a tool call. All else is text.
+    """
+
+    def __init__(self, options: ToolOptions) -> None:
+        self._calls = CallWriter(options)
+        self._buffer = ""
+        # "header", "body" or "between" (behind the end of a message).
+        self._state = "header"
+        self._kind: type[Text] | type[Reasoning] | None = None
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._kind is Reasoning
+
+    def push(self, text: str) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._buffer and self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._state == "body":
+            self._add(self._buffer, pieces)
+            self._end(pieces)
+        elif self._state == "header" and not _CHANNEL.search(self._buffer):
+            self._kind = Text
+            self._add(self._buffer, pieces)
+        self._buffer = ""
+        return pieces
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        if self._state == "body":
+            split = split_at_marker(self._buffer, (*ENDS, START))
+            self._add(split.before, pieces)
+            self._buffer = split.rest
+            if split.marker is None:
+                return False
+            self._end(pieces)
+            self._state = "header" if split.marker == START else "between"
+            return True
+        if self._state == "between":
+            split = split_at_marker(self._buffer, (START,))
+            self._buffer = split.rest
+            self._state = "header" if split.marker else "between"
+            return split.marker is not None
+        header, found, rest = self._buffer.partition(MESSAGE)
+        if found:
+            self._buffer = rest
+            self._begin(header, pieces)
+        elif len(self._buffer) > MAX_HEADER_CHARS:
+            self._state, self._kind = "body", Text
+        else:
+            return False
+        return True
+
+    def _begin(self, header: str, pieces: list[Piece]) -> None:
+        self._state = "body"
+        channel = _CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None and recipient[1].startswith(FUNCTIONS):
+            self._kind = None
+            pieces += self._calls.start(recipient[1][len(FUNCTIONS) :])
+        else:
+            # Calls of the built-in tools are part of the reasoning.
+            private = recipient is not None or (channel is not None and channel[1] == "analysis")
+            self._kind = Reasoning if private else Text
+
+    def _add(self, text: str, pieces: list[Piece]) -> None:
+        if self._kind is None:
+            pieces += self._calls.arguments(text)
+        elif text:
+            pieces.append(self._kind(text))
+
+    def _end(self, pieces: list[Piece]) -> None:
+        if self._kind is None:
+            pieces += self._calls.end()

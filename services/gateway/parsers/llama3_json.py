@@ -1,0 +1,103 @@
+"""Tool calls of Llama 3: the answer is ``{"name": …, "parameters": {…}}``, or several such objects."""
+
+from __future__ import annotations
+
+from outrider.services.gateway.parsers.json_call import JsonCall
+from outrider.services.gateway.parsers.markers import TextWriter, split_at_marker
+from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Text, ToolOptions
+
+PYTHON_TAG = "<|python_tag|>"
+SEPARATORS = ";, \n\t\r"
+
+
+class Llama3JsonParser:
+    """Parses objects at the start of the answer or behind the python tag.
+
+    An object that names none of the request's tools is text, because an answer may consist of JSON.
+    """
+
+    in_reasoning = False
+
+    def __init__(self, options: ToolOptions) -> None:
+        self._options = options
+        self._calls = CallWriter(options)
+        self._writer = TextWriter()
+        self._buffer = ""
+        # What may follow: "call" (an object, or else text), "text".
+        self._state = "call"
+        # Text that belongs to the answer if no call follows.
+        self._lead = ""
+        self._call: JsonCall | None = None
+        self._begun = False
+
+    def push(self, text: str) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._buffer and self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._call is not None and not self._begun:
+            self._add_text(self._lead + self._call.raw, pieces)
+        elif self._call is None:
+            self._add_text((self._lead if not self._calls.count else "") + self._buffer, pieces)
+        self._call, self._buffer, self._lead = None, "", ""
+        if rest := self._writer.finish():
+            pieces.append(Text(rest))
+        return pieces
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        if self._call is not None:
+            return self._step_call(self._call, pieces)
+        if self._state == "text":
+            split = split_at_marker(self._buffer, (PYTHON_TAG,))
+            self._add_text(split.before, pieces)
+            self._buffer = split.rest
+            if split.marker is None:
+                return False
+            self._state, self._lead = "call", ""
+            return True
+        rest = self._buffer.lstrip(SEPARATORS if self._calls.count else None)
+        self._lead += self._buffer[: len(self._buffer) - len(rest)]
+        self._buffer = rest
+        if rest.startswith(PYTHON_TAG):
+            self._buffer, self._lead = rest[len(PYTHON_TAG) :], ""
+        elif PYTHON_TAG.startswith(rest):
+            return False
+        elif rest.startswith("{"):
+            self._call, self._begun = JsonCall(), False
+        else:
+            self._to_text("", pieces)
+        return True
+
+    def _step_call(self, call: JsonCall, pieces: list[Piece]) -> bool:
+        arguments, self._buffer = call.push(self._buffer)
+        if call.name is not None and not self._begun:
+            if call.name not in self._options.names:
+                self._call = None
+                self._to_text(call.raw, pieces)
+                return True
+            self._begun, self._lead = True, ""
+            self._writer.call()
+            pieces += self._calls.start(call.name)
+        if self._begun:
+            pieces += self._calls.arguments(arguments)
+        if call.done or call.failed:
+            self._call = None
+            if self._begun:
+                pieces += self._calls.end()
+            else:
+                self._to_text(call.raw, pieces)
+        return True
+
+    def _to_text(self, text: str, pieces: list[Piece]) -> None:
+        """Pass on the text before the buffer, and read the rest as text."""
+        self._add_text(self._lead + text, pieces)
+        self._state, self._lead = "text", ""
+
+    def _add_text(self, text: str, pieces: list[Piece]) -> None:
+        if final := self._writer.add(text):
+            pieces.append(Text(final))

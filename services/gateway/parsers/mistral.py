@@ -1,0 +1,132 @@
+"""Tool calls of Mistral: ``[TOOL_CALLS]`` before a JSON list of calls, or before ``name[ARGS]{…}``."""
+
+from __future__ import annotations
+
+import re
+
+from outrider.services.gateway.parsers.json_call import JsonCall, JsonValue
+from outrider.services.gateway.parsers.markers import TextWriter, split_at_marker
+from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Text, ToolOptions
+
+MARKER = "[TOOL_CALLS]"
+# Mistral's chat templates refuse other ids.
+ID_CHARS = 9
+_NAME = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\][\w\-]*)?(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
+MAX_HEAD_CHARS = 512
+
+
+class MistralParser:
+    """Parses the calls behind the marker. The text before the marker is the answer's text."""
+
+    in_reasoning = False
+
+    def __init__(self, options: ToolOptions) -> None:
+        self._calls = CallWriter(options)
+        self._writer = TextWriter()
+        self._buffer = ""
+        # "text", "head" (behind the marker), "item" (in a list, before a call), "object" (in a call of a
+        # list), "arguments" (behind a name) or "after" (behind a call of a list).
+        self._state = "text"
+        self._call = JsonCall()
+        self._value = JsonValue()
+        self._begun = False
+
+    def push(self, text: str) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._buffer and self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._state in ("text", "head"):
+            self._add_text(self._buffer, pieces)
+        elif self._state == "object" and not self._begun:
+            self._add_text(self._call.raw, pieces)
+        self._buffer = ""
+        if rest := self._writer.finish():
+            pieces.append(Text(rest))
+        return pieces
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        match self._state:
+            case "text":
+                split = split_at_marker(self._buffer, (MARKER,))
+                self._add_text(split.before, pieces)
+                self._buffer = split.rest
+                if split.marker:
+                    self._state = "head"
+                return split.marker is not None
+            case "head":
+                return self._head(pieces)
+            case "item":
+                return self._item()
+            case "object":
+                return self._object(pieces)
+            case "arguments":
+                return self._arguments(pieces)
+            case _:
+                rest = self._buffer.lstrip()
+                self._buffer = rest[1:] if rest[:1] in (",", "]") else rest
+                if rest:
+                    self._state = "item" if rest[0] == "," else "text"
+                return bool(rest)
+
+    def _head(self, pieces: list[Piece]) -> bool:
+        text = self._buffer.lstrip()
+        if text[:1] in ("[", "{"):
+            self._buffer, self._state = text.removeprefix("["), "item"
+            return bool(self._buffer)
+        name = _NAME.match(text)
+        if name is not None:
+            self._buffer, self._state = text[name.end() :], "arguments"
+            self._value = JsonValue()
+            self._writer.call()
+            pieces += self._calls.start(name[1])
+            return True
+        if "{" not in text and len(text) < MAX_HEAD_CHARS:
+            return False
+        self._state = "text"
+        return True
+
+    def _item(self) -> bool:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer.startswith("{"):
+            self._call, self._begun, self._state = JsonCall(), False, "object"
+        elif self._buffer:
+            self._state = "after" if self._buffer[0] == "]" else "text"
+        return bool(self._buffer)
+
+    def _object(self, pieces: list[Piece]) -> bool:
+        call = self._call
+        arguments, self._buffer = call.push(self._buffer)
+        if call.name is not None and not self._begun:
+            self._begun = True
+            self._writer.call()
+            pieces += self._calls.start(call.name)
+        if self._begun:
+            pieces += self._calls.arguments(arguments)
+        if call.done or call.failed:
+            if self._begun:
+                pieces += self._calls.end()
+            else:
+                self._add_text(call.raw, pieces)
+            self._state = "after"
+        return True
+
+    def _arguments(self, pieces: list[Piece]) -> bool:
+        for at, char in enumerate(self._buffer):
+            self._value.push(char)
+            if self._value.done:
+                pieces += self._calls.arguments(self._buffer[: at + 1])
+                self._buffer, self._state = self._buffer[at + 1 :], "text"
+                return True
+        pieces += self._calls.arguments(self._buffer)
+        self._buffer = ""
+        return False
+
+    def _add_text(self, text: str, pieces: list[Piece]) -> None:
+        if final := self._writer.add(text):
+            pieces.append(Text(final))

@@ -1,0 +1,118 @@
+"""The typed pieces of an answer, and the interface of all parsers."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from dataclasses import dataclass, field
+from typing import Protocol
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The start of a tool call.
+
+    Attributes:
+        index: Number of the call in its answer, from 0.
+        id: Id of the call, which the client sends back with the result.
+        name: Name of the function.
+    """
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """A piece of the arguments of the tool call `index`: JSON text, as the model wrote it."""
+
+    index: int
+    text: str
+
+
+Piece = Text | Reasoning | ToolCallStart | ToolCallArguments
+
+
+class OutputParser(Protocol):
+    """Splits the text of one sequence. The pieces do not depend on how the text is split into pushes."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text pushed last belongs to the reasoning."""
+        ...
+
+    def push(self, text: str) -> list[Piece]:
+        """Return the pieces that are final once `text` has been added."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """Return the rest. Call this once the sequence has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOptions:
+    """What a request allows its answer to call.
+
+    Attributes:
+        names: Names of the request's tools.
+        parallel: Whether an answer may contain several calls. Otherwise, later calls are dropped.
+        id_chars: Length of a call's id without prefix, for models that require one. None makes OpenAI's ids.
+    """
+
+    names: frozenset[str] = frozenset()
+    parallel: bool = True
+    id_chars: int | None = None
+
+
+@dataclass(slots=True)
+class CallWriter:
+    """Numbers the tool calls of one answer and makes their ids."""
+
+    options: ToolOptions
+    count: int = 0
+    _dropping: bool = field(default=False)
+    _has_arguments: bool = field(default=True)
+
+    def start(self, name: str) -> list[Piece]:
+        """Begin a call."""
+        self._dropping = bool(self.count) and not self.options.parallel
+        if self._dropping:
+            return []
+        self.count += 1
+        self._has_arguments = False
+        length = self.options.id_chars
+        call_id = (
+            f"call_{secrets.token_hex(12)}"
+            if length is None
+            else "".join(secrets.choice(_ALPHANUMERIC) for _ in range(length))
+        )
+        return [ToolCallStart(self.count - 1, call_id, name)]
+
+    def arguments(self, text: str) -> list[Piece]:
+        """Add to the arguments of the call that began last."""
+        if self._dropping or not text:
+            return []
+        self._has_arguments = True
+        return [ToolCallArguments(self.count - 1, text)]
+
+    def end(self) -> list[Piece]:
+        """End the call. A call without arguments has an empty object."""
+        return [] if self._has_arguments else self.arguments("{}")

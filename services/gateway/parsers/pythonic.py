@@ -1,0 +1,179 @@
+"""Tool calls of Llama 3.2 and Llama 4 in Python's syntax: ``[f(city="Paris"), g(x=1)]``."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from outrider.services.gateway.parsers.markers import TextWriter, split_at_marker
+from outrider.services.gateway.parsers.pieces import CallWriter, Piece, Text, ToolOptions
+
+_HEAD = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*\(", re.ASCII)
+_HEAD_START = re.compile(r"\s*([A-Za-z_][\w.\-]*\s*)?", re.ASCII)
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+OPENERS = ("<|python_tag|>", "<|python_start|>")
+CLOSER = "<|python_end|>"
+MAX_NAME_CHARS = 256
+# A longer call is not parsed: Python's parser takes memory in proportion to the text.
+MAX_CALL_CHARS = 64 * 1024
+
+
+class PythonicParser:
+    """Parses a list of calls at the start of the answer. Other answers are text.
+
+    The arguments of a call are passed on as one piece of JSON when the call is complete.
+    """
+
+    in_reasoning = False
+
+    def __init__(self, options: ToolOptions) -> None:
+        self._options = options
+        self._calls = CallWriter(options)
+        self._writer = TextWriter()
+        self._buffer = ""
+        # "start", "call" (behind a bracket or a comma), "next" (behind a call) or "text".
+        self._state = "start"
+        # Text of the current list that no call has used.
+        self._lead = ""
+        self._scanned = 0
+        self._depth = 0
+        self._quote = ""
+
+    def push(self, text: str) -> list[Piece]:
+        self._buffer += text
+        pieces: list[Piece] = []
+        while self._buffer and self._step(pieces):
+            pass
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        pieces: list[Piece] = []
+        self._to_text(pieces)
+        self._add_text(self._buffer, pieces)
+        self._buffer = ""
+        if rest := self._writer.finish():
+            pieces.append(Text(rest))
+        return pieces
+
+    def _step(self, pieces: list[Piece]) -> bool:
+        """Read the buffer up to the next change of state. Return False if more text is needed."""
+        match self._state:
+            case "start":
+                return self._start(pieces)
+            case "call":
+                return self._call(pieces)
+            case "next":
+                return self._next(pieces)
+            case _:
+                split = split_at_marker(self._buffer, (CLOSER,))
+                self._add_text(split.before, pieces)
+                self._buffer = split.rest
+                return split.marker is not None
+
+    def _start(self, pieces: list[Piece]) -> bool:
+        text = self._buffer.lstrip()
+        for opener in OPENERS:
+            if text.startswith(opener):
+                self._buffer = text[len(opener) :]
+                return True
+            if opener.startswith(text):
+                return False
+        if text.startswith("["):
+            self._lead = self._buffer[: len(self._buffer) - len(text) + 1]
+            self._buffer, self._state = text[1:], "call"
+        else:
+            self._to_text(pieces)
+        return True
+
+    def _call(self, pieces: list[Piece]) -> bool:
+        head = _HEAD.match(self._buffer)
+        if head is None:
+            if _HEAD_START.fullmatch(self._buffer) and len(self._buffer) < MAX_NAME_CHARS:
+                return False
+            self._to_text(pieces)
+            return True
+        if head[1] not in self._options.names:
+            self._to_text(pieces)
+            return True
+        end = self._end_of_call(head.end() - 1)
+        if end is None and len(self._buffer) <= MAX_CALL_CHARS:
+            return False
+        arguments = None if end is None else _arguments(self._buffer[head.end() - 1 : end])
+        if arguments is None:
+            self._to_text(pieces)
+            return True
+        self._lead, self._buffer = "", self._buffer[end:]
+        self._scanned = self._depth = 0
+        self._writer.call()
+        pieces += [*self._calls.start(head[1]), *self._calls.arguments(arguments)]
+        self._state = "next"
+        return True
+
+    def _next(self, pieces: list[Piece]) -> bool:
+        text = self._buffer.lstrip()
+        if not text:
+            return False
+        if text[0] == ",":
+            self._buffer, self._state = text[1:], "call"
+            return True
+        if text[0] == "]":
+            text = text[1:]
+        self._buffer = text
+        self._to_text(pieces)
+        return True
+
+    def _end_of_call(self, start: int) -> int | None:
+        """Return the offset behind the call's closing parenthesis, or None. Read each character once."""
+        at = max(self._scanned, start)
+        while at < len(self._buffer):
+            char = self._buffer[at]
+            if self._quote:
+                if char == "\\":
+                    if at + 1 == len(self._buffer):
+                        break
+                    at += 1
+                elif char == self._quote:
+                    self._quote = ""
+            elif char in "\"'":
+                self._quote = char
+            elif char in "([{":
+                self._depth += 1
+            elif char in ")]}":
+                self._depth -= 1
+                if not self._depth:
+                    return at + 1
+            at += 1
+        self._scanned = at
+        return None
+
+    def _to_text(self, pieces: list[Piece]) -> None:
+        """Read the rest as text, including the part of the list that is no call."""
+        self._add_text(self._lead, pieces)
+        self._state, self._lead = "text", ""
+
+    def _add_text(self, text: str, pieces: list[Piece]) -> None:
+        if final := self._writer.add(text):
+            pieces.append(Text(final))
+
+
+def _literal(node: ast.expr) -> Any:
+    # Models also write JSON's words instead of Python's.
+    if isinstance(node, ast.Name) and node.id in _JSON_WORDS:
+        return _JSON_WORDS[node.id]
+    return ast.literal_eval(node)
+
+
+def _arguments(text: str) -> str | None:
+    """Return the keyword arguments of ``(a=1, …)`` as a JSON object, or None if a value is no literal."""
+    try:
+        call = ast.parse(f"f{text}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        named = {one.arg: _literal(one.value) for one in call.keywords}
+        if None in named:
+            return None
+        return json.dumps(named, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None

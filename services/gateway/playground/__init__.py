@@ -1,0 +1,1 @@
+"""The playground and the operator's page: static files for a browser, and the code that loads them."""

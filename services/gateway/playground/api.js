@@ -1,0 +1,61 @@
+// Calls of the gateway: JSON requests, streams of events, and the API key, which stays in memory only.
+
+let key = '';
+
+export function setKey(value) {
+  key = value.trim();
+}
+
+// An error reply of the gateway, or a connection that failed.
+export class CallError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function call(path, options = {}) {
+  const headers = { ...options.headers };
+  if (key) headers.Authorization = `Bearer ${key}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === 'AbortError') throw error;
+    throw new CallError('The server does not answer. Is it running?', 0);
+  }
+  if (!response.ok) {
+    const body = await response.json().catch(() => ({}));
+    throw new CallError(body.error?.message ?? `The server answered ${response.status}.`, response.status);
+  }
+  return response;
+}
+
+export async function getJson(path) {
+  return (await call(path)).json();
+}
+
+// Yields the events of a streamed chat until it ends. Aborting `signal` cancels the request.
+export async function* streamChat(body, signal) {
+  const response = await call('/v1/chat/completions', {
+    method: 'POST',
+    headers: { 'Content-Type': 'application/json' },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = '';
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new CallError('The connection broke before the answer was complete.', 0);
+    const lines = (rest + value).split('\n');
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith('data: ')) continue;
+      if (line === 'data: [DONE]') return;
+      const event = JSON.parse(line.slice(6));
+      if (event.error) throw new CallError(event.error.message, event.error.status);
+      yield event;
+    }
+  }
+}

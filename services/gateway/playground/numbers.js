@@ -1,0 +1,63 @@
+// Shows the numbers of a record: speed, accept length, times, the histogram by depth, and the chosen shapes.
+
+function set(id, text) {
+  const element = document.getElementById(id);
+  if (element.textContent !== text) element.textContent = text;
+}
+
+const fixed = (value, digits) => (value ? value.toFixed(digits) : '–');
+
+export function showNumbers(record) {
+  const { totals } = record;
+  set('n-speed', fixed(record.speed, record.speed < 100 ? 1 : 0));
+  set('n-accept', fixed(record.acceptLength, 2));
+  set('n-tokens', record.numTokens ? String(record.numTokens) : '–');
+  set('n-rounds', record.numRounds ? String(record.numRounds) : '–');
+  const draftMs = totals.draftingRounds ? totals.draftMs / totals.draftingRounds : 0;
+  const verifyMs = record.numRounds ? totals.verifyMs / record.numRounds : 0;
+  set('n-draft', draftMs ? `${draftMs.toFixed(1)} ms` : '–');
+  set('n-verify', verifyMs ? `${verifyMs.toFixed(1)} ms` : '–');
+  const share = totals.draftMs + totals.verifyMs ? totals.draftMs / (totals.draftMs + totals.verifyMs) : 0;
+  document.getElementById('split-draft').style.width = `${(share * 100).toFixed(1)}%`;
+  showHistogram(record);
+  showChoices(record);
+}
+
+function showHistogram({ histogram }) {
+  const chart = document.getElementById('histogram');
+  const deepest = Math.max(5, histogram.length - 1);
+  while (chart.children.length <= deepest) {
+    const bar = document.createElement('div');
+    bar.className = 'bar';
+    bar.append(document.createElement('b'), document.createElement('i'), document.createElement('span'));
+    bar.lastChild.textContent = String(chart.children.length);
+    bar.children[1].className = chart.children.length ? `d${Math.min(chart.children.length, 6)}` : 'd0';
+    chart.append(bar);
+  }
+  while (chart.children.length > deepest + 1) chart.lastChild.remove();
+  const most = Math.max(1, ...histogram.filter(Boolean));
+  const said = [];
+  [...chart.children].forEach((bar, depth) => {
+    const count = histogram[depth] ?? 0;
+    bar.children[1].style.height = `${((count / most) * 100).toFixed(1)}%`;
+    bar.children[0].textContent = count ? String(count) : '';
+    if (count) said.push(`${depth} accepted: ${count}`);
+  });
+  chart.setAttribute('aria-label', said.length ? `Rounds by accepted tokens. ${said.join(', ')}` : 'No rounds yet');
+}
+
+function showChoices({ shapes, settings, speculation }) {
+  const list = [...shapes].sort((a, b) => b[1] - a[1]).slice(0, 4)
+    .map(([shape, rounds]) => `${shape}: ${rounds} ${rounds === 1 ? 'round' : 'rounds'}`);
+  const why = [];
+  const mode = settings.speculation?.mode;
+  if (mode === 'on') why.push('Mode “on” fixes this shape.');
+  if (mode === 'off') why.push('Mode “off” decodes plainly.');
+  if (mode === 'auto') why.push('Mode “auto” lets the controller choose the shape of each round.');
+  if (speculation?.speedup_estimate) {
+    why.push(`It estimates ${speculation.speedup_estimate.toFixed(2)} times the speed of plain decoding.`);
+  }
+  if (speculation?.fallback_reason) why.push(`Some rounds had no draft: ${speculation.fallback_reason}.`);
+  set('choices', list.length ? list.join('\n') : 'No rounds yet.');
+  set('choices-why', list.length ? why.join(' ') : '');
+}

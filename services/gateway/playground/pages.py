@@ -1,0 +1,52 @@
+"""Loads the static files of the playground, with the headers that keep them from reaching other hosts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+PAGES = {"/": "index.html", "/status": "status.html"}
+"""Paths of the two pages. Every other file has the path /playground/NAME."""
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """One file: its content, its media type, and the ETag by which browsers know an unchanged file."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def load_files() -> Mapping[str, StaticFile]:
+    """Return path → file for every static file of this folder. No other file can be requested."""
+    paths = {
+        f"/playground/{file.name}": file
+        for file in sorted(FOLDER.iterdir())
+        if file.suffix in TYPES and file.name not in PAGES.values()
+    }
+    paths |= {path: FOLDER / name for path, name in PAGES.items()}
+    return {path: _load(file) for path, file in paths.items()}
+
+
+def _load(file: Path) -> StaticFile:
+    content = file.read_bytes()
+    return StaticFile(content, TYPES[file.suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')

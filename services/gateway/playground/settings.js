@@ -1,0 +1,57 @@
+// Turns the settings form into the fields of a request, and fits the form to the server's limits.
+
+const NUMBERS = { temperature: Number, top_p: Number, max_tokens: Number };
+const SHAPE = ['depth', 'topk', 'max_nodes'];
+
+function value(form, name) {
+  return form.elements[name].value.trim();
+}
+
+// Returns {options, system}. Throws an Error that names the field if a value cannot be sent.
+export function readSettings(form) {
+  if (!form.checkValidity()) {
+    const field = form.querySelector(':invalid:not(fieldset)');
+    field.closest('details')?.setAttribute('open', '');
+    field.focus();
+    throw new Error(`${form.querySelector(`label[for="${field.id}"]`).textContent}: ${field.validationMessage}`);
+  }
+  const speculation = { mode: value(form, 'mode'), trace: true };
+  for (const name of SHAPE) {
+    if (value(form, name)) speculation[name] = Number(value(form, name));
+  }
+  const options = { speculation };
+  for (const [name, convert] of Object.entries(NUMBERS)) {
+    if (value(form, name)) options[name] = convert(value(form, name));
+  }
+  options.seed = value(form, 'seed') ? Number(value(form, 'seed')) : Math.floor(Math.random() * 2 ** 31);
+  const schema = value(form, 'schema');
+  if (schema && !form.elements.schema.disabled) {
+    options.response_format = { type: 'json_schema', json_schema: { name: 'answer', schema: parsed(schema) } };
+  }
+  return { options, system: value(form, 'system') };
+}
+
+function parsed(schema) {
+  try {
+    return JSON.parse(schema);
+  } catch (error) {
+    throw new Error(`JSON schema: ${error.message}`);
+  }
+}
+
+// Sets the limits of the tree fields, and shows the schema field only if the API takes schemas.
+export function fitSettings(form, info, openapi) {
+  const limits = {
+    depth: [info.speculative_max_steps, info.speculative_num_steps],
+    topk: [info.speculative_max_topk, info.speculative_eagle_topk],
+    max_nodes: [info.speculative_max_nodes, info.speculative_num_draft_tokens],
+  };
+  for (const [name, [most, usual]] of Object.entries(limits)) {
+    if (most) form.elements[name].max = most;
+    if (usual) form.elements[name].placeholder = `${usual} (server)`;
+  }
+  const field = openapi?.components?.schemas?.ChatRequest?.properties?.response_format ?? {};
+  const takesSchema = [field, ...(field.anyOf ?? [])].some((one) => one.$ref || one.type === 'object');
+  form.elements.schema.disabled = !takesSchema;
+  document.getElementById('schema-row').hidden = !takesSchema;
+}

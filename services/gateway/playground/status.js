@@ -1,0 +1,165 @@
+// The operator's page: asks for /status.json every second and shows values, charts and the last errors.
+
+import { CallError, getJson, setKey } from './api.js';
+import { Chart } from './chart.js';
+import { installTheme } from './theme.js';
+
+const $ = (id) => document.getElementById(id);
+const INTERVAL_MS = 1000;
+const number = new Intl.NumberFormat('en', { maximumFractionDigits: 1 });
+const ms = (seconds) => `${(seconds * 1000).toFixed(1)} ms`;
+
+let before = null;
+
+const charts = {
+  speed: new Chart($('charts'), 'Tokens/s', (value) => number.format(value)),
+  running: new Chart($('charts'), 'Running requests', (value) => number.format(value)),
+  accept: new Chart($('charts'), 'Accept length', (value) => value.toFixed(2)),
+  kv: new Chart($('charts'), 'KV cache in use', (value) => `${(value * 100).toFixed(0)} %`),
+  draft: new Chart($('charts'), 'Draft time per round', ms),
+  verify: new Chart($('charts'), 'Verify time per pass', ms),
+};
+
+function show(id, rows) {
+  $(id).replaceChildren(...rows.map(([name, value, state]) => {
+    const row = document.createElement('div');
+    const term = document.createElement('dt');
+    const detail = document.createElement('dd');
+    term.textContent = name;
+    detail.textContent = value ?? '–';
+    if (state !== undefined) detail.className = state ? 'good' : 'bad';
+    row.append(term, detail);
+    return row;
+  }));
+}
+
+function showDepths(shares) {
+  $('depths').replaceChildren(...shares.map((share, index) => {
+    const row = document.createElement('div');
+    const [name, bar, value] = ['span', 'progress', 'span'].map((tag) => document.createElement(tag));
+    name.textContent = `Depth ${index + 1}`;
+    bar.value = share;
+    bar.setAttribute('aria-label', `Share of drafted rounds that accepted depth ${index + 1}`);
+    value.textContent = `${(share * 100).toFixed(1)} %`;
+    row.append(name, bar, value);
+    return row;
+  }));
+  if (!shares.length) $('depths').textContent = 'No drafted round yet.';
+}
+
+function duration(seconds) {
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 1) return `${Math.floor(seconds)} s`;
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+function render(status) {
+  const { gateway, model, target, metrics } = status;
+  const metric = (name) => metrics[`outrider_${name}`];
+  $('server').textContent = model ? model.names.join(', ') : 'no target';
+  const draft = target?.draft;
+  show('services', [
+    ['Gateway', status.draining ? 'draining' : `version ${status.version}`, !status.draining],
+    ['Target', target ? 'ready' : 'not ready', Boolean(target)],
+    ['Draft', draft ? draft.state : 'unknown', draft ? draft.state === 'on' || draft.state === 'none' : false],
+    ['Gateway up for', duration(status.uptime_s)],
+  ]);
+  show('model', model ? [
+    ['Architecture', model.architecture], ['Device', `${model.device}, ${model.dtype}`],
+    ['Context', `${number.format(model.max_model_len)} tokens`], ['Vocabulary', number.format(model.vocab_size)],
+    ['Weights', model.weight_version],
+  ] : [['Target', 'does not answer']]);
+  show('batch', [
+    ['Running', target ? `${target.running} of ${target.max_running_requests}` : null],
+    ['Waiting in the target', target?.waiting], ['Waiting in the gateway', `${gateway.waiting} of ${gateway.max_queued_requests}`],
+    ['Prompt tokens waiting', number.format(gateway.waiting_prompt_tokens)],
+    ['Generated tokens', target ? number.format(target.generated_tokens) : null],
+    ['Retractions', metric('num_preemptions_total')],
+  ]);
+  const pages = target?.kv_pages;
+  $('kv').value = pages?.total ? 1 - pages.free / pages.total : 0;
+  show('memory', [
+    ['Pages in use', pages ? `${number.format(pages.total - pages.free)} of ${number.format(pages.total)}` : null],
+    ['Committed tokens', metric('kv_cache_tokens{kind="committed"}')],
+    ['Reserved tokens', metric('kv_cache_tokens{kind="reserved"}')],
+  ]);
+  const fallbacks = Object.entries(metrics)
+    .filter(([name, value]) => name.startsWith('outrider_draft_fallback_total{') && value)
+    .map(([name, value]) => `${/reason="([^"]*)"/.exec(name)[1]} ${value}`).join(', ');
+  show('speculation', [
+    ['Algorithm', draft?.algorithm ?? 'none'],
+    ['Default tree', draft?.algorithm ? `depth ${draft.num_steps}, topk ${draft.topk}, ${draft.num_draft_tokens} nodes` : null],
+    ['Accept length', target?.accept_length ? target.accept_length.toFixed(2) : null],
+    ['Estimated speed-up', metric('estimated_speedup') ? `${metric('estimated_speedup').toFixed(2)} ×` : null],
+    ['Drafted', number.format(metric('spec_decode_num_draft_tokens_total') ?? 0)],
+    ['Accepted', number.format(metric('spec_decode_num_accepted_tokens_total') ?? 0)],
+    ['Rounds without draft', fallbacks || 'none'],
+  ]);
+  const drafts = metric('spec_decode_num_drafts_total') ?? 0;
+  const depths = [];
+  for (let depth = 1; metric(`accepted_tokens_total{depth="${depth}"}`); depth += 1) {
+    depths.push(metric(`accepted_tokens_total{depth="${depth}"}`) / drafts);
+  }
+  showDepths(depths);
+  renderErrors(status.errors);
+  chart(status, pages);
+  before = status;
+}
+
+function renderErrors(errors) {
+  $('errors').replaceChildren(...(errors.length ? errors : [null]).map((error) => {
+    const row = document.createElement('tr');
+    const cells = error ? [new Date(error.at * 1000).toLocaleTimeString(), error.status, error.reason, error.message,
+      error.route, error.count, error.request_id] : ['No error since the gateway started.'];
+    row.append(...cells.map((text, index) => {
+      const cell = document.createElement('td');
+      cell.textContent = text;
+      if (!error) cell.colSpan = 7;
+      if (index === 6) cell.className = 'mono';
+      return cell;
+    }));
+    return row;
+  }));
+}
+
+// Adds one point to each chart. Rates are differences of counters since the previous answer.
+function chart(status, pages) {
+  const { metrics, target } = status;
+  const seconds = before ? status.at - before.at : 0;
+  const delta = (name) => (metrics[`outrider_${name}`] ?? 0) - (before?.metrics[`outrider_${name}`] ?? 0);
+  const mean = (name) => (before && delta(`${name}_count`) > 0 ? delta(`${name}_sum`) / delta(`${name}_count`) : null);
+  const tokens = before?.target && target ? target.generated_tokens - before.target.generated_tokens : null;
+  charts.speed.add(tokens === null || tokens < 0 || !seconds ? null : tokens / seconds);
+  charts.running.add(target ? target.running : null);
+  const rounds = delta('spec_decode_num_drafts_total');
+  charts.accept.add(before && rounds > 0 ? 1 + delta('spec_decode_num_accepted_tokens_total') / rounds : null);
+  charts.kv.add(pages?.total ? 1 - pages.free / pages.total : null);
+  charts.draft.add(mean('draft_seconds'));
+  charts.verify.add(mean('verify_seconds'));
+}
+
+async function poll() {
+  try {
+    render(await getJson('/status.json'));
+    $('key-form').hidden = true;
+    $('message').textContent = '';
+  } catch (error) {
+    if (error instanceof CallError && error.status === 401) {
+      $('key-form').hidden = false;
+      $('message').textContent = 'This server needs an API key.';
+      return;
+    }
+    $('message').textContent = error.message;
+  }
+  setTimeout(poll, INTERVAL_MS);
+}
+
+$('key-form').addEventListener('submit', (event) => {
+  event.preventDefault();
+  setKey($('key').value);
+  poll();
+});
+installTheme($('theme'));
+poll();

@@ -1,0 +1,124 @@
+// Draws the tree of one round as SVG. Hovering or the arrow keys show a node's text and probabilities.
+
+import { PILL, edgePath, label, layoutRound, visible } from './layout.js';
+
+const SVG = 'http://www.w3.org/2000/svg';
+const SMALLEST = 0.75;
+
+function svgElement(name, attributes, parent) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  parent?.append(element);
+  return element;
+}
+
+function percent(share) {
+  return share >= 0.9995 ? '100 %' : share < 0.001 ? '< 0.1 %' : `${(share * 100).toFixed(1)} %`;
+}
+
+export function describeNode(node) {
+  const text = `“${visible(node.text)}”`;
+  if (node.index === 0) return `${text}: the last token before this round.`;
+  if (node.bonus) {
+    return `${text}: chosen by the target${node.plain ? ', without a draft' : ' after the drafted tokens'}.`;
+  }
+  return `${text}: drafted at depth ${node.depth}, probability ${percent(node.probability)}, along the path `
+    + `${percent(node.path)}. ${node.accepted ? 'Accepted.' : 'Rejected.'}`;
+}
+
+export function describeRound(round) {
+  const drafted = round.nodes.length - 1;
+  const took = [drafted > 0 && round.draft_ms !== null ? `draft ${round.draft_ms.toFixed(1)} ms` : '',
+    round.verify_ms !== null ? `verify ${round.verify_ms.toFixed(1)} ms` : ''].filter(Boolean).join(', ');
+  const what = drafted > 0
+    ? `${drafted} drafted, ${round.accepted.length} accepted, ${round.emitted_text.length} emitted`
+    : 'no draft, 1 emitted';
+  return took ? `${what}; ${took}` : what;
+}
+
+export class TreeView {
+  // `frame` is the scrolling element, and `detail` announces the node under the pointer or the selection.
+  constructor(frame, detail) {
+    this.frame = frame;
+    this.detail = detail;
+    this.nodes = [];
+    this.selected = -1;
+    frame.addEventListener('pointerover', (event) => this._hover(event));
+    frame.addEventListener('pointerleave', () => this._show(this.selected));
+    frame.addEventListener('keydown', (event) => this._key(event));
+    frame.addEventListener('focus', () => { if (this.selected < 0 && this.nodes.length) this._select(0); });
+    frame.addEventListener('blur', () => this._select(-1));
+  }
+
+  clear(message) {
+    this.nodes = [];
+    const text = document.createElement('p');
+    text.className = 'quiet';
+    text.textContent = message;
+    this.frame.replaceChildren(text);
+    this.detail.textContent = '';
+  }
+
+  draw(round) {
+    const { nodes, width, height } = layoutRound(round);
+    this.nodes = nodes;
+    this.selected = -1;
+    // A deep tree shrinks to the frame, but stays readable; the frame scrolls to the rest.
+    const scale = Math.max(SMALLEST, Math.min(1, (this.frame.clientWidth - 2) / width));
+    const svg = svgElement('svg', {
+      viewBox: `0 0 ${width} ${height}`, width: width * scale, height: height * scale, role: 'img', 'aria-label': `Draft tree: ${describeRound(round)}`,
+    });
+    const edges = svgElement('g', { class: 'edges' }, svg);
+    for (const node of nodes.slice(1)) {
+      const kind = node.bonus ? 'edge bonus' : node.accepted ? 'edge accepted' : 'edge';
+      svgElement('path', {
+        d: edgePath(nodes[node.parent], node), class: kind, 'stroke-width': (0.8 + 2.2 * Math.sqrt(node.path)).toFixed(2),
+      }, edges);
+    }
+    for (const node of nodes) this._drawNode(svg, node);
+    this.frame.replaceChildren(svg);
+    this.svg = svg;
+  }
+
+  _drawNode(svg, node) {
+    const kind = node.index === 0 ? 'root' : node.bonus ? (node.plain ? 'plain' : 'bonus')
+      : node.accepted ? `accepted d${Math.min(node.depth, 6)}` : 'rejected';
+    const group = svgElement('g', { class: `node ${kind}`, 'data-index': node.index, transform: `translate(${node.x} ${node.y})` }, svg);
+    svgElement('rect', { width: PILL.width, height: PILL.height, rx: 6 }, group);
+    const text = svgElement('text', { x: PILL.width / 2, y: PILL.height / 2 + 4 }, group);
+    text.textContent = label(node.text);
+  }
+
+  _hover(event) {
+    const group = event.target.closest?.('.node');
+    if (group) this._show(Number(group.dataset.index));
+  }
+
+  _show(index) {
+    this.detail.textContent = this.nodes[index] ? describeNode(this.nodes[index]) : '';
+  }
+
+  _select(index) {
+    this.svg?.querySelector('.selected')?.classList.remove('selected');
+    this.selected = index;
+    this._show(index);
+    const group = this.svg?.querySelector(`[data-index="${index}"]`);
+    group?.classList.add('selected');
+    group?.scrollIntoView({ block: 'nearest', inline: 'nearest' });
+  }
+
+  _key(event) {
+    const node = this.nodes[this.selected];
+    if (!node) return;
+    const column = this.nodes.filter((one) => one.depth === node.depth).sort((a, b) => a.y - b.y);
+    const next = {
+      ArrowRight: node.children[0],
+      ArrowLeft: this.nodes[node.parent],
+      ArrowDown: column[column.indexOf(node) + 1],
+      ArrowUp: column[column.indexOf(node) - 1],
+    }[event.key];
+    if (!event.key.startsWith('Arrow')) return;
+    event.preventDefault();
+    if (next) this._select(next.index);
+  }
+}

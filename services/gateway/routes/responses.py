@@ -1,0 +1,161 @@
+"""``POST /v1/responses``: OpenAI's Responses API without storage, as one reply or as a stream of events."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outrider.services.gateway.chat_turn import ChatTurn, TurnEnd
+from outrider.services.gateway.core import Job, rids_of
+from outrider.services.gateway.errors import JsonResponse, error_body
+from outrider.services.gateway.parameters import RESPONSES
+from outrider.services.gateway.render import speculation_object
+from outrider.services.gateway.request import Started
+from outrider.services.gateway.routes.context import (
+    ERROR_RESPONSES,
+    ReplyHead,
+    core_of,
+    ignored_header,
+    timeout_of,
+)
+from outrider.services.gateway.routes.response_items import ItemWriter
+from outrider.services.gateway.schemas.responses import ResponsesRequest
+from outrider.services.gateway.sse import NamedEventStream, run_until_disconnect
+from outrider.shared.base.errors import OutriderError
+from outrider.shared.base.generation import FinishReason
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", responses=ERROR_RESPONSES)
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answer with one response or a stream of events. Nothing is stored."""
+    core = core_of(request)
+    model = core.builder.check_model(body.model, core.client.info)
+    parameters = body.parameters()
+    headers = ignored_header(body)
+    core.need_codec("input")
+    turn = ChatTurn.create(
+        core,
+        parameters,
+        body.template_messages(core.settings.max_messages),
+        tools=body.template_tools(),
+        parallel=body.parallel_tool_calls is not False,
+        options=body.template_options(),
+        truncate=body.truncate_prompt_tokens,
+    )
+    core.builder.check(turn.parameters, RESPONSES, 1)
+    job = Job(turn.prompts, 1, turn.parameters, RESPONSES, timeout_of(request), rids_of(body.reply_id, 1))
+    made = _Response(body, turn, job, ReplyHead.new("resp", "response", model, body.reply_id))
+    if body.stream:
+        return _ResponseStream(made.events(), core.settings.keep_alive_s, headers)
+    return JsonResponse(await run_until_disconnect(request.receive, made.whole()), headers=headers)
+
+
+class _ResponseStream(NamedEventStream):
+    """Named events. An error is an event of type ``error``."""
+
+    def failure(self, error: OutriderError) -> dict[str, Any]:
+        body = error_body(error)["error"]
+        return {
+            "type": "error",
+            "code": body["code"],
+            "message": body["message"],
+            "param": body["param"],
+            "status": error.code.value,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    """Runs one request and builds the response object."""
+
+    body: ResponsesRequest
+    turn: ChatTurn
+    job: Job
+    head: ReplyHead
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the finished response."""
+        response: dict[str, Any] = {}
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                response = event.get("response", response)
+        return response
+
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of the response. The last one contains the finished response."""
+        numbers = itertools.count()
+        writer = ItemWriter()
+        seed = 0
+        async with aclosing(self.turn.run(self.job)) as pieces:
+            async for one in pieces:
+                match one:
+                    case Started():
+                        seed = one.seed
+                        for kind in ("response.created", "response.in_progress"):
+                            yield {
+                                "type": kind,
+                                "sequence_number": next(numbers),
+                                "response": self._object("in_progress", []),
+                            }
+                    case TurnEnd():
+                        status = "incomplete" if one.finished.reason is FinishReason.LENGTH else "completed"
+                        for event in writer.finish(status):
+                            yield {**event, "sequence_number": next(numbers)}
+                        yield {
+                            "type": f"response.{status}",
+                            "sequence_number": next(numbers),
+                            "response": self._object(status, writer.items, one, seed),
+                        }
+                    case _:
+                        for event in writer.push(one):
+                            yield {**event, "sequence_number": next(numbers)}
+
+    def _object(
+        self, status: str, output: list[dict[str, Any]], end: TurnEnd | None = None, seed: int = 0
+    ) -> dict[str, Any]:
+        body = self.body
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        response = {
+            "id": self.head.id,
+            "object": "response",
+            "created_at": self.head.created,
+            "model": self.head.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": incomplete,
+            "instructions": body.instructions,
+            "max_output_tokens": body.token_limit(),
+            "metadata": body.metadata if isinstance(body.metadata, dict) else {},
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "none" if body.tool_choice == "none" else "auto",
+            "tools": [{"strict": False, **tool.model_dump(exclude_unset=True)} for tool in body.tools or []],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+        if end is not None:
+            usage = end.finished.usage
+            response["usage"] = {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": end.answer.reasoning_tokens},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            }
+            response["speculation"] = speculation_object(end.finished.speculation)
+            response["seed"] = seed
+        return response

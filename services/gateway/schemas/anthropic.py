@@ -1,0 +1,252 @@
+"""Request body of Anthropic's ``POST /v1/messages``: converts content blocks to chat messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from outrider.services.gateway.parameters import Parameters
+from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
+from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
+from outrider.services.gateway.schemas.common import Neutral, SpeculationOptions
+from outrider.services.gateway.schemas.tools import FunctionTool, Tool, check_choice, template_tools
+from outrider.shared.base.errors import InvalidRequestError
+
+
+class Block(OpenModel):
+    """A content block. Text, tool calls, tool results and thinking are supported."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[TextPart] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: Any = None
+    data: Any = None
+    citations: Any = None
+    caller: Any = None
+    # Clients mark blocks for Anthropic's prompt cache, which has no counterpart in the request here.
+    cache_control: Any = None
+
+
+class AnthropicMessage(OpenModel):
+    """One message of the user or the assistant."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+    def messages(self, field: str) -> list[Message]:
+        """Return the message as chat messages: first the results of tools, then the text.
+
+        Raises:
+            InvalidRequestError: If a block is not supported, or a field of a block is missing.
+        """
+        if isinstance(self.content, str):
+            return [Message(role=self.role, content=self.content)]
+        texts: list[TextPart] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        results: list[Message] = []
+        for number, block in enumerate(self.content):
+            where = f"{field}.content.{number}"
+            match block.type:
+                case "text":
+                    texts.append(TextPart(type="text", text=_given(block.text, where, "text")))
+                case "thinking":
+                    thoughts.append(_given(block.thinking, where, "thinking"))
+                case "redacted_thinking":
+                    continue
+                case "tool_use":
+                    function = CalledFunction(
+                        name=_given(block.name, where, "name"), arguments=block.input or {}
+                    )
+                    calls.append(ToolCall(id=block.id, function=function))
+                case "tool_result":
+                    call_id = _given(block.tool_use_id, where, "tool_use_id")
+                    results.append(Message(role="tool", content=block.content or "", tool_call_id=call_id))
+                case other:
+                    raise InvalidRequestError(
+                        f"{where}: blocks of type {other[:32]!r} are not supported.",
+                        field=where,
+                        reason="unsupported_parameter",
+                    )
+        if not texts and not calls and results:
+            return results
+        answer = Message(
+            role=self.role,
+            content=list(texts),
+            tool_calls=calls or None,
+            reasoning_content="".join(thoughts) or None,
+        )
+        return [*results, answer]
+
+
+class AnthropicTool(OpenModel):
+    """One entry of `tools`. Only the client's own tools are supported."""
+
+    type: str | None = None
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    cache_control: Any = None
+
+
+class AnthropicChoice(OpenModel):
+    """The `tool_choice` object."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(OpenModel):
+    """The `thinking` object. It reaches the chat template as `enable_thinking`."""
+
+    type: str
+    # A hint that no chat template takes. A warning for every request would not help.
+    budget_tokens: Any = None
+    display: Any = None
+
+
+class OutputConfig(NeutralOnly):
+    """The `output_config` object. `effort` reaches the chat template as `reasoning_effort`."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {"format": ()}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Neutral = None
+
+
+class CountTokensRequest(NeutralOnly):
+    """Request body of ``/v1/messages/count_tokens``: everything that belongs to the prompt."""
+
+    model: str
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: str | list[TextPart] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+
+    def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
+        """Check the messages and return them in the form that chat templates expect.
+
+        Raises:
+            InvalidRequestError: If there are too many messages, or a block is not supported.
+        """
+        if len(self.messages) > max_messages:
+            raise InvalidRequestError(
+                f"messages must contain at most {max_messages} messages, not {len(self.messages)}.",
+                field="messages",
+            )
+        shown = []
+        if self.system:
+            shown.append(Message(role="system", content=self.system).for_template("system"))
+        for number, message in enumerate(self.messages):
+            field = f"messages.{number}"
+            shown += [one.for_template(field) for one in message.messages(field)]
+        return shown
+
+    def template_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the answer may call, in the form that chat templates expect.
+
+        Raises:
+            InvalidRequestError: If a tool is one of Anthropic's own, or the choice forces a call.
+        """
+        tools = []
+        for number, tool in enumerate(self.tools or []):
+            if tool.type not in (None, "custom"):
+                raise InvalidRequestError(
+                    f"tools.{number}: tools of type {tool.type[:32]!r} are not supported.",
+                    field=f"tools.{number}",
+                    reason="unsupported_parameter",
+                )
+            function = FunctionTool.model_construct(
+                name=tool.name, description=tool.description, parameters=tool.input_schema
+            )
+            tools.append(Tool.model_construct(type="function", function=function))
+        shown = template_tools(tools)
+        choice = self.tool_choice.type if self.tool_choice else "auto"
+        may_call = check_choice("none" if choice == "none" else "auto" if choice == "auto" else "required")
+        return shown if may_call else []
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the template variables for `thinking` and `output_config`."""
+        options: dict[str, Any] = {}
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            enabled = self.thinking.type == "enabled"
+            options |= {"enable_thinking": enabled, "thinking": enabled}
+        if self.output_config is not None and self.output_config.effort is not None:
+            options["reasoning_effort"] = self.output_config.effort
+        return options
+
+    @property
+    def parallel(self) -> bool:
+        """Whether an answer may contain several tool calls."""
+        return not (self.tool_choice and self.tool_choice.disable_parallel_tool_use)
+
+
+class MessagesRequest(CountTokensRequest):
+    """The request body: Anthropic's fields, `seed` and `speculation`."""
+
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset(["metadata", "service_tier", "cache_control"])
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    speculation: SpeculationOptions | None = None
+    metadata: Any = None
+    service_tier: Any = None
+
+    def parameters(self) -> Parameters:
+        """Return the sampling, stopping and speculation parameters.
+
+        Raises:
+            InvalidRequestError: If an unsupported field is set.
+        """
+        self.refuse_unsupported()
+        if self.output_config is not None:
+            self.output_config.refuse_unsupported("output_config.")
+        return Parameters(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=tuple(self.stop_sequences or ()),
+            speculation=(self.speculation or SpeculationOptions()).params(),
+        )
+
+    @property
+    def shows_thinking(self) -> bool:
+        """Whether the answer contains its thinking."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+
+def tool_input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object. Text that is no object is under ``INVALID_JSON``."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
+
+def _given(value: Any, field: str, name: str) -> Any:
+    if value is None:
+        raise InvalidRequestError(
+            f"Missing field: {field}.{name}.", field=f"{field}.{name}", reason="missing_field"
+        )
+    return value

@@ -1,0 +1,82 @@
+"""Base models of request bodies: one refuses unknown fields, the other collects them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from outrider.services.gateway.schemas.field_rules import NEUTRAL, REFUSED, is_neutral
+from outrider.shared.base.errors import InvalidRequestError
+
+_UNPRINTABLE = re.compile(r"[^\w.\-]", re.ASCII)
+MAX_NAME_CHARS = 64
+
+
+class StrictModel(BaseModel):
+    """Base model that rejects unknown fields, NaN, and values of another type (such as "1" for 1)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class OpenModel(StrictModel):
+    """Base model that accepts unknown fields. `ignored_fields` checks and lists them.
+
+    The types of declared fields are as strict as in `StrictModel`.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    def ignored_fields(self, prefix: str = "") -> list[str]:
+        """Return the names of the fields that have no effect, including those of nested objects.
+
+        Fields with a neutral value, such as null or false, are left out.
+
+        Args:
+            prefix: Prefix of the names, such as ``messages.0.``.
+
+        Returns:
+            Names of printable ASCII characters, shortened to `MAX_NAME_CHARS`.
+
+        Raises:
+            InvalidRequestError: If ignoring a field would change the text or leave out data of the reply.
+        """
+        names: list[str] = []
+        for name, value in (self.model_extra or {}).items():
+            neutral = REFUSED.get(name)
+            if is_neutral(value, neutral or NEUTRAL.get(name, ())):
+                continue
+            if neutral is not None:
+                raise unsupported(prefix + name)
+            names.append(_UNPRINTABLE.sub("?", prefix + name)[:MAX_NAME_CHARS])
+        for name, value in self.__dict__.items():
+            if isinstance(value, OpenModel):
+                names += value.ignored_fields(f"{prefix}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], OpenModel):
+                for number, one in enumerate(value):
+                    names += one.ignored_fields(f"{prefix}{name}.{number}.")
+        return names
+
+
+class NeutralOnly(OpenModel):
+    """A model with unsupported fields. `NEUTRAL` lists the neutral values that each such field accepts."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    def refuse_unsupported(self, prefix: str = "") -> None:
+        """Raise InvalidRequestError for the first unsupported field whose value would change the answer.
+
+        Args:
+            prefix: Prefix of the field's name in the error.
+        """
+        for name, neutral in self.NEUTRAL.items():
+            if not is_neutral(getattr(self, name), neutral):
+                raise unsupported(prefix + name)
+
+
+def unsupported(field: str) -> InvalidRequestError:
+    """Return the error for a field that is refused."""
+    return InvalidRequestError(
+        f"{field} is not supported yet. Leave it out.", field=field, reason="unsupported_parameter"
+    )

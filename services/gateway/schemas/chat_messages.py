@@ -1,0 +1,151 @@
+"""The messages of a chat request: roles, content parts and tool calls, as chat templates expect them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+from outrider.services.gateway.parameters import check_prompt_text
+from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
+from outrider.services.gateway.schemas.common import Neutral
+from outrider.services.gateway.schemas.tools import check_json
+from outrider.shared.base.errors import InvalidRequestError
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+# vLLM joins text parts in the same way.
+PART_SEPARATOR = "\n"
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call, for chat templates.
+
+    Some templates print arguments as JSON, others append them to text. This dictionary supports both.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+
+class TextPart(OpenModel):
+    """A part of a message's content. Only text is supported.
+
+    Parts of other types are parsed too, so that the error can name their type.
+    """
+
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(OpenModel):
+    """The function of a tool call. `arguments` is JSON text, or an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(OpenModel):
+    """A tool call of an earlier answer."""
+
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+    function: CalledFunction
+
+    def for_template(self, field: str) -> dict[str, Any]:
+        """Return the call in the form that chat templates expect.
+
+        Raises:
+            InvalidRequestError: If the arguments are not a JSON object.
+        """
+        arguments: Any = self.function.arguments or {}
+        where = f"{field}.function.arguments"
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequestError(f"{where} must be a JSON object.", field=where)
+        check_json(arguments, where)
+        check_prompt_text(self.function.name + (self.id or ""), f"{field}.function.name")
+        call: dict[str, Any] = (
+            {"type": "function"} if self.id is None else {"id": self.id, "type": "function"}
+        )
+        return call | {"function": {"name": self.function.name, "arguments": Arguments(arguments)}}
+
+
+class Message(NeutralOnly):
+    """One message. Clients may send replies back unchanged, so empty fields of replies are accepted."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {"function_call": (), "audio": ()}
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: Neutral = None
+    audio: Neutral = None
+
+    def for_template(self, field: str) -> dict[str, Any]:
+        """Return the message in the form that chat templates expect.
+
+        Raises:
+            InvalidRequestError: If a part of the message is not supported. The error names the part.
+        """
+        self.refuse_unsupported(f"{field}.")
+        text = self._text(field)
+        check_prompt_text(text, f"{field}.content")
+        # Templates do not define the developer role, which is OpenAI's newer name of the system role, or the
+        # function role, which is the older name of the tool role.
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message: dict[str, Any] = {"role": role, "content": text}
+        for name in ("name", "tool_call_id"):
+            if (value := getattr(self, name)) is not None:
+                check_prompt_text(value, f"{field}.{name}")
+                message[name] = value
+        if self.role == "assistant":
+            self._add_answer(message, field)
+        return message
+
+    def _add_answer(self, message: dict[str, Any], field: str) -> None:
+        """Add the reasoning and the tool calls of an earlier answer."""
+        if reasoning := self.reasoning_content or self.reasoning:
+            check_prompt_text(reasoning, f"{field}.reasoning_content")
+            message["reasoning_content"] = reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                call.for_template(f"{field}.tool_calls.{number}")
+                for number, call in enumerate(self.tool_calls)
+            ]
+            if reasoning and not message["content"]:
+                # The name of the field in the template of gpt-oss, which refuses it beside content.
+                message["thinking"] = reasoning
+
+    def _text(self, field: str) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        if self.content is None:
+            if self.role == "assistant":
+                return self.refusal or ""
+            raise InvalidRequestError(f"{field}.content must be text.", field=f"{field}.content")
+        for number, part in enumerate(self.content):
+            where = f"{field}.content.{number}"
+            if part.type not in TEXT_PARTS:
+                message = f"{where}: only text parts are supported, not {part.type[:32]!r}."
+                raise InvalidRequestError(message, field=where, reason="unsupported_parameter")
+            if part.text is None:
+                raise InvalidRequestError(
+                    f"Missing field: {where}.text.", field=f"{where}.text", reason="missing_field"
+                )
+        return PART_SEPARATOR.join(part.text or "" for part in self.content)

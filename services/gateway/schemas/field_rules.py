@@ -1,0 +1,100 @@
+"""Rules for request fields that the models do not declare: which are refused, and which values are neutral.
+
+A field that is neither declared nor listed here is ignored with a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ALWAYS_NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
+"""Values that mean "not used" in every optional field. Such values pass without a warning."""
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    # Other prompts than the one that would be computed.
+    "chat_template": (),
+    "documents": (),
+    "input_embeds": (),
+    "input_ids": (),
+    "prompt_embeds": (),
+    "positional_embed_overrides": (),
+    "truncation_side": ("left",),
+    "image_data": (),
+    "video_data": (),
+    "audio_data": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "lora_path": (),
+    "lora_id": (),
+    "session_params": (),
+    "task": (),
+    # Other choices among the tokens.
+    "best_of": (1,),
+    "use_beam_search": (),
+    "suffix": (),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "logit_bias": (),
+    "min_tokens": (0,),
+    "min_new_tokens": (0,),
+    "bad_words": (),
+    "allowed_token_ids": (),
+    "logits_processors": (),
+    "custom_logit_processor": (),
+    "watermarking": (),
+    "stop_regex": (),
+    "repetition_detection": (),
+    "thinking_token_budget": (-1,),
+    "max_thinking_tokens": (),
+    # Constrained output.
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "functions": (),
+    "function_call": ("none", "auto"),
+    # Data that the reply would lack.
+    "logprobs": (),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "return_logprob": (),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": (),
+    "return_sampling_mask": (),
+    "return_hidden_states": (),
+    "return_routed_experts": (),
+    "return_indexer_topk": (),
+    "return_entropy": (),
+}
+"""Fields that are refused, because ignoring them would change the text or leave out data of the reply.
+
+Each field has the values, besides `ALWAYS_NEUTRAL`, that pass because they ask for nothing.
+"""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "length_penalty": (1, 1.0),
+    "log_metrics": (True,),
+    "return_mm_kwargs": (True,),
+    "return_text_in_logprobs": (True,),
+    "routed_experts_prompt_start": (0,),
+    "routed_experts_start_len": (0,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "stream_reasoning": (True,),
+}
+"""Values of ignored fields, besides `ALWAYS_NEUTRAL`, that cause no warning."""
+
+
+def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:
+    """Return whether `value` asks for nothing: it is one of `neutral` or of `ALWAYS_NEUTRAL`."""
+    return any(type(value) is type(one) and value == one for one in (*ALWAYS_NEUTRAL, *neutral))

@@ -1,0 +1,199 @@
+"""Request body of ``POST /v1/responses``: converts input items to chat messages."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
+from outrider.services.gateway.schemas.common import Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.template_options import template_options
+from outrider.services.gateway.schemas.tools import (
+    FunctionTool,
+    Tool,
+    ToolChoice,
+    check_choice,
+    template_tools,
+)
+from outrider.shared.base.errors import InvalidRequestError
+
+ROLES = ("system", "developer", "user", "assistant")
+
+
+class ResponseTool(OpenModel):
+    """One entry of `tools`. Only functions are supported."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ReasoningOptions(OpenModel):
+    """The `reasoning` object. `effort` reaches the chat template."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
+class InputItem(OpenModel):
+    """One item of `input`: a message, an earlier tool call, its output, or earlier reasoning."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[TextPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[TextPart] | None = None
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+    summary: list[TextPart] | None = None
+    encrypted_content: Any = None
+
+    def message(self, field: str) -> Message:
+        """Return the item as a message. Tool calls and reasoning are messages without text.
+
+        Raises:
+            InvalidRequestError: If the item's type is not supported, or a field is missing.
+        """
+        match self.type:
+            case None | "message" if self.role in ROLES:
+                return Message(role=self.role, content=self.content)  # type: ignore[arg-type]
+            case None | "message":
+                raise InvalidRequestError(
+                    f"{field}.role must be one of {', '.join(ROLES)}.", field=f"{field}.role"
+                )
+            case "function_call":
+                function = CalledFunction(name=_given(self.name, field, "name"), arguments=self.arguments)
+                return Message(role="assistant", tool_calls=[ToolCall(id=self.call_id, function=function)])
+            case "function_call_output":
+                return Message(
+                    role="tool",
+                    content=_given(self.output, field, "output"),
+                    tool_call_id=_given(self.call_id, field, "call_id"),
+                )
+            case "reasoning":
+                parts = self.content if isinstance(self.content, list) else []
+                text = "".join(part.text or "" for part in [*(self.summary or []), *parts])
+                return Message(role="assistant", reasoning_content=text)
+            case other:
+                raise InvalidRequestError(
+                    f"{field}: items of type {other[:32]!r} are not supported.",
+                    field=field,
+                    reason="unsupported_parameter",
+                )
+
+
+class ResponsesRequest(OpenAIRequest):
+    """The request body. The server stores nothing, so `previous_response_id` is refused."""
+
+    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **OpenAIRequest.NEUTRAL,
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (),
+        "prompt": (),
+        "text": ({"format": {"type": "text"}},),
+        "top_logprobs": (0,),
+    }
+    NO_EFFECT: ClassVar[frozenset[str]] = OpenAIRequest.NO_EFFECT | {"include", "truncation"}
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include: Any = None
+    truncation: Any = None
+
+    previous_response_id: Neutral = None
+    conversation: Neutral = None
+    background: Neutral = None
+    prompt: Neutral = None
+    text: Neutral = None
+    top_logprobs: Neutral = None
+
+    # A response has one answer.
+    n: int | None = Field(None, ge=1, le=1)
+
+    def token_limit(self) -> int | None:
+        """Return the client's limit of new tokens, or None."""
+        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+
+    def template_messages(self, max_messages: int) -> list[dict[str, Any]]:
+        """Check the input and return it in the form that chat templates expect.
+
+        Consecutive items of one answer (reasoning, text, tool calls) become one message.
+
+        Raises:
+            InvalidRequestError: If there are too many items, or an item is not supported.
+        """
+        items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        if not 1 <= len(items) <= max_messages:
+            raise InvalidRequestError(
+                f"input must contain 1 to {max_messages} items, not {len(items)}.", field="input"
+            )
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append(Message(role="system", content=self.instructions).for_template("instructions"))
+        for number, item in enumerate(items):
+            field = f"input.{number}"
+            message = item.message(field).for_template(field)
+            last = messages[-1] if messages else {}
+            if message["role"] == last.get("role") == "assistant":
+                _join(last, message)
+            else:
+                messages.append(message)
+        return messages
+
+    def template_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the answer may call, in the form that chat templates expect.
+
+        Raises:
+            InvalidRequestError: If a tool is no function or is invalid, or the choice forces a call.
+        """
+        tools = []
+        for number, tool in enumerate(self.tools or []):
+            if tool.type != "function" or not tool.name:
+                raise InvalidRequestError(
+                    f"tools.{number} must be a function with a name. Built-in tools are not supported.",
+                    field=f"tools.{number}",
+                    reason="unsupported_parameter",
+                )
+            function = FunctionTool.model_construct(
+                name=tool.name, description=tool.description, parameters=tool.parameters
+            )
+            tools.append(Tool.model_construct(type="function", function=function))
+        shown = template_tools(tools)
+        return shown if check_choice(self.tool_choice) else []
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the template variables that the client set."""
+        options = template_options(self.chat_template_kwargs)
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            options["reasoning_effort"] = self.reasoning.effort
+        return options
+
+
+def _given(value: Any, field: str, name: str) -> Any:
+    if value is None:
+        raise InvalidRequestError(
+            f"Missing field: {field}.{name}.", field=f"{field}.{name}", reason="missing_field"
+        )
+    return value
+
+
+def _join(answer: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add the next part of an answer to its message."""
+    answer["content"] += more["content"]
+    for name in ("reasoning_content", "thinking"):
+        if name in more:
+            answer[name] = answer.get(name, "") + more[name]
+    if "tool_calls" in more:
+        answer["tool_calls"] = [*answer.get("tool_calls", []), *more["tool_calls"]]

@@ -1,0 +1,87 @@
+"""Adds text to the traced rounds of a request: the text of each node and of each emitted token."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tokenizers import Tokenizer
+
+from outrider.services.gateway.detokenizer import CONTEXT_TOKENS, IncrementalDecoder
+from outrider.services.gateway.request import StopRules
+from outrider.shared.base.generation import RoundTrace
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class TraceTexts:
+    """Follows one traced sequence and gives its rounds their texts.
+
+    Call `emit` with the tokens of the prefill, and `describe` with each round, in order. The joined texts of
+    all emitted tokens equal the text of the sequence. A token that ends inside a character has no text; the
+    text belongs to the token that completes the character. A node that ends inside a character has the text
+    U+FFFD.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        rules: StopRules,
+        silent_token_ids: frozenset[int],
+    ) -> None:
+        """Create the texts of one sequence.
+
+        Args:
+            tokenizer: Decodes the tokens.
+            prompt_ids: The prompt. Its last tokens are the context of the first root.
+            rules: Text options of the request.
+            silent_token_ids: Tokens that end the sequence and produce no text.
+        """
+        self._tokenizer = tokenizer
+        self._decoder = IncrementalDecoder(tokenizer, rules.skip_special_tokens)
+        self._silent = silent_token_ids
+        self._last = deque(prompt_ids[-CONTEXT_TOKENS:], maxlen=CONTEXT_TOKENS)
+
+    def emit(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Append emitted tokens to the sequence and return the text that each token completes."""
+        texts = [
+            self._decoder.flush() if token in self._silent else self._decoder.push(token)
+            for token in token_ids
+        ]
+        self._last.extend(token_ids)
+        return tuple(texts)
+
+    def describe(self, one: RoundTrace, token_ids: Sequence[int]) -> RoundTrace:
+        """Append the tokens of a round to the sequence and return the round with its texts.
+
+        Args:
+            one: The round.
+            token_ids: The tokens of the round that belong to the answer. These are fewer than the emitted
+                tokens if a stop token cut the round.
+        """
+        texts = self._node_texts(one)
+        nodes = [replace(node, text=text) for node, text in zip(one.nodes, texts, strict=True)]
+        return replace(one, nodes=nodes, emitted_text=self.emit(token_ids))
+
+    def _node_texts(self, one: RoundTrace) -> list[str]:
+        # The text of a token can depend on its neighbors: a leading space is lost at the start of a text, for
+        # example. Each path is therefore decoded behind the last tokens of the sequence.
+        context = list(self._last)[:-1]
+        before = self._decode(context)
+        paths: list[list[int]] = []
+        wholes: list[str] = []
+        texts: list[str] = []
+        for node in one.nodes:
+            above = node.parent
+            path = [*(context if above < 0 else paths[above]), node.token]
+            whole = self._decode(path)
+            stem = (before if above < 0 else wholes[above]).rstrip(BROKEN)
+            paths.append(path)
+            wholes.append(whole)
+            texts.append(whole[len(stem) :] if whole.startswith(stem) else self._decode([node.token]))
+        return texts
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))

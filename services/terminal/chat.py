@@ -1,0 +1,151 @@
+"""The loop of `outrider chat`: reads a line, runs a command or sends a message, and prints the answer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+
+from rich.console import Console
+from rich.text import Text
+
+from outrider.services.clients.rest import Reply, RestClient
+from outrider.services.terminal.conversation import Conversation
+from outrider.services.terminal.origins import OriginColours
+from outrider.services.terminal.slash_commands import COMMANDS, ChatState, LeaveChat, run_command
+from outrider.services.terminal.wrapped import WrappedPrinter
+from outrider.shared.base.errors import OutriderError
+
+CONTEXT_FULL = "context_length_exceeded"
+
+
+class Chat:
+    """One chat with a running gateway.
+
+    Args:
+        client: The gateway's client.
+        conversation: Options and messages to begin with.
+        console: Where answers are printed.
+        notes: Where notes and statistics are printed.
+    """
+
+    def __init__(
+        self, client: RestClient, conversation: Conversation, console: Console, notes: Console
+    ) -> None:
+        self._client = client
+        self._state = ChatState(conversation)
+        self._console = console
+        self._notes = notes
+        # A trace is only needed for the colours.
+        self._trace = console.is_terminal and not console.no_color
+
+    def run(self, lines: Iterator[str]) -> None:
+        """Handle lines until they end, or until a command ends the chat."""
+        for line in lines:
+            text = line.strip()
+            try:
+                if text.startswith("/") and not text.startswith("//"):
+                    run_command(text, self._state, self._console)
+                elif text:
+                    self._send(text[1:] if text.startswith("//") else text)
+            except LeaveChat:
+                return
+            except OutriderError as error:
+                self._notes.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
+
+    def _send(self, text: str) -> None:
+        conversation = self._state.conversation
+        conversation.messages.append({"role": "user", "content": text})
+        reply = Reply()
+        try:
+            self._answer(reply)
+        except KeyboardInterrupt:
+            self._notes.print("[dim]stopped[/]")
+        except OutriderError:
+            if not reply.text:
+                conversation.messages.pop()
+            raise
+        finally:
+            if reply.text:
+                conversation.messages.append({"role": "assistant", "content": reply.text})
+                self._state.replies.append(reply)
+        if reply.finish_reason is None and not reply.text:
+            conversation.messages.pop()
+        if reply.finish_reason is not None:
+            print_summary(reply, self._notes)
+
+    def _answer(self, reply: Reply) -> None:
+        """Stream an answer. If the context is full, drop the oldest turns until the answer fits."""
+        conversation = self._state.conversation
+        dropped = 0
+        without_limit = False
+        while True:
+            messages, options = conversation.request(self._trace)
+            if without_limit:
+                options.pop("max_tokens", None)
+            try:
+                self._stream(messages, options, reply)
+                return
+            except OutriderError as error:
+                if error.reason != CONTEXT_FULL:
+                    raise
+                if conversation.drop_oldest_turn():
+                    dropped += 1
+                    self._notes.print(
+                        f"[dim]The context is full: dropped the oldest turn ({dropped} so far).[/]"
+                    )
+                elif error.field == "max_tokens" and not without_limit:
+                    without_limit = True
+                    self._notes.print("[dim]The context is almost full: the answer may be cut short.[/]")
+                else:
+                    raise
+
+    def _stream(self, messages: list[dict[str, str]], options: dict[str, object], reply: Reply) -> None:
+        printer = WrappedPrinter(self._console) if self._console.is_terminal else None
+        colours = OriginColours()
+        try:
+            with closing(self._client.stream_chat_events(messages, options, reply)) as events:
+                for piece, trace in events:
+                    if trace is not None:
+                        self._state.conversation.last_round = trace
+                    for part, style in colours.pieces(piece, trace):
+                        if printer:
+                            printer.add(part, style)
+                        else:
+                            self._console.file.write(part)
+        finally:
+            if printer and reply.text:
+                printer.finish()
+            elif reply.text:
+                self._console.file.write("\n")
+
+
+def run_chat(client: RestClient, conversation: Conversation) -> None:
+    """Chat on the terminal, or answer the lines of standard input."""
+    console = Console(highlight=False, soft_wrap=True)
+    notes = Console(stderr=True, highlight=False)
+    chat = Chat(client, conversation, console, notes)
+    if not sys.stdin.isatty():
+        from outrider.services.terminal.line_editor import piped_lines
+
+        chat.run(piped_lines())
+        return
+    from outrider.services.terminal.line_editor import typed_lines
+
+    notes.print(f"[dim]{client.model} at {client.url}. /help lists the commands, Ctrl-D leaves.[/]")
+    chat.run(typed_lines([f"/{name}" for name in COMMANDS]))
+
+
+def print_summary(reply: Reply, console: Console) -> None:
+    """Print the numbers of one answer on one line."""
+    speculation = reply.speculation
+    speculated = ""
+    if speculation.get("draft_tokens"):
+        rounds = speculation["rounds"]
+        plural = "round" if rounds == 1 else "rounds"
+        speculated = f", accept length {speculation['accept_length']:.2f} over {rounds} {plural}"
+    tokens = reply.completion_tokens
+    console.print(
+        f"[dim]{tokens} token{'' if tokens == 1 else 's'}, {reply.tokens_per_s:.0f}/s, "
+        f"{reply.finish_reason}{speculated}[/]"
+    )

@@ -1,0 +1,71 @@
+"""Reads the lines of a chat: an editor with history on a terminal, plain lines from a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+
+def typed_lines(commands: list[str]) -> Iterator[str]:
+    """Yield what the user types, until Ctrl-D. A pasted text with line breaks is one input.
+
+    Ctrl-C clears the line.
+
+    Args:
+        commands: Words to complete at the start of a line.
+    """
+    session: PromptSession[str] = PromptSession(
+        history=_history(),
+        multiline=True,
+        key_bindings=_keys(),
+        completer=WordCompleter(commands, sentence=True),
+        complete_while_typing=False,
+        prompt_continuation="  ",
+    )
+    while True:
+        try:
+            yield session.prompt("> ")
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return
+
+
+def piped_lines() -> Iterator[str]:
+    """Yield the lines of standard input."""
+    for line in sys.stdin:
+        yield line.rstrip("\n")
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _history() -> History:
+    """Return the history file of this user, readable by this user only, or memory if it cannot be written."""
+    base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    file = base / "outrider" / "chat-history"
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file.touch(mode=0o600)
+        return FileHistory(str(file))
+    return InMemoryHistory()

@@ -1,0 +1,59 @@
+"""Colours text by how its tokens came: drafted at a depth, chosen by the target after a draft, or plain."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+DRAFT_STYLES = ("color(66)", "color(72)", "color(36)", "color(42)", "color(43)", "color(37)")
+BONUS_STYLE = "color(172)"
+PLAIN_STYLE = ""
+
+
+@dataclass(slots=True)
+class _Token:
+    """The style of a token's text, and how many characters of this text have not been shown yet."""
+
+    style: str
+    left: int
+
+
+class OriginColours:
+    """Gives each piece of one answer its style.
+
+    Text can arrive later than its tokens, for example behind a possible stop string. A queue therefore
+    remembers whose text comes next.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: deque[_Token] = deque()
+
+    def pieces(self, text: str, trace: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+        """Yield (piece, style) for the text of one event. `trace` is the round of the event, or None."""
+        if trace is not None:
+            self._tokens.extend(
+                _Token(style_of(trace, position), len(own))
+                for position, own in enumerate(trace["emitted_text"])
+                if own
+            )
+        elif text:
+            self._tokens.append(_Token(PLAIN_STYLE, len(text)))
+        while text:
+            head = self._tokens[0] if self._tokens else _Token(PLAIN_STYLE, len(text))
+            size = min(head.left, len(text))
+            yield text[:size], head.style
+            text = text[size:]
+            head.left -= size
+            if not head.left and self._tokens:
+                self._tokens.popleft()
+
+
+def style_of(trace: dict[str, Any], position: int) -> str:
+    """Return the style of the token at this position of a round's emitted tokens."""
+    if len(trace["nodes"]) < 2:
+        return PLAIN_STYLE
+    if position < len(trace["accepted"]):
+        return DRAFT_STYLES[min(position, len(DRAFT_STYLES) - 1)]
+    return BONUS_STYLE

@@ -1,0 +1,171 @@
+"""`outrider top`: shows load, memory, speculation and the last errors of a running stack, every second."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from outrider.services.clients.rest import RestClient
+from outrider.shared.base.errors import ErrorCode, OutriderError
+
+STATUS = "/status.json"
+SHOWN_ERRORS = 5
+REFRESH_S = 0.1
+FATAL = (ErrorCode.UNAUTHENTICATED, ErrorCode.NOT_FOUND)
+
+
+def run_top(client: RestClient, interval_s: float, once: bool, as_json: bool) -> None:
+    """Show the status until Ctrl-C, or once.
+
+    Args:
+        client: Client of the gateway.
+        interval_s: Seconds between two requests.
+        once: Show one status and return. This is also done if standard output is no terminal.
+        as_json: Print each status as one line of JSON.
+
+    Raises:
+        OutriderError: The first request fails, or the key is refused.
+    """
+    status = client.get_json(STATUS)
+    console = Console(highlight=False)
+    if once or not (as_json or sys.stdout.isatty()):
+        print(json.dumps(status)) if as_json else console.print(render(status, None))
+        return
+    try:
+        if as_json:
+            while True:
+                print(json.dumps(status), flush=True)
+                time.sleep(interval_s)
+                status = client.get_json(STATUS)
+        _live(client, status, interval_s, console)
+    except KeyboardInterrupt:
+        return
+
+
+def _live(client: RestClient, status: dict[str, Any], interval_s: float, console: Console) -> None:
+    before: dict[str, Any] | None = None
+    waiting = threading.Event()
+    with Live(render(status, None), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            waiting.wait(interval_s)
+            try:
+                before, status = status, client.get_json(STATUS)
+                live.update(render(status, before), refresh=True)
+            except OutriderError as error:
+                if error.code in FATAL:
+                    raise
+                live.update(Group(render(status, before), Text(error.message, "bold red")), refresh=True)
+
+
+def render(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> RenderableType:
+    """Return the panels of one status. `before` is the previous status, for rates."""
+    target = status["target"]
+    panels = Table.grid(expand=True, padding=(0, 1))
+    panels.add_column(ratio=1)
+    panels.add_column(ratio=1)
+    panels.add_row(_panel("Services", _services(status)), _panel("Load", _load(status, before)))
+    panels.add_row(_panel("KV cache", _memory(status)), _panel("Speculation", _speculation(status, before)))
+    model = status["model"]
+    title = f"{', '.join(model['names'])} on {model['device']}, {model['dtype']}" if model else "no target"
+    parts: list[RenderableType] = [Text.assemble(("outrider top  ", "bold"), (title, "dim")), panels]
+    if status["errors"]:
+        parts.append(_panel("Last errors", _errors(status["errors"])))
+    if target is None:
+        parts.append(Text("The target does not answer.", "bold red"))
+    return Group(*parts)
+
+
+def _panel(title: str, content: RenderableType) -> Panel:
+    return Panel(content, title=title, title_align="left", border_style="dim")
+
+
+def _pairs(*rows: tuple[str, object]) -> Table:
+    table = Table.grid(expand=True)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for name, value in rows:
+        table.add_row(name, "–" if value is None else str(value))
+    return table
+
+
+def _services(status: Mapping[str, Any]) -> Table:
+    target = status["target"]
+    return _pairs(
+        ("gateway", "draining" if status["draining"] else f"version {status['version']}"),
+        ("up for", f"{int(status['uptime_s'])} s"),
+        ("target", "ready" if target else "not ready"),
+        ("draft", target["draft"]["state"] if target else None),
+    )
+
+
+def _load(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
+    target, gateway = status["target"], status["gateway"]
+    speed = None
+    if target and before and before["target"] and status["at"] > before["at"]:
+        tokens = target["generated_tokens"] - before["target"]["generated_tokens"]
+        speed = f"{max(0, tokens) / (status['at'] - before['at']):.0f}"
+    return _pairs(
+        ("tokens/s", speed),
+        ("running", f"{target['running']} of {target['max_running_requests']}" if target else None),
+        ("waiting, target", target["waiting"] if target else None),
+        ("waiting, gateway", f"{gateway['waiting']} of {gateway['max_queued_requests']}"),
+    )
+
+
+def _memory(status: Mapping[str, Any]) -> Table:
+    target, metrics = status["target"], status["metrics"]
+    pages = target["kv_pages"] if target else None
+    used = pages["total"] - pages["free"] if pages else 0
+    return _pairs(
+        ("pages in use", f"{used} of {pages['total']}" if pages else None),
+        ("committed tokens", _count(metrics, 'kv_cache_tokens{kind="committed"}')),
+        ("reserved tokens", _count(metrics, 'kv_cache_tokens{kind="reserved"}')),
+        ("retractions", _count(metrics, "num_preemptions_total")),
+    )
+
+
+def _speculation(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
+    target, metrics = status["target"], status["metrics"]
+    return _pairs(
+        ("algorithm", target["draft"]["algorithm"] if target else None),
+        ("accept length", f"{target['accept_length']:.2f}" if target and target["accept_length"] else None),
+        ("draft time", _mean_ms("draft_seconds", metrics, before)),
+        ("verify time", _mean_ms("verify_seconds", metrics, before)),
+    )
+
+
+def _mean_ms(name: str, metrics: Mapping[str, float], before: Mapping[str, Any] | None) -> str | None:
+    """Return the mean since `before`, or since the start if nothing happened since then."""
+    total, count = metrics.get(f"outrider_{name}_sum", 0.0), metrics.get(f"outrider_{name}_count", 0.0)
+    if before:
+        old = before["metrics"]
+        recent = count - old.get(f"outrider_{name}_count", 0.0)
+        if recent > 0:
+            return f"{(total - old.get(f'outrider_{name}_sum', 0.0)) / recent * 1e3:.1f} ms"
+    return f"{total / count * 1e3:.1f} ms" if count else None
+
+
+def _count(metrics: Mapping[str, float], name: str) -> int | None:
+    value = metrics.get(f"outrider_{name}")
+    return None if value is None else int(value)
+
+
+def _errors(errors: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, expand=True, header_style="dim", padding=(0, 1, 0, 0))
+    for title in ("time", "status", "reason", "count"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("message", ratio=1)
+    for one in errors[:SHOWN_ERRORS]:
+        clock = time.strftime("%H:%M:%S", time.localtime(one["at"]))
+        table.add_row(clock, str(one["status"]), one["reason"], str(one["count"]), Text(one["message"]))
+    return table

@@ -1,0 +1,59 @@
+"""The operator's page in a browser, and the accessibility rules of axe-core on both pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from page_steps import OpenPage, ask
+from playwright.sync_api import Page, expect
+from support.stack import Stack
+
+
+def test_the_status_page_shows_services_load_charts_and_errors(
+    open_page: OpenPage, stack: Stack, page: Page
+) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}
+    for _ in range(2):
+        assert httpx.post(f"{stack.base_url}/v1/chat/completions", json=body).status_code == 400
+    status = open_page("/status")
+    expect(status.locator("#services")).to_contain_text("ready")
+    expect(status.locator("#model")).to_contain_text("LlamaForCausalLM")
+    expect(status.locator("#speculation")).to_contain_text("EAGLE3")
+    expect(status.locator("#memory")).to_contain_text("of")
+    row = status.locator("#errors tr").first
+    expect(row).to_contain_text("max_tokens must be at least 1")
+    expect(row.locator("td").nth(5)).to_have_text("2")
+    speed = status.locator(".chart").filter(has_text="Tokens/s")
+    expect(speed.locator("strong")).not_to_have_text("–")
+    ask(page)
+    expect(speed.locator("svg")).not_to_have_attribute("aria-label", "Tokens/s: 0, at most 0 in two minutes")
+    expect(status.locator("#depths")).to_contain_text("Depth 5")
+
+
+def violations(page: Page) -> dict[str, list[str]]:
+    """Return rule → offending elements of axe-core's default rules."""
+    found = Axe().run(page).response["violations"]
+    return {one["id"]: [str(node["target"]) for node in one["nodes"]] for one in found}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [(1280, 800), (360, 740)])
+def test_axe_finds_no_violation(open_page: OpenPage, scheme: str, size: tuple[int, int]) -> None:
+    options = {"color_scheme": scheme, "viewport": {"width": size[0], "height": size[1]}}
+    page = open_page(**options)
+    expect(page.locator("#server")).to_contain_text("EAGLE3")
+    assert violations(page) == {}
+    page.get_by_text("Settings", exact=True).click()
+    page.select_option("#mode", "on")
+    ask(page)
+    page.fill("#round", "0")
+    page.focus("#tree")
+    assert violations(page) == {}
+    page.get_by_role("tab", name="Race").click()
+    assert violations(page) == {}
+    status = open_page("/status", **options)
+    expect(status.locator("#services")).to_contain_text("ready")
+    assert violations(status) == {}

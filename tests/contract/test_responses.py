@@ -1,0 +1,137 @@
+"""``/v1/responses`` with the openai client: text, tools, reasoning and the events of streams."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from fake_target import FakeTarget
+from gateway_thread import GatewayThread
+from openai.types.responses import Response
+from tokenizers import Tokenizer
+from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer
+
+TOOLS: list[Any] = [{"type": "function", "strict": True, **WEATHER["function"]}]  # type: ignore[dict-item]
+
+
+@pytest.fixture(scope="module")
+def tool_gateway(
+    shared_fake: FakeTarget, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayThread]:
+    folder = make_tool_tokenizer(tmp_path_factory.mktemp("tools"))
+    gateway = GatewayThread(target=shared_fake.address, tokenizer=folder)
+    gateway.wait_ready()
+    yield gateway
+    gateway.close()
+
+
+@pytest.fixture
+def client(tool_gateway: GatewayThread) -> Iterator[openai.OpenAI]:
+    url = f"{tool_gateway.stack.base_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
+        yield client
+
+
+def prompt_of(fake: FakeTarget, tokenizer: Tokenizer) -> str:
+    return str(tokenizer.decode(list(fake.seen[-1].prompt_ids), skip_special_tokens=False))
+
+
+def test_text_in_text_out(client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer) -> None:
+    answer_with(fake, tokenizer, "Paris.")
+    response = client.responses.create(
+        model="toy", input="Capital of France?", instructions="Be brief.", metadata={"a": "b"}, temperature=0
+    )
+    assert (response.output_text, response.status, response.metadata) == ("Paris.", "completed", {"a": "b"})
+    assert prompt_of(fake, tokenizer) == "<|bos|><|system|>Be brief.<|user|>Capital of France?<|assistant|>"
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        response.model_dump()
+
+
+def test_an_answer_cut_off_is_incomplete(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="toy", input="The quick", max_output_tokens=2)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.output[0].status == "incomplete"
+
+
+def test_a_whole_agent_turn(client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer) -> None:
+    answer_with(fake, tokenizer, f"<think>Hm.</think>{TWO_CALLS}")
+    turns: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}]
+    first = client.responses.create(model="toy", input=turns, tools=TOOLS)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert [json.loads(call.arguments)["city"] for call in calls] == ["Paris", "Lima"]
+    assert first.usage.output_tokens_details.reasoning_tokens > 0
+    turns += [item.model_dump() for item in first.output]
+    turns += [{"type": "function_call_output", "call_id": call.call_id, "output": "18"} for call in calls]
+    answer_with(fake, tokenizer, "Mild.")
+    second = client.responses.create(model="toy", input=turns, tools=TOOLS)
+    assert second.output_text == "Mild."
+    prompt = prompt_of(fake, tokenizer)
+    assert prompt.count("<|assistant|>") == 2
+    assert prompt.count("<tool_call>") == 2
+    assert prompt.endswith("<|tool|>18<|tool|>18<|assistant|>")
+
+
+@pytest.mark.parametrize("text", ["Just text.", f"<think>Hm.</think>{CALL}"])
+def test_the_events_build_the_same_response(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer, text: str
+) -> None:
+    answer_with(fake, tokenizer, text)
+    whole = client.responses.create(model="toy", input="x", tools=TOOLS, temperature=0)
+    with client.responses.stream(model="toy", input="x", tools=TOOLS, temperature=0) as stream:
+        events = list(stream)
+        final: Response = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == "response.completed"
+    assert final.output_text == whole.output_text
+    assert [item.type for item in final.output] == [item.type for item in whole.output]
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    expected = [item.arguments for item in whole.output if item.type == "function_call"]
+    assert "".join(arguments) == "".join(expected)
+    assert final.usage == whole.usage
+
+
+async def test_the_asynchronous_client_streams_too(
+    tool_gateway: GatewayThread, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, "Paris.")
+    url = f"{tool_gateway.stack.base_url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        kinds = [
+            event.type async for event in await client.responses.create(model="toy", input="x", stream=True)
+        ]
+    assert kinds[-1] == "response.completed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
+        ({"input": []}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_supported_is_named(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    asked: dict[str, Any] = {"model": "toy", "input": "x", **fields}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**asked, stream=stream)
+    assert caught.value.param == param

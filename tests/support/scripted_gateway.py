@@ -1,0 +1,117 @@
+"""A small HTTP server in place of a gateway, for tests of terminal programs. The test scripts its answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+WAIT_S = 20
+
+ROUND = {
+    "round": 1,
+    "base_len": 5,
+    "nodes": [
+        {"token": 1, "parent": -1, "depth": 0, "logprob": 0.0, "text": "The"},
+        {"token": 2, "parent": 0, "depth": 1, "logprob": -0.1, "text": " blue"},
+        {"token": 3, "parent": 0, "depth": 1, "logprob": -3.0, "text": " red"},
+    ],
+    "accepted": [1],
+    "emitted": [2, 4],
+    "emitted_text": [" blue", " sky"],
+    "draft_ms": 1.0,
+    "verify_ms": 2.0,
+}
+END = {"accept_length": 2.0, "rounds": 1, "draft_tokens": 2, "accepted_tokens": 1, "fallback_reason": None}
+
+
+class ScriptedGateway:
+    """What the server answers and what it received.
+
+    Attributes:
+        bodies: Bodies of the chat requests.
+        max_messages: Requests with more messages are refused, because the context is full.
+        hold: If set, an answer stops before its end until the client disconnects.
+        disconnected: Set when a client closed a held answer.
+        status: Reply of GET /status.json; None for an error.
+        advance: If set, each reply of GET /status.json is made by calling it with the number of the reply.
+    """
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.max_messages = 100
+        self.hold = False
+        self.disconnected = threading.Event()
+        self.status: dict[str, Any] | None = None
+        self.advance: Callable[[int], dict[str, Any]] | None = None
+        self.num_status = 0
+
+
+def _handler(script: ScriptedGateway) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                self._json(200, {"data": [{"id": "toy"}]})
+            elif self.path == "/status.json" and script.status is not None:
+                script.num_status += 1
+                self._json(200, script.advance(script.num_status) if script.advance else script.status)
+            else:
+                self._error(404, "not_found", "This path does not exist.", None)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            script.bodies.append(body)
+            if len(body["messages"]) > script.max_messages:
+                self._error(400, "context_length_exceeded", "The prompt is too long.", "messages")
+                return
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.end_headers()
+            self._event({"choices": [{"delta": {"content": "The"}}]})
+            traced = {"speculation": {"trace": [ROUND]}} if body.get("speculation", {}).get("trace") else {}
+            self._event({"choices": [{"delta": {"content": " blue sky"}}], **traced})
+            if script.hold:
+                self._wait_for_disconnect()
+                return
+            self._event({"choices": [{"delta": {}, "finish_reason": "stop"}], "speculation": END})
+            self._event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 3}})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def _wait_for_disconnect(self) -> None:
+            self.connection.settimeout(WAIT_S)
+            if self.connection.recv(1) == b"":
+                script.disconnected.set()
+
+        def _event(self, event: dict[str, Any]) -> None:
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+            self.wfile.flush()
+
+        def _error(self, status: int, code: str, message: str, field: str | None) -> None:
+            self._json(status, {"error": {"message": message, "code": code, "param": field}})
+
+        def _json(self, status: int, body: dict[str, Any]) -> None:
+            payload = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        def log_message(self, *_: Any) -> None:
+            """Suppress the request log."""
+
+    return Handler
+
+
+@contextmanager
+def scripted_gateway() -> Iterator[tuple[ScriptedGateway, str]]:
+    """Run the server. Yields its script and its address without a scheme."""
+    script = ScriptedGateway()
+    with ThreadingHTTPServer(("127.0.0.1", 0), _handler(script)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield script, f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
