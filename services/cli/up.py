@@ -20,9 +20,10 @@ TargetDir = Annotated[
     Path | None,
     typer.Option(
         "--target",
-        help="Folder of the target model, in Hugging Face layout.",
+        help="Target model: a folder in Hugging Face layout, or ORG/NAME on the Hugging Face hub. A model of "
+        "the hub is downloaded into its cache, unless the cache contains it.",
         show_default="the embedded demo model",
-        metavar="DIR",
+        metavar="DIR|ORG/NAME",
     ),
 ]
 DraftDir = Annotated[
@@ -30,11 +31,19 @@ DraftDir = Annotated[
     typer.Option(
         "--draft",
         "--speculative-draft-model-path",
-        help="Folder of the draft head or draft model. `none` disables speculation, unless "
-        "--speculative-algorithm names a method that needs no folder.",
+        help="Draft head or draft model: a folder, or ORG/NAME on the hub. `none` disables speculation, "
+        "unless --speculative-algorithm names a method that needs no folder.",
         show_default="the embedded head; none with another --target",
-        metavar="DIR|none",
+        metavar="DIR|ORG/NAME|none",
     ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a --target on the hub.", show_default="main"),
+]
+DraftRevision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a --draft on the hub.", show_default="main"),
 ]
 SpeculativeAlgorithm = Annotated[
     Algorithm,
@@ -148,6 +157,8 @@ KvTokens = Annotated[
 def up(
     target: TargetDir = None,
     draft: DraftDir = None,
+    revision: Revision = None,
+    draft_revision: DraftRevision = None,
     algorithm: SpeculativeAlgorithm = Algorithm.AUTO,
     token_map: TokenMap = None,
     ngram_corpus: NgramCorpus = None,
@@ -195,11 +206,13 @@ def up(
 
     A service that exits unexpectedly is restarted. Ctrl-C or SIGTERM stops all services.
     """
+    from outrider.services.hub.model_folder import model_folder
     from outrider.shared.base.lifecycle import StopSignal
 
+    draft_folder = _draft_folder(target, draft, algorithm)
     options = StackOptions(
-        target=target or DEMO_TARGET,
-        draft=_draft_folder(target, draft, algorithm),
+        target=model_folder(target or DEMO_TARGET, "--target", revision),
+        draft=model_folder(draft_folder, "--draft", draft_revision) if draft_folder else None,
         algorithm=algorithm,
         token_map=token_map,
         ngram_corpus=ngram_corpus,

@@ -20,6 +20,7 @@ from outrider.services.stack.options import INPROC, StackOptions, Transport
 from outrider.services.stack.shared_cache import shared_kv_tokens
 from outrider.services.stack.supervisor import ChildSpec, Echo, Supervisor, Surroundings
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
+from outrider.shared.base.model_paths import dangling_links
 from outrider.shared.spec.algorithm import Algorithm, check_given
 
 Progress = Callable[[str], None]
@@ -242,6 +243,8 @@ def _check_target_flags(options: StackOptions) -> None:
 def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
     if not folder.is_dir():
         raise ConfigurationError(f"{flag} {folder}: there is no such folder.{hint}", field=flag)
+    if link := dangling_links(folder):
+        raise ConfigurationError(f"{flag} {folder}: {link}", field=flag)
     # Mistral publishes draft heads with params.json instead of config.json.
     if not any(
         (folder / name).exists()

@@ -102,8 +102,8 @@ def up(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> StackOption
 
 def test_the_table_lists_every_flag_of_up() -> None:
     unknown = options_of("up").keys() - UP.keys()
-    # Flags without an entry in UP may be listed here.
-    assert unknown <= {"tp", "tensor_parallel"}, f"add {unknown} to UP"
+    # These flags have tests of their own.
+    assert unknown <= {"revision", "draft_revision"}, f"add {unknown} to UP"
     assert UP.keys() <= options_of("up").keys()
 
 
@@ -129,6 +129,21 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
     ]
     shown = "NGRAM" if option == "algorithm" else typed or flag_name(option)
     assert any(shown in line for line in lines), "the flag reaches no service"
+
+
+def test_up_serves_the_folders_of_models_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--revision` belongs to the target, `--draft-revision` to the draft."""
+    asked: list[tuple[str, str, str | None]] = []
+
+    def find(name: str | Path, flag: str, revision: str | None = None) -> Path:
+        asked.append((str(name), flag, revision))
+        return Path("/cache") / name
+
+    monkeypatch.setattr("outrider.services.hub.model_folder.model_folder", find)
+    names = ["--target", "org/model", "--draft", "org/head"]
+    options = up(monkeypatch, [*names, "--revision", "v2", "--draft-revision", "beta"])
+    assert (options.target, options.draft) == (Path("/cache/org/model"), Path("/cache/org/head"))
+    assert asked == [("org/model", "--target", "v2"), ("org/head", "--draft", "beta")]
 
 
 def test_the_targets_flags_are_its_settings() -> None:
@@ -247,6 +262,9 @@ def test_every_flag_of_the_doctor_runs(tmp_path: Path) -> None:
         "token map": ([*pair, "--speculative-token-map", str(tmp_path / "map.json")], 2),
         "SGLang's name": (["--target", str(DEMO / "target"), "--speculative-draft-model-path", "none"], 0),
     }
+    for flag, model in (("--revision", "--target"), ("--draft-revision", "--draft")):
+        result = RUNNER.invoke(cli.app, ["doctor", *pair, flag, "v2"])
+        assert f"{model} {DEMO}" in str(result.exception), "a folder has no revisions"
     for name, (arguments, code) in runs.items():
         result = RUNNER.invoke(cli.app, ["doctor", *arguments])
         assert result.exit_code == code, f"{name}: {result.output} {result.exception}"
@@ -254,6 +272,7 @@ def test_every_flag_of_the_doctor_runs(tmp_path: Path) -> None:
             (first, *_) = json.loads(result.stdout)["probe"]["runs"]
             assert first["tokens"] == 4
     used = {argument for arguments, _ in runs.values() for argument in arguments}
+    used |= {"--revision", "--draft-revision"}
     assert {name for names in options_of("doctor").values() for name in names} <= used
 
 
