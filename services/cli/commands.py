@@ -18,6 +18,7 @@ from outrider.bench.cli import bench
 from outrider.services.cli import entrypoints
 from outrider.services.cli.client_commands import chat, generate, health
 from outrider.services.cli.up import Device, up
+from outrider.services.cli.up_help import GroupedCommand
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
 from outrider.shared.base.errors import ErrorCode, OutriderError
@@ -36,7 +37,7 @@ serve = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-app.command()(up)
+app.command(cls=GroupedCommand)(up)
 app.command()(generate)
 app.command()(chat)
 app.command()(health)

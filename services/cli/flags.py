@@ -7,7 +7,7 @@ not load. Typer reads options from a function's signature, so the helpers below 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -88,15 +88,27 @@ TARGET_FLAGS: Mapping[str, TargetFlag] = {
 """Maps a target setting to its flag of `outrider up`. The target checks the values."""
 
 
-def with_target_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the ``**`` parameter of `command` with one option for each entry of `TARGET_FLAGS`."""
-    hints = get_type_hints(command, include_extras=True)
-    own = inspect.signature(command).parameters.values()
-    parameters = [
-        parameter.replace(annotation=hints[parameter.name])
-        for parameter in own
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
+def with_options(
+    options: Sequence[inspect.Parameter],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that replaces the ``**`` parameter of a command with these options."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        own = inspect.signature(command).parameters.values()
+        parameters = [
+            parameter.replace(annotation=hints[parameter.name])
+            for parameter in own
+            if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        return signed(command, [*parameters, *options])
+
+    return decorate
+
+
+def target_options() -> list[inspect.Parameter]:
+    """Return one option for each entry of `TARGET_FLAGS`."""
+    parameters = []
     for name, flag in TARGET_FLAGS.items():
         spelled = "--" + name.replace("_", "-")
         names = switch_names(spelled) if flag.kind is bool else (spelled,)
@@ -104,7 +116,7 @@ def with_target_flags(command: Callable[..., None]) -> Callable[..., None]:
             *names, help=flag.help, show_default=flag.default or False, metavar=flag.metavar
         )
         parameters.append(keyword(name, flag.kind, option))
-    return signed(command, parameters)
+    return parameters
 
 
 def signed(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:

@@ -52,6 +52,9 @@ class StackOptions:
         tp: Number of GPUs that share the target, or number of processes on a CPU. With AUTO transport, the
             draft then runs in the target's first process.
         target_settings: Settings that only the target reads, by setting name.
+        gateway_settings: Settings that `up` passes to the gateway, by setting name.
+        grpc_port: Port of the gRPC API; 0 disables it, None means the port after `port`.
+        log_json: Write the log lines of all services as JSON.
     """
 
     target: Path = DEMO_TARGET
@@ -78,6 +81,14 @@ class StackOptions:
     tp: int | None = None
     mps: bool = False
     target_settings: Mapping[str, object] = field(default_factory=dict)
+    gateway_settings: Mapping[str, object] = field(default_factory=dict)
+    grpc_port: int | None = None
+    log_json: bool = False
+
+    @property
+    def grpc(self) -> int:
+        """Port of the gRPC API; 0 if it is disabled."""
+        return self.port + 1 if self.grpc_port is None else self.grpc_port
 
     @property
     def speculates(self) -> bool:

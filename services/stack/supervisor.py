@@ -45,11 +45,14 @@ class ChildSpec:
         name: Prefix of its output lines.
         command: Command line.
         drain_s: Seconds that the process may take to stop after SIGTERM. The process is killed after that.
+        secrets: Environment variables of this process. A command line shows in the list of processes, but
+            the environment does not.
     """
 
     name: str
     command: tuple[str, ...]
     drain_s: float = 30.0
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +207,7 @@ def _spawn(spec: ChildSpec, variables: Mapping[str, str]) -> subprocess.Popen[st
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, **spec.secrets},
         text=True,
         errors="replace",
         start_new_session=True,

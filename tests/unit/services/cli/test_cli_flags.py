@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from outrider.services.cli import commands as cli
 from outrider.services.cli.flags import TARGET_FLAGS
 from outrider.services.cli.settings_options import ALIASES
+from outrider.services.cli.up import OWN_GATEWAY_SETTINGS
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.stack import launch
@@ -55,6 +56,8 @@ UP: Mapping[str, tuple[str, Any]] = {
     "transport": ("inproc", Transport.INPROC),
     "mps": ("", True),
     "log_level": ("debug", "debug"),
+    "log_json": ("", True),
+    "grpc_port": ("9300", 9300),
     "deterministic": ("", True),
     "quantization": ("fp8", "fp8"),
     "kv_cache_dtype": ("fp8_e4m3", "fp8_e4m3"),
@@ -73,6 +76,8 @@ UP: Mapping[str, tuple[str, Any]] = {
     "draft_rounds": ("host", "host"),
 }
 """Option of `up` → (text typed after the flag, resulting value)."""
+GATEWAY = [name for name in GatewaySettings.model_fields if name not in OWN_GATEWAY_SETTINGS]
+"""Settings of the gateway that are options of `up`."""
 
 
 def options_of(*path: str) -> dict[str, list[str]]:
@@ -103,7 +108,8 @@ def up(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> StackOption
 def test_the_table_lists_every_flag_of_up() -> None:
     unknown = options_of("up").keys() - UP.keys()
     # These flags have tests of their own.
-    assert unknown <= {"revision", "draft_revision"}, f"add {unknown} to UP"
+    unknown -= {"revision", "draft_revision", "config", *GATEWAY}
+    assert not unknown, f"add {unknown} to UP"
     assert UP.keys() <= options_of("up").keys()
 
 
@@ -121,7 +127,7 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
         assert (
             arrived.target_settings.get(option) if option in TARGET_FLAGS else getattr(arrived, option)
         ) == value
-    if option in ("transport", "skip_tokenizer", "mps"):
+    if option in ("transport", "skip_tokenizer", "mps", "log_json"):
         return
     lines = [
         " ".join(child.command)
@@ -129,21 +135,6 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
     ]
     shown = "NGRAM" if option == "algorithm" else typed or flag_name(option)
     assert any(shown in line for line in lines), "the flag reaches no service"
-
-
-def test_up_serves_the_folders_of_models_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--revision` belongs to the target, `--draft-revision` to the draft."""
-    asked: list[tuple[str, str, str | None]] = []
-
-    def find(name: str | Path, flag: str, revision: str | None = None) -> Path:
-        asked.append((str(name), flag, revision))
-        return Path("/cache") / name
-
-    monkeypatch.setattr("outrider.services.hub.model_folder.model_folder", find)
-    names = ["--target", "org/model", "--draft", "org/head"]
-    options = up(monkeypatch, [*names, "--revision", "v2", "--draft-revision", "beta"])
-    assert (options.target, options.draft) == (Path("/cache/org/model"), Path("/cache/org/head"))
-    assert asked == [("org/model", "--target", "v2"), ("org/head", "--draft", "beta")]
 
 
 def test_the_targets_flags_are_its_settings() -> None:
