@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli_flags import GATEWAY, RUNNER, sample, up
 
 from outrider.services.cli import commands as cli
 from outrider.services.gateway.settings import GatewaySettings
@@ -16,7 +17,6 @@ from outrider.services.stack.options import StackOptions
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.settings import flag_name
 from outrider.shared.spec.algorithm import Algorithm
-from tests.unit.services.cli.test_cli_flags import GATEWAY, RUNNER, sample, up
 
 
 @pytest.mark.parametrize("name", GATEWAY)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.hub_server import Hub, HubRepository, running_hub
 
 from outrider.services.hub.model_folder import is_hub_name, model_folder
 from outrider.services.hub.snapshot import missing_file, wanted_files
 from outrider.shared.base.errors import ConfigurationError, UnavailableError
-from tests.support.hub_server import Hub, HubRepository, running_hub
 
 FILES = {
     "config.json": b"{}",
