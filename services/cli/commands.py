@@ -21,6 +21,7 @@ from outrider.services.cli.up import Device, up
 from outrider.services.cli.up_help import GroupedCommand
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
+from outrider.services.verify.cli import verify
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(health)
 app.command()(doctor)
+app.command()(verify)
 app.add_typer(serve, name="serve")
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")

@@ -86,7 +86,7 @@ def doctor(
     options = DoctorOptions(
         target=model_folder(target, "--target", revision),
         draft=None if draft == "none" else model_folder(draft, "--draft", draft_revision),
-        algorithm=_algorithm(algorithm),
+        algorithm=parse_algorithm(algorithm),
         token_map=token_map,
         device=device,
         dtype=dtype,
@@ -99,7 +99,12 @@ def doctor(
     raise typer.Exit(run_doctor(options))
 
 
-def _algorithm(name: str) -> Algorithm:
+def parse_algorithm(name: str) -> Algorithm:
+    """Return the algorithm of the flag `--speculative-algorithm`.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
     try:
         return Algorithm(name)
     except ValueError:
