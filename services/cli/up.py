@@ -275,7 +275,8 @@ def up(
     console = StatusConsole(stderr=True, highlight=False)
     if _source(context, "api_key") == "COMMANDLINE":
         console.print(
-            "[yellow]--api-key shows in the list of processes (ps). Set OUTRIDER_GATEWAY_API_KEY instead.[/]"
+            "[yellow]--api-key shows in the list of processes (ps). Set OUTRIDER_GATEWAY_API_KEY instead.[/]",
+            soft_wrap=True,
         )
     with (
         StopSignal() as stop,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import secrets
 import shutil
 import socket
@@ -132,7 +133,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     children = [
         replace(
             _child("gateway", gateway, drain_s),
-            secrets={"OUTRIDER_GATEWAY_API_KEY": ",".join(keys)} if keys else {},
+            secrets={"OUTRIDER_GATEWAY_API_KEY": json.dumps(keys)} if keys else {},
         ),
         _child("target", target | (texts if options.speculates and inproc else {})),
     ]

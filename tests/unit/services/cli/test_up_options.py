@@ -25,7 +25,9 @@ def test_a_setting_of_the_gateway_is_an_option_of_up(name: str, monkeypatch: pyt
     options = up(monkeypatch, [flag_name(name), *value])
     gateway = plan_stack(options, Path("/run/x"), inproc=False).children[0]
     if name == "api_key":
-        assert gateway.secrets == {"OUTRIDER_GATEWAY_API_KEY": "/x"}
+        assert gateway.secrets == {"OUTRIDER_GATEWAY_API_KEY": '["/x"]'}, (
+            "a list, because a key may contain a comma"
+        )
         assert "/x" not in gateway.command, "keys in the command line show in ps"
     else:
         assert " ".join([flag_name(name), *value]) in " ".join(gateway.command)
