@@ -34,6 +34,7 @@ from outrider.bench.kernels.layer_cases import (
     product_cases,
 )
 from outrider.bench.kernels.packed_cases import packed_cases
+from outrider.bench.kernels.prefill_cases import prefill_cases
 from outrider.bench.kernels.ragged_cases import ragged_cases
 from outrider.bench.kernels.round_cases import draft_cases, round_cases, trade_cases
 from outrider.bench.measure.clock import Work as Call
@@ -276,6 +277,7 @@ KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
     "norm": norm_cases,
     "layer": layer_cases,
     "attention": _attention,
+    "prefill": prefill_cases,
     "ragged": ragged_cases,
     "cache": _cache,
     "choose": choose_cases,

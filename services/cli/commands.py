@@ -21,6 +21,7 @@ from outrider.services.cli.up import Device, up
 from outrider.services.cli.up_help import GroupedCommand
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
+from outrider.services.stack.standby import wait_until_needed
 from outrider.services.verify.cli import verify
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
@@ -72,6 +73,7 @@ def serve_target(context: typer.Context) -> None:
 @serve.command("draft", context_settings=PASS_ON)
 def serve_draft(context: typer.Context) -> None:
     """The drafter: proposes token trees to the target."""
+    wait_until_needed(entrypoints.import_draft)
     from outrider.services.draft.settings import DraftSettings
 
     _run_service("draft", DraftSettings, entrypoints.serve_draft, context.args)

@@ -42,6 +42,7 @@ def serve_target(settings: TargetSettings) -> int:
         return app.run(settings)
     from outrider.services.draft.inproc import drafter_beside
     from outrider.services.draft.settings import DraftSettings
+    from outrider.services.target.settings import MOST_RUNNING_REQUESTS
 
     # Both services must agree on tree shapes, limits and page size.
     alike = ("max_steps", "max_topk", "max_nodes", "page_size", "num_steps", "topk", "num_draft_tokens")
@@ -55,7 +56,7 @@ def serve_target(settings: TargetSettings) -> int:
             "speculative_token_map": settings.speculative_token_map,
             "ngram_corpus": settings.ngram_corpus,
             "target_weights": settings.model,
-            "max_sessions": settings.max_running_requests,
+            "max_sessions": settings.max_running_requests or MOST_RUNNING_REQUESTS,
             "disable_tile_trial": settings.disable_tile_trial,
             **caps,
         }
@@ -64,6 +65,11 @@ def serve_target(settings: TargetSettings) -> int:
     # From here on, the cleared settings belong to the draft. The target would refuse them.
     plain = settings.model_copy(update={"draft": "none", "speculative_token_map": None, "ngram_corpus": None})
     return app.run(plain, lambda decoder, sizing: drafter_beside(decoder, draft, sizing))
+
+
+def import_draft() -> None:
+    """Import the code of the draft service, which takes seconds."""
+    from outrider.services.draft import app  # noqa: F401
 
 
 def serve_draft(settings: DraftSettings) -> int:

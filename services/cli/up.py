@@ -144,7 +144,10 @@ MaxNodes = Annotated[
 ]
 MaxRunningRequests = Annotated[
     int | None,
-    typer.Option(help="Maximum number of sequences that run at the same time.", show_default="16"),
+    typer.Option(
+        help="Maximum number of sequences that run at the same time.",
+        show_default="as many as memory allows, 16 to 256; 16 on a CPU",
+    ),
 ]
 MemFractionStatic = Annotated[
     float | None,
@@ -210,10 +213,18 @@ def up(
     transport: Annotated[
         Transport,
         typer.Option(
-            help="How the target reaches the draft. `auto` runs the draft in the target's process on a "
-            "machine with one GPU, with --tp, and for n-grams; otherwise the draft has its own process."
+            help="How the target reaches the draft. `auto` runs the draft in the target's process on a GPU, "
+            "with --tp, and for n-grams. It uses an idle second GPU, over ipc, only where that is known to "
+            "be as fast. On a CPU, the draft has its own process."
         ),
     ] = Transport.AUTO,
+    draft_device: Annotated[
+        str,
+        typer.Option(
+            help="Device of a draft with its own process: auto, cpu, cuda or cuda:N. `auto` prefers an idle "
+            "GPU."
+        ),
+    ] = "auto",
     mps: Annotated[
         bool,
         typer.Option(
@@ -222,6 +233,14 @@ def up(
             "process.",
         ),
     ] = False,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby/--no-standby",
+            help="Keep a second draft process with imported code, which takes over if the draft's process "
+            "exits. It uses memory of the host but not of the GPU.",
+        ),
+    ] = True,
     log_level: Annotated[
         str, typer.Option(help="Log level of all services: debug, info, warning or error.")
     ] = "info",
@@ -265,7 +284,9 @@ def up(
         port=port,
         skip_tokenizer=skip_tokenizer,
         transport=transport,
+        draft_device=draft_device,
         mps=mps,
+        standby=standby,
         log_level=log_level,
         target_settings={name: settings[name] for name in TARGET_FLAGS if settings[name] is not None},
         gateway_settings=_gateway_settings(context, settings),

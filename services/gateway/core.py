@@ -6,21 +6,26 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from outrider.services.gateway.admission import Admission
 from outrider.services.gateway.generation import Generator
+from outrider.services.gateway.logprobs import token_bytes
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
 from outrider.services.gateway.request import ChoiceEvent
+from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.gateway.target_client.client import TargetClient
 from outrider.services.gateway.target_client.stream import ReaderLimits
 from outrider.services.gateway.tokenizer import TextCodec
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.metrics import join_expositions
 
 DRAIN_RETRY_S = 5.0
+
+_log = get_logger("outrider.gateway")
 
 Prompts = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
 
@@ -48,6 +53,7 @@ class GatewayCore:
     """The core that REST and gRPC share. A gateway process has one core.
 
     Attributes:
+        token_bytes: Returns the bytes of a token's text, for logprobs.
         draining: True once shutdown has begun. The gateway then reports not ready.
         admitting: Whether new requests are accepted.
         idle: Event that is set while no request is running.
@@ -56,6 +62,7 @@ class GatewayCore:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.codec = TextCodec.load(settings.tokenizer) if settings.tokenizer else None
+        self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
         self.metrics = GatewayMetrics()
         self.admission = Admission(
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
@@ -63,7 +70,9 @@ class GatewayCore:
         self.client = TargetClient(
             settings.target, ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s)
         )
-        self.builder = RequestBuilder(settings)
+        self.builder = RequestBuilder(
+            settings, self.codec.encode_plain if self.codec else None, _sampling_defaults(settings)
+        )
         self.started_at = int(time.time())
         self.draining = False
         self.admitting = True
@@ -155,3 +164,14 @@ class GatewayCore:
             reason="draining",
             retry_after_s=DRAIN_RETRY_S,
         )
+
+
+def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
+    """Return the defaults of the model whose tokenizer is served, unless a setting turns them off."""
+    if settings.tokenizer is None or settings.sampling_defaults != "model":
+        return NO_DEFAULTS
+    defaults = SamplingDefaults.load(settings.tokenizer)
+    if defaults != NO_DEFAULTS:
+        found = {name: value for name, value in asdict(defaults).items() if value is not None}
+        _log.info("sampling defaults of the model; turn them off by --sampling-defaults openai", **found)
+    return defaults

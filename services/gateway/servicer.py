@@ -15,9 +15,11 @@ from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, request_id_of
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
 from outrider.services.gateway.request import Chunk, Finished, RequestedSpeculation, Started
+from outrider.services.gateway.requested_rules import RequestedLogprobs, RequestedRules
 from outrider.services.gateway.schemas.chat import Message
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
+from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
 ROLES = ("system", "developer", "user", "assistant")
@@ -109,9 +111,13 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                 match one.event:
                     case Started() as start:
                         seed = start.seed
-                    case Chunk(text=text, token_ids=token_ids, rounds=rounds):
+                    case Chunk() as piece:
                         chunk = gateway_pb2.Chunk(
-                            text=text, token_ids=token_ids, rounds=[round_to_proto(each) for each in rounds]
+                            text=piece.text,
+                            token_ids=piece.token_ids,
+                            rounds=[round_to_proto(each) for each in piece.rounds],
+                            logprobs=[logprob_to_proto(each) for each in piece.logprobs],
+                            prompt_logprobs=[logprob_to_proto(each) for each in piece.prompt_logprobs],
                         )
                         yield make(chunk=chunk)
                     case Finished() as end:
@@ -183,6 +189,23 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
             max_nodes=speculation.max_nodes if speculation.HasField("max_nodes") else None,
             trace=speculation.trace,
         ),
+        rules=_rules(options),
+        logprobs=RequestedLogprobs(logprobs_from_proto(options.logprobs)),
+        may_be_empty=options.logprobs.HasField("prompt_top"),
+    )
+
+
+def _rules(options: gateway_pb2.GenerationOptions) -> RequestedRules:
+    sampling = options.sampling
+    return RequestedRules(
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
+        logit_bias={str(token): bias for token, bias in sampling.logit_bias.items()},
+        min_tokens=sampling.min_tokens,
+        allowed_token_ids=tuple(sampling.allowed_token_ids) or None,
+        bad_words=tuple(options.bad_words),
+        bad_word_ids=tuple(tuple(word.ids) for word in sampling.bad_words),
     )
 
 

@@ -73,6 +73,10 @@ class TextCodec:
         """Return the token ids of `text`."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a piece of text, without special tokens."""
+        return self.encode(text, add_special_tokens=False)
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> tuple[int, ...]:

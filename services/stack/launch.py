@@ -18,6 +18,7 @@ from pathlib import Path
 from outrider.services.stack.mps import shared_gpu
 from outrider.services.stack.option_checks import DEFAULT_MAX_SESSIONS, check_values
 from outrider.services.stack.options import INPROC, StackOptions, Transport
+from outrider.services.stack.placement import place_draft, usable_gpus
 from outrider.services.stack.service_checks import (
     check_gateway_flags,
     check_model_folder,
@@ -147,6 +148,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
             | caps
             | placement
         )
+        if options.draft_device != "auto":
+            draft["device"] = options.draft_device
         draft |= shape
         draft |= {
             name.replace("_", "-"): options.target_settings.get(name)
@@ -154,7 +157,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         }
         draft["max-sessions"] = _sessions(options.max_running_requests)
         draft["disable-tile-trial"] = options.target_settings.get("disable_tile_trial")
-        children.append(_child("draft", draft, DRAFT_DRAIN_S))
+        children.append(replace(_child("draft", draft, DRAFT_DRAIN_S), standby=options.standby))
     return StackPlan(
         tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address
     )
@@ -229,7 +232,7 @@ def check_options(options: StackOptions) -> None:
         fix = "Add the file, or pass --skip-tokenizer to serve token ids only."
         raise ConfigurationError(f"--target {options.target} has no tokenizer.json. {fix}", field="--target")
     if options.target_settings or options.mem_fraction_static is not None:
-        check_target_flags(options, options.speculates and not wants_inproc(options))
+        check_target_flags(options, options.speculates and not place_draft(options, usable_gpus()).inproc)
     check_gateway_flags(options)
     for port in (options.port, options.grpc):
         if port == 0:
@@ -254,25 +257,6 @@ def check_options(options: StackOptions) -> None:
 def _texts(value: object) -> tuple[str, ...]:
     """Return the texts of a setting that takes several."""
     return tuple(str(item) for item in value) if isinstance(value, list | tuple) else (str(value),)
-
-
-def wants_inproc(options: StackOptions) -> bool:
-    """Return True if the draft should run in the target's process.
-
-    An explicit transport decides. Otherwise n-grams and tensor parallelism always use the target's process.
-    Other drafts use the target's process if the machine has one GPU.
-    """
-    if not options.speculates or options.mps or options.transport in (Transport.GRPC, Transport.IPC):
-        return False
-    if options.transport is Transport.INPROC or options.algorithm is Algorithm.NGRAM:
-        return True
-    if options.tp is not None and options.tp > 1:
-        return True
-    if options.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
-        return False
-    import torch
-
-    return torch.cuda.device_count() == 1
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -314,7 +298,7 @@ def running_stack(
     Args:
         options: Models and settings to serve.
         echo: Called with (service, line) for each line that a service prints.
-        progress: Called with a message each time a service becomes ready.
+        progress: Called with a message that says where the draft runs, and each time a service becomes ready.
         stopped: Polled during startup. Startup is abandoned when `stopped` returns True.
 
     Yields:
@@ -328,7 +312,12 @@ def running_stack(
     check_options(options)
     with ExitStack() as cleanup:
         runtime_dir = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-        inproc = wants_inproc(options)
+        inproc = False
+        if options.speculates:
+            placed = place_draft(options, usable_gpus())
+            progress(str(placed))
+            inproc = placed.inproc
+            options = replace(options, transport=placed.transport, draft_device=placed.draft_device)
         if not inproc:
             options = replace(options, kv_tokens=options.kv_tokens or shared_kv_tokens(options))
         plan = plan_stack(options, runtime_dir, inproc)

@@ -42,7 +42,8 @@ class StackOptions:
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
         host, port: REST address of the gateway. The gRPC API listens on the next port.
         skip_tokenizer: Serve token ids only.
-        transport: How the target reaches the draft. `launch.wants_inproc` decides for AUTO.
+        transport: How the target reaches the draft. `placement.place_draft` decides for AUTO.
+        draft_device: Device of a draft with its own process. `auto` prefers an idle GPU.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.
         max_running_requests: Number of sequences that the target runs at the same time. If this number
@@ -51,6 +52,7 @@ class StackOptions:
         mps: Share the GPU through NVIDIA's multi-process service. The draft then has its own process.
         tp: Number of GPUs that share the target, or number of processes on a CPU. With AUTO transport, the
             draft then runs in the target's first process.
+        standby: Keep a standby process that takes over if the draft's own process exits.
         target_settings: Settings that only the target reads, by setting name.
         gateway_settings: Settings that `up` passes to the gateway, by setting name.
         grpc_port: Port of the gRPC API; 0 disables it, None means the port after `port`.
@@ -74,12 +76,14 @@ class StackOptions:
     port: int = 8000
     skip_tokenizer: bool = False
     transport: Transport = Transport.AUTO
+    draft_device: str = "auto"
     log_level: str = "info"
     kv_tokens: int | None = None
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None
     tp: int | None = None
     mps: bool = False
+    standby: bool = True
     target_settings: Mapping[str, object] = field(default_factory=dict)
     gateway_settings: Mapping[str, object] = field(default_factory=dict)
     grpc_port: int | None = None

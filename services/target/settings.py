@@ -29,10 +29,11 @@ from outrider.shared.spec.tree import DraftShape
 CUDA_PREFILL_TOKENS = 8192
 """Default prompt tokens per step on a GPU.
 
-The value equals the defaults of SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on large
-GPUs.
+The value equals SGLang's default `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on large GPUs.
 """
 CPU_PREFILL_TOKENS = 512
+FEWEST_RUNNING_REQUESTS, MOST_RUNNING_REQUESTS = 16, 256
+"""Bounds of the default number of running sequences."""
 AUTO_CHAIN_STEPS = 10
 """Depth of the longest chain that `auto` chooses by default. Few drafts are good enough for longer chains."""
 
@@ -109,7 +110,12 @@ class TargetSettings(ServiceSettings):
     max_steps: int = Field(16, ge=1, description="Deepest tree that a request may use.")
     max_topk: int = Field(16, ge=1, description="Widest branching that a request may use.")
     max_nodes: int = Field(128, ge=1, description="Maximum nodes per round that a request may use.")
-    max_running_requests: int = Field(16, ge=1, description="Maximum number of running sequences.")
+    max_running_requests: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of running sequences; by default what the memory of the GPU allows, from "
+        "16 to 256, and 16 on a CPU.",
+    )
     max_queued_requests: int = Field(
         512, ge=1, description="Maximum number of waiting sequences; more get RESOURCE_EXHAUSTED."
     )
@@ -127,7 +133,7 @@ class TargetSettings(ServiceSettings):
         None, ge=2, description="Longest prompt plus answer; by default the length the model was trained for."
     )
     cuda_graph_max_bs: int = Field(
-        64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without."
+        256, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without."
     )
     disable_tile_trial: bool = Field(
         False,
@@ -291,6 +297,11 @@ class TargetSettings(ServiceSettings):
         return self.prefill_chunk or (
             CUDA_PREFILL_TOKENS if self.torch_device().type == "cuda" else CPU_PREFILL_TOKENS
         )
+
+    @property
+    def running_requests(self) -> int:
+        """Maximum number of running sequences; see `startup.running_requests` for the default on a GPU."""
+        return self.max_running_requests or FEWEST_RUNNING_REQUESTS
 
     def cpu_threads(self) -> int:
         """Return the number of CPU threads per forward pass.

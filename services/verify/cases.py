@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from outrider.services.target.request import GenerationRequest, SpeculationLimits, SpeculationParams
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import LogitRules
 from outrider.shared.spec.tree import DraftShape
 
 LARGEST_SEED = (1 << 64) - 1
@@ -44,6 +45,10 @@ OPTIONS: Mapping[str, Option] = {
     "min_p": Option(SamplingParams(min_p=0.05, seed=6)),
     "all filters": Option(SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, seed=7)),
     "seed": Option(SamplingParams(seed=LARGEST_SEED)),
+    "penalties": Option(SamplingParams(0.7, seed=8, rules=LogitRules(0.5, 0.5, 1.2))),
+    "logit_bias": Option(SamplingParams(seed=9, rules=LogitRules(logit_bias=((1, 2.0), (2, -3.0))))),
+    "min_tokens": Option(replace(GREEDY, rules=LogitRules(min_tokens=6)), ignore_eos=False),
+    "bad_words": Option(SamplingParams(0.7, seed=10, rules=LogitRules(bad_words=((3,), (4, 5))))),
     "n": Option(SamplingParams(seed=2, choice_index=1)),
     "sampled stop": Option(SamplingParams(temperature=0.7, seed=1), stops=True, ignore_eos=False),
 }

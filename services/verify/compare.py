@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from outrider.services.target.request import GenerationRequest
 from outrider.services.verify.pair_engine import Answers, PairEngine, scores_of
+from outrider.shared.base.logit_rules import LogitRules
 
 NEAR_TIE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """Data type → largest gap between two scores that rounding can close, relative to the largest logit."""
@@ -39,6 +41,26 @@ class Difference:
         return self.gap <= self.allowed
 
 
+def ruled(
+    logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], rules: LogitRules
+) -> torch.Tensor:
+    """Return ``[vocab]``: the logits after bias and penalties. Forbidden tokens keep their logits.
+
+    Args:
+        logits: ``[vocab] float32``.
+        prompt, output: Tokens of the prompt, and tokens generated so far.
+        rules: The rules.
+    """
+    out = logits.clone()
+    for token, bias in rules.logit_bias:
+        out[token] += bias
+    for token in {*prompt, *output}:
+        out[token] *= 1 / rules.repetition_penalty if out[token] > 0 else rules.repetition_penalty
+    for token, count in Counter(output).items():
+        out[token] -= rules.frequency_penalty * count + rules.presence_penalty
+    return out
+
+
 def differences(
     engine: PairEngine, requests: Mapping[str, GenerationRequest], off: Answers, on: Answers
 ) -> list[Difference]:
@@ -61,8 +83,12 @@ def _difference(
         return Difference(request.request_id, at, first, second, float("inf"), 0.0)
     context = [*request.prompt_ids, *off[:at]]
     logits = engine.logits(context)
-    scores = scores_of(logits, len(context), request.sampling)
-    gap = float(scores.max() - scores[torch.tensor([first, second])].min())
+    rules = request.sampling.rules
+    scores = scores_of(ruled(logits, request.prompt_ids, off[:at], rules), len(context), request.sampling)
+    pair = scores[torch.tensor([first, second])]
+    # Rules may forbid the best token, so that only the two tokens can be compared.
+    best = scores.max() if rules.neutral else pair.max()
+    gap = float(best - pair.min())
     scale = float(logits.abs().max()) / (request.sampling.temperature or 1.0)
     allowed = NEAR_TIE.get(engine.decoder.dtype, 0.0) * scale
     return Difference(request.request_id, at, first, second, gap, allowed)

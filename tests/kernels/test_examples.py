@@ -28,6 +28,7 @@ HOST_ONLY = {
     "ahead.state_of": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "exchange_add.can_exchange": "integer arithmetic",
     "exchange_add.inbox_shape": "integer arithmetic",
+    "logit_rules.make_rule_state": "allocates tensors",
     "path_attention.row_paths": "torch operations on any device",
     "peer_words.box_shape": "integer arithmetic",
     "peer_words.can_pass": "integer arithmetic",

@@ -15,6 +15,7 @@ from outrider.services.gateway.parameters import CHAT
 from outrider.services.gateway.render import choice_extras, metadata_object, reply_speculation, usage_object
 from outrider.services.gateway.request import FINISH_NAMES, Completion, merge_usage
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, ReplyHead, core_of, timeout_of
+from outrider.services.gateway.routes.logprobs import chat_reply_logprobs, chunk_logprobs
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
 from outrider.services.gateway.schemas.chat import ChatRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
@@ -38,7 +39,13 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     job = Job(prompts, sequences, parameters, CHAT, timeout_of(request))
     if body.stream:
         head = ReplyHead.new("chatcmpl", "chat.completion.chunk", model, body.rid)
-        shape = StreamShape(_chunk_choice, _opening, body.include_usage, bool(body.return_token_ids))
+        shape = StreamShape(
+            _chunk_choice,
+            _opening,
+            body.include_usage,
+            bool(body.return_token_ids),
+            chunk_logprobs(core, job),
+        )
         return EventStream(stream_chunks(core, job, head, shape), core.settings.keep_alive_s)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
     head = ReplyHead.new("chatcmpl", "chat.completion", model, body.rid)
@@ -67,7 +74,7 @@ def _reply(
         {
             "index": index,
             "message": {"role": "assistant", "content": one.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": chat_reply_logprobs(core, job, one),
             "finish_reason": FINISH_NAMES[one.finished.reason],
             **choice_extras(one, len(completions) == 1, trace, with_ids),
         }

@@ -16,6 +16,10 @@ ChoiceOf = Callable[[int, str, str | None], dict[str, Any]]
 """Returns the choice of a chunk for (index, text, finish_reason)."""
 
 
+LogprobsOf = Callable[[int, Chunk], dict[str, Any] | None]
+"""Returns the `logprobs` object for (index, chunk), or None if the chunk has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamShape:
     """The format of a stream.
@@ -26,12 +30,15 @@ class StreamShape:
             sequence has no opening chunk.
         include_usage: Whether to end with a usage chunk and to send ``usage: null`` in all other chunks.
         with_ids: Whether to include token ids.
+        logprobs: Returns the `logprobs` object of a chunk of the sequence with this index. None if the client
+            wants no logprobs.
     """
 
     choice: ChoiceOf
     opening: Callable[[int], dict[str, Any] | None]
     include_usage: bool
     with_ids: bool
+    logprobs: LogprobsOf | None = None
 
 
 async def stream_chunks(
@@ -48,10 +55,13 @@ async def stream_chunks(
                     seeds[one.index] = seed
                     if (opening := shape.opening(one.index)) is not None:
                         yield head.object_of(choices=[opening], **usage)
-                case Chunk(text=text, token_ids=token_ids, rounds=rounds):
-                    if not (text or rounds or (shape.with_ids and token_ids)):
+                case Chunk(text=text, token_ids=token_ids, rounds=rounds) as chunk:
+                    logprobs = shape.logprobs(one.index, chunk) if shape.logprobs else None
+                    if not (text or rounds or logprobs or (shape.with_ids and token_ids)):
                         continue
                     choice = shape.choice(one.index, text, None)
+                    if logprobs:
+                        choice["logprobs"] = logprobs
                     if shape.with_ids:
                         choice["token_ids"] = list(token_ids)
                     trace = (

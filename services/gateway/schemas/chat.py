@@ -8,8 +8,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from outrider.services.gateway.parameters import check_prompt_text
-from outrider.services.gateway.schemas.common import ZERO, Neutral, NeutralOnly, OpenAIRequest, StrictModel
+from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
+from outrider.services.gateway.schemas.common import Neutral, NeutralOnly, OpenAIRequest, StrictModel
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.logit_rules import LogprobParams
 
 # Template variables that clients may set. Any other variable could insert text outside the client's messages.
 TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "reasoning_effort")
@@ -96,8 +98,6 @@ class ChatRequest(OpenAIRequest):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIRequest.NEUTRAL,
-        "logprobs": (False,),
-        "top_logprobs": ZERO,
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
@@ -120,8 +120,10 @@ class ChatRequest(OpenAIRequest):
     prediction: Any = None
     verbosity: Any = None
 
-    logprobs: Neutral = None
-    top_logprobs: Neutral = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(
+        None, description="Number of alternatives per token, 0 to 20. Requires logprobs: true."
+    )
     tools: Neutral = None
     tool_choice: Neutral = None
     functions: Neutral = None
@@ -129,6 +131,19 @@ class ChatRequest(OpenAIRequest):
     modalities: Neutral = None
     audio: Neutral = None
     web_search_options: Neutral = None
+
+    def wanted_logprobs(self) -> RequestedLogprobs:
+        """Return the logprobs that the client wants.
+
+        Raises:
+            InvalidRequestError: If top_logprobs is out of range, or set without logprobs.
+        """
+        top = check_top(self.top_logprobs, "top_logprobs")
+        if not self.logprobs:
+            if top:
+                raise InvalidRequestError("top_logprobs requires logprobs: true.", field="top_logprobs")
+            return NO_REQUESTED_LOGPROBS
+        return RequestedLogprobs(LogprobParams(top=top or 0), bool(self.return_tokens_as_token_ids))
 
     def token_limit(self) -> int | None:
         """Return the client's limit of new tokens, or None.

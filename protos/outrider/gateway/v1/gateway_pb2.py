@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.common.v1 import common_pb2 as outrider_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!outrider/gateway/v1/gateway.proto\x12\x13outrider.gateway.v1\x1a\x1foutrider/common/v1/common.proto\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa3\x02\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x35\n\x08sampling\x18\x02 \x01(\x0b\x32#.outrider.common.v1.SamplingOptions\x12;\n\x0bspeculation\x18\x03 \x01(\x0b\x32&.outrider.common.v1.SpeculationOptions\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x07 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokens\"\x85\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x03(\x0b\x32\x1c.outrider.gateway.v1.Message\x12\x37\n\x07options\x18\x03 \x01(\x0b\x32&.outrider.gateway.v1.GenerationOptions\"\xa7\x01\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1d.outrider.gateway.v1.TokenIdsH\x00\x12\x37\n\x07options\x18\x04 \x01(\x0b\x32&.outrider.gateway.v1.GenerationOptionsB\x08\n\x06prompt\"X\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\x06rounds\x18\x03 \x03(\x0b\x32\x1e.outrider.common.v1.RoundTrace\"\xf0\x01\n\x08\x46inished\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .outrider.common.v1.FinishReason\x12\x16\n\x0cmatched_text\x18\x02 \x01(\tH\x00\x12\x17\n\rmatched_token\x18\x03 \x01(\rH\x00\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.outrider.common.v1.Usage\x12\x39\n\x0bspeculation\x18\x05 \x01(\x0b\x32$.outrider.common.v1.SpeculationStats\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x42\x0e\n\x0cmatched_stop\"t\n\tChatReply\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.outrider.gateway.v1.ChunkH\x00\x12\x31\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1d.outrider.gateway.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"x\n\rCompleteReply\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.outrider.gateway.v1.ChunkH\x00\x12\x31\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1d.outrider.gateway.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"=\n\x0fListModelsReply\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.outrider.gateway.v1.Model2\x8b\x02\n\tInference\x12J\n\x04\x43hat\x12 .outrider.gateway.v1.ChatRequest\x1a\x1e.outrider.gateway.v1.ChatReply0\x01\x12V\n\x08\x43omplete\x12$.outrider.gateway.v1.CompleteRequest\x1a\".outrider.gateway.v1.CompleteReply0\x01\x12Z\n\nListModels\x12&.outrider.gateway.v1.ListModelsRequest\x1a$.outrider.gateway.v1.ListModelsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!outrider/gateway/v1/gateway.proto\x12\x13outrider.gateway.v1\x1a\x1foutrider/common/v1/common.proto\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xec\x02\n\x11GenerationOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x35\n\x08sampling\x18\x02 \x01(\x0b\x32#.outrider.common.v1.SamplingOptions\x12;\n\x0bspeculation\x18\x03 \x01(\x0b\x32&.outrider.common.v1.SpeculationOptions\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x11\n\tbad_words\x18\x08 \x03(\t\x12\x34\n\x08logprobs\x18\t \x01(\x0b\x32\".outrider.common.v1.LogprobOptionsB\r\n\x0b_max_tokensB\x16\n\x14_skip_special_tokens\"\x85\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x08messages\x18\x02 \x03(\x0b\x32\x1c.outrider.gateway.v1.Message\x12\x37\n\x07options\x18\x03 \x01(\x0b\x32&.outrider.gateway.v1.GenerationOptions\"\xa7\x01\n\x0f\x43ompleteRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x32\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1d.outrider.gateway.v1.TokenIdsH\x00\x12\x37\n\x07options\x18\x04 \x01(\x0b\x32&.outrider.gateway.v1.GenerationOptionsB\x08\n\x06prompt\"\xc7\x01\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\x06rounds\x18\x03 \x03(\x0b\x32\x1e.outrider.common.v1.RoundTrace\x12\x32\n\x08logprobs\x18\x04 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\x12\x39\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32 .outrider.common.v1.TokenLogprob\"\xf0\x01\n\x08\x46inished\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .outrider.common.v1.FinishReason\x12\x16\n\x0cmatched_text\x18\x02 \x01(\tH\x00\x12\x17\n\rmatched_token\x18\x03 \x01(\rH\x00\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.outrider.common.v1.Usage\x12\x39\n\x0bspeculation\x18\x05 \x01(\x0b\x32$.outrider.common.v1.SpeculationStats\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x42\x0e\n\x0cmatched_stop\"t\n\tChatReply\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.outrider.gateway.v1.ChunkH\x00\x12\x31\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1d.outrider.gateway.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"x\n\rCompleteReply\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1a.outrider.gateway.v1.ChunkH\x00\x12\x31\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1d.outrider.gateway.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x13\n\x11ListModelsRequest\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"=\n\x0fListModelsReply\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.outrider.gateway.v1.Model2\x8b\x02\n\tInference\x12J\n\x04\x43hat\x12 .outrider.gateway.v1.ChatRequest\x1a\x1e.outrider.gateway.v1.ChatReply0\x01\x12V\n\x08\x43omplete\x12$.outrider.gateway.v1.CompleteRequest\x1a\".outrider.gateway.v1.CompleteReply0\x01\x12Z\n\nListModels\x12&.outrider.gateway.v1.ListModelsRequest\x1a$.outrider.gateway.v1.ListModelsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,25 +37,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=133
   _globals['_TOKENIDS']._serialized_end=156
   _globals['_GENERATIONOPTIONS']._serialized_start=159
-  _globals['_GENERATIONOPTIONS']._serialized_end=450
-  _globals['_CHATREQUEST']._serialized_start=453
-  _globals['_CHATREQUEST']._serialized_end=586
-  _globals['_COMPLETEREQUEST']._serialized_start=589
-  _globals['_COMPLETEREQUEST']._serialized_end=756
-  _globals['_CHUNK']._serialized_start=758
-  _globals['_CHUNK']._serialized_end=846
-  _globals['_FINISHED']._serialized_start=849
-  _globals['_FINISHED']._serialized_end=1089
-  _globals['_CHATREPLY']._serialized_start=1091
-  _globals['_CHATREPLY']._serialized_end=1207
-  _globals['_COMPLETEREPLY']._serialized_start=1209
-  _globals['_COMPLETEREPLY']._serialized_end=1329
-  _globals['_LISTMODELSREQUEST']._serialized_start=1331
-  _globals['_LISTMODELSREQUEST']._serialized_end=1350
-  _globals['_MODEL']._serialized_start=1352
-  _globals['_MODEL']._serialized_end=1394
-  _globals['_LISTMODELSREPLY']._serialized_start=1396
-  _globals['_LISTMODELSREPLY']._serialized_end=1457
-  _globals['_INFERENCE']._serialized_start=1460
-  _globals['_INFERENCE']._serialized_end=1727
+  _globals['_GENERATIONOPTIONS']._serialized_end=523
+  _globals['_CHATREQUEST']._serialized_start=526
+  _globals['_CHATREQUEST']._serialized_end=659
+  _globals['_COMPLETEREQUEST']._serialized_start=662
+  _globals['_COMPLETEREQUEST']._serialized_end=829
+  _globals['_CHUNK']._serialized_start=832
+  _globals['_CHUNK']._serialized_end=1031
+  _globals['_FINISHED']._serialized_start=1034
+  _globals['_FINISHED']._serialized_end=1274
+  _globals['_CHATREPLY']._serialized_start=1276
+  _globals['_CHATREPLY']._serialized_end=1392
+  _globals['_COMPLETEREPLY']._serialized_start=1394
+  _globals['_COMPLETEREPLY']._serialized_end=1514
+  _globals['_LISTMODELSREQUEST']._serialized_start=1516
+  _globals['_LISTMODELSREQUEST']._serialized_end=1535
+  _globals['_MODEL']._serialized_start=1537
+  _globals['_MODEL']._serialized_end=1579
+  _globals['_LISTMODELSREPLY']._serialized_start=1581
+  _globals['_LISTMODELSREPLY']._serialized_end=1642
+  _globals['_INFERENCE']._serialized_start=1645
+  _globals['_INFERENCE']._serialized_end=1912
 # @@protoc_insertion_point(module_scope)

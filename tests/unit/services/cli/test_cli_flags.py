@@ -55,6 +55,8 @@ UP: Mapping[str, tuple[str, Any]] = {
     "skip_tokenizer": ("", True),
     "transport": ("inproc", Transport.INPROC),
     "mps": ("", True),
+    "draft_device": ("cuda:3", "cuda:3"),
+    "standby": ("", True),
     "log_level": ("debug", "debug"),
     "log_json": ("", True),
     "grpc_port": ("9300", 9300),
@@ -78,6 +80,10 @@ UP: Mapping[str, tuple[str, Any]] = {
 """Option of `up` → (text typed after the flag, resulting value)."""
 GATEWAY = [name for name in GatewaySettings.model_fields if name not in OWN_GATEWAY_SETTINGS]
 """Settings of the gateway that are options of `up`."""
+
+
+GROUPS = {"target_settings": TARGET_FLAGS, "gateway_settings": GATEWAY}
+"""Field of `StackOptions` → the flags that it contains."""
 
 
 def options_of(*path: str) -> dict[str, list[str]]:
@@ -120,14 +126,13 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
     basis: dict[str, Any] = (
         {"draft": None, "algorithm": Algorithm.NGRAM} if by_ngrams else {"draft": Path("/m/d")}
     )
-    changed = {"target_settings": {option: wanted}} if option in TARGET_FLAGS else {option: wanted}
+    group = next((name for name, flags in GROUPS.items() if option in flags), None)
+    changed = {group: {option: wanted}} if group else {option: wanted}
     for name in options_of("up")[option]:
         value = not wanted if name.startswith("--no-") else wanted
         arrived = up(monkeypatch, [name, typed] if typed else [name])
-        assert (
-            arrived.target_settings.get(option) if option in TARGET_FLAGS else getattr(arrived, option)
-        ) == value
-    if option in ("transport", "skip_tokenizer", "mps", "log_json"):
+        assert (getattr(arrived, group).get(option) if group else getattr(arrived, option)) == value
+    if option in ("transport", "skip_tokenizer", "mps", "standby", "log_json"):
         return
     lines = [
         " ".join(child.command)
@@ -158,6 +163,7 @@ def test_the_targets_flags_are_its_settings() -> None:
             "quantization",
             "'none' or 'fp8' .flag --quantization",
         ),
+        ({"gateway_settings": {"max_batch": 0}}, "max_batch", "greater than or equal to 1"),
         ({"target_settings": {"cuda_graph_max_bs": 0}}, "cuda_graph_max_bs", "greater than or equal to 1"),
         (
             {"target_settings": {"deterministic": True, "attention_backend": "triton"}},
@@ -181,6 +187,7 @@ def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: 
 def sample(settings: type[ServiceSettings], name: str) -> list[str]:
     """Return a sample value for a settings flag; nothing for a switch."""
     given = {"device": "cpu", "log_level": "debug", "speculation": "on", "attention_backend": "reference"}
+    given["sampling_defaults"] = "openai"
     field = settings.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     if kinds[0] is bool:
