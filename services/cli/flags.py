@@ -7,7 +7,7 @@ not load. Typer reads options from a function's signature, so the helpers below 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -87,42 +87,36 @@ TARGET_FLAGS: Mapping[str, ServiceFlag] = {
 }
 """Maps a target setting to its flag of `outrider up`. The target checks the values."""
 
-GATEWAY_FLAGS: Mapping[str, ServiceFlag] = {
-    "sampling_defaults": ServiceFlag(
-        str,
-        "Parameters that a request leaves out: model takes those of generation_config.json.",
-        "model|openai",
-        "model",
-    ),
-    "max_choices": ServiceFlag(int, "Maximum n of a request.", default="16"),
-    "max_batch": ServiceFlag(int, "Maximum number of prompts in a request.", default="512"),
-    "max_stop_strings": ServiceFlag(int, "Maximum number of stop strings of a request.", default="32"),
-    "max_stop_chars": ServiceFlag(int, "Maximum length of a stop string.", default="256"),
-    "max_body_bytes": ServiceFlag(int, "Maximum size of a request body.", default="8388608"),
-    "max_queued_requests": ServiceFlag(
-        int, "Maximum number of sequences waiting for their first token; more get 429.", default="512"
-    ),
-}
-"""Maps a gateway setting to its flag of `outrider up`. The gateway checks the values."""
+
+def with_options(
+    options: Sequence[inspect.Parameter],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that replaces the ``**`` parameter of a command with these options."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        own = inspect.signature(command).parameters.values()
+        parameters = [
+            parameter.replace(annotation=hints[parameter.name])
+            for parameter in own
+            if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        return signed(command, [*parameters, *options])
+
+    return decorate
 
 
-def with_service_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the ``**`` parameter of `command` with one option for each entry of the two tables above."""
-    hints = get_type_hints(command, include_extras=True)
-    own = inspect.signature(command).parameters.values()
-    parameters = [
-        parameter.replace(annotation=hints[parameter.name])
-        for parameter in own
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    for name, flag in (*TARGET_FLAGS.items(), *GATEWAY_FLAGS.items()):
+def target_options() -> list[inspect.Parameter]:
+    """Return one option for each entry of `TARGET_FLAGS`."""
+    parameters = []
+    for name, flag in TARGET_FLAGS.items():
         spelled = "--" + name.replace("_", "-")
         names = switch_names(spelled) if flag.kind is bool else (spelled,)
         option = typer.Option(
             *names, help=flag.help, show_default=flag.default or False, metavar=flag.metavar
         )
         parameters.append(keyword(name, flag.kind, option))
-    return signed(command, parameters)
+    return parameters
 
 
 def signed(command: Callable[..., None], parameters: list[inspect.Parameter]) -> Callable[..., None]:

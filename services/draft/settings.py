@@ -40,11 +40,15 @@ class DraftSettings(ServiceSettings):
     )
     draft: Path | None = Field(
         None,
-        description="Folder of the draft head or draft model; none for NGRAM or for the target's MTP layers.",
+        description="Folder, or ORG/NAME on the hub, of the draft head or model; none for NGRAM or for the "
+        "target's MTP layers.",
     )
     target_weights: Path | None = Field(
-        None, description="The target's folder, to read borrowed tensors, MTP layers and the tokenizer."
+        None,
+        description="The target's folder or ORG/NAME, to read borrowed tensors, MTP layers and tokenizer.",
     )
+    revision: str = Field("", description="Branch, tag or commit of a target on the hub; by default main.")
+    draft_revision: str = Field("", description="Branch, tag or commit of a draft on the hub.")
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO,
         description="EAGLE, EAGLE3, MTP (or NEXTN), STANDALONE, NGRAM, NONE, or auto to detect it.",

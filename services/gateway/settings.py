@@ -116,8 +116,9 @@ class GatewaySettings(ServiceSettings):
         if not is_local(address) and not self.api_key and not self.allow_unauthenticated:
             fix = "publish on 127.0.0.1 (under compose: set OUTRIDER_API_KEY, or unset OUTRIDER_BIND)"
             raise ConfigurationError(
-                f"{field}: {address} is reachable from other hosts, but no --api-key is set. "
-                f"Set one, {fix if self.published_on else 'listen on 127.0.0.1'}, "
+                f"{field}: {address} is reachable from other hosts, but there is no API key. "
+                "Set OUTRIDER_GATEWAY_API_KEY or --api-key, "
+                f"{fix if self.published_on else 'listen on 127.0.0.1'}, "
                 "or pass --allow-unauthenticated.",
                 field=field,
             )

@@ -42,6 +42,8 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
     """
     if not 1 <= options.port < MAX_PORT:
         raise _wrong("--port", options.port, f"between 1 and {MAX_PORT - 1}", "; gRPC uses the next port")
+    if not 0 <= options.grpc <= MAX_PORT or options.grpc == options.port:
+        raise _wrong("--grpc-port", options.grpc, f"0 or between 1 and {MAX_PORT}, and not --port")
     for flag, device in (("--device", options.device), ("--draft-device", options.draft_device)):
         if not DEVICE.fullmatch(device):
             raise _wrong(flag, device, "auto, cpu, cuda or cuda:N")

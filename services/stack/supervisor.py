@@ -47,6 +47,8 @@ class ChildSpec:
         name: Prefix of its output lines.
         command: Command line.
         drain_s: Seconds that the process may take to stop after SIGTERM. The process is killed after that.
+        secrets: Environment variables of this process. A command line shows in the list of processes, but
+            the environment does not.
         standby: Whether to keep a standby process that takes over when the process exits. The command must
             call `standby.wait_until_needed`.
     """
@@ -54,6 +56,7 @@ class ChildSpec:
     name: str
     command: tuple[str, ...]
     drain_s: float = 30.0
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     standby: bool = False
 
 
@@ -255,7 +258,7 @@ def _spawn(
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, **spec.secrets},
         text=True,
         errors="replace",
         start_new_session=True,

@@ -29,8 +29,7 @@ from outrider.shared.spec.tree import DraftShape
 CUDA_PREFILL_TOKENS = 8192
 """Default prompt tokens per step on a GPU.
 
-The value equals the defaults of SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on large
-GPUs.
+The value equals SGLang's default `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on large GPUs.
 """
 CPU_PREFILL_TOKENS = 512
 FEWEST_RUNNING_REQUESTS, MOST_RUNNING_REQUESTS = 16, 256
@@ -48,8 +47,12 @@ class TargetSettings(ServiceSettings):
     insecure: bool = Field(
         False, description="Allow addresses that other hosts can reach. There is no authentication."
     )
-    model: Path = Field(description="Model folder in Hugging Face layout.")
-    served_model_id: str = Field("", description="Model name that clients see; by default the folder's name.")
+    model: Path = Field(description="Model folder in Hugging Face layout, or ORG/NAME on the hub.")
+    revision: str = Field("", description="Branch, tag or commit of a model on the hub; by default main.")
+    draft_revision: str = Field("", description="Branch, tag or commit of a hub's draft in this process.")
+    served_model_id: str = Field(
+        "", description="Model name that clients see; by default ORG/NAME or the folder's name."
+    )
     device: str = Field(
         "auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N."
     )

@@ -54,7 +54,9 @@ def test_cpu_plan_is_three_processes_on_unix_sockets_with_one_port() -> None:
 
 
 def test_the_playground_can_be_turned_off() -> None:
-    lines = command_lines(plan_stack(StackOptions(playground=False), RUNTIME, inproc=False))
+    lines = command_lines(
+        plan_stack(StackOptions(gateway_settings={"playground": False}), RUNTIME, inproc=False)
+    )
     assert "--no-playground" in lines["gateway"]
     assert "--no-playground" not in lines["target"] + lines["draft"]
 
