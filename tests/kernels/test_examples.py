@@ -24,6 +24,7 @@ ROOT = "outrider.kernels."
 
 HOST_ONLY = {
     "ahead.compile_ahead": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
+    "ahead.compiled_or_soon": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "ahead.rehearsing": "reads a flag",
     "ahead.state_of": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "exchange_add.can_exchange": "integer arithmetic",

@@ -15,6 +15,7 @@ from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.recorder import Recorder
 from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.policy.fixed_share import FixedShare
 from outrider.services.target.request import (
     Event,
     FailedEvent,
@@ -226,6 +227,13 @@ def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], Proposal
     return plan
 
 
+class EveryRow(FixedShare):
+    """Lets every row of a fixed shape draft, however long its round takes."""
+
+    def choose(self, rows: list[int], base_s: float, round_s: Callable[[Sequence[int]], float]) -> set[int]:
+        return set(rows)
+
+
 @dataclass
 class Harness:
     """An engine with a toy model. `run` steps the engine until it is idle."""
@@ -298,11 +306,14 @@ def make_harness(
     attention: AttentionBackend | None = None,
     recorder: Recorder | None = None,
     prefill_sizes: Sequence[int] = (),
+    bounds_fixed_trees: bool = False,
     **limits: int,
 ) -> Harness:
     """Make an engine that has no thread of its own.
 
-    By default, the engine reads each round before it launches the next.
+    By default, the engine reads each round before it launches the next, and every row of a fixed shape gets
+    its tree. With `bounds_fixed_trees`, measured times decide which of these rows draft (`FixedShare`), as
+    in production. Then the rounds differ from run to run.
     """
     pool = decoder.make_pool(num_pages, page_size)
     attention = attention or create_backend("auto", decoder.device)
@@ -310,6 +321,8 @@ def make_harness(
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
     engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
     engine = TargetEngine(runner, scheduler, drafter, engine_limits, plan=plan, recorder=recorder)
+    if not bounds_fixed_trees:
+        engine._planner._share = EveryRow()
     return Harness(engine, scheduler, runner, Collector())
 
 

@@ -116,7 +116,7 @@ class DraftPlanner:
         nodes = sum(shape.max_nodes for shape in others) + len(fixed)
         groups = Counter(shape for shape in others if shape.drafts)
         costs, path = self._controller.costs, self._path()
-        if costs.plain(len(shapes)) is None:
+        if not costs.measured_plain:  # the estimate of a round without trees would be a guess
             return
 
         def round_s(session_ids: Seq[int]) -> float:

@@ -116,6 +116,11 @@ class RoundCosts:
             self._wait_p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
         return self._wait_p99
 
+    @property
+    def measured_plain(self) -> bool:
+        """True if a plain pass was measured, of any batch size."""
+        return bool(self._plain)
+
     def knows_plain(self, batch_size: int) -> bool:
         """Return True if a plain pass was measured in this batch bucket."""
         bucket = power_of_2(batch_size)

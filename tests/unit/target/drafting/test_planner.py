@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,11 +33,13 @@ class Room:
         self.counted: list[str] = []
         # Seconds of a round, by nodes and depth. None: no plain round was measured.
         self.cost: Callable[[int, int], float] | None = None
+        costs = mock.Mock(round=self._seconds)
+        type(costs).measured_plain = property(lambda _costs: self.cost is not None)
         controller: Any = SimpleNamespace(
             choose=self._choose,
             draft_away=lambda rows, batch_size: self.away.append((rows, batch_size)),
             would_draft=lambda row: row.bound == CHAIN,
-            costs=SimpleNamespace(plain=lambda batch_size: self.cost and 0.006, round=self._seconds),
+            costs=costs,
         )
         sessions: Any = SimpleNamespace(obstacle=lambda one: self.obstacles.get(one.session_id, ""))
         metrics: Any = SimpleNamespace(fell_back=self.counted.append)
@@ -238,6 +241,8 @@ def test_nothing_is_bounded_before_a_plain_round_was_measured() -> None:
     room = Room()
     rows = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
     assert [shape.drafts for shape in room.planner.shapes(rows)] == [False] + [True] * 4
+    room.cost = linear
+    assert sum(shape.drafts for shape in room.planner.shapes(rows)) < 4
 
 
 def test_a_round_that_is_planned_again_is_bounded_once() -> None:

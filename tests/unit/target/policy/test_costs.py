@@ -29,6 +29,10 @@ def test_without_a_plain_pass_the_shortest_pass_stands_for_it() -> None:
     costs.observe_verify(4, 40, 0.009)
     assert costs.plain(4) == 0.006
     assert not costs.knows_plain(4)
+    assert not costs.measured_plain
+    costs.observe_verify(1, 1, 0.007)
+    assert costs.plain(4) == 0.007
+    assert costs.measured_plain
 
 
 def test_verify_passes_are_interpolated_and_extrapolated() -> None:
