@@ -23,6 +23,7 @@ from outrider.bench.options import (
     Shape,
     StackTransport,
     TargetDir,
+    choice,
     draft_folder,
     leave_on_terminate,
     numbers,
@@ -200,6 +201,71 @@ def latency(
     )
 
 
+@bench.command()
+def auto(
+    shape: Shape = "llama3.1-8b",
+    rounds: Annotated[
+        str, typer.Option(help="Fixed choices to compare with, as in `bench latency`, without @ and :.")
+    ] = "plain,chain3,chain5,5/8/32",
+    accept_length: Annotated[
+        str,
+        typer.Option(
+            help="Synthetic accept lengths of chains of 5, from 1 (no draft is ever right; the ratio is then "
+            "auto ÷ off) to 6."
+        ),
+    ] = "1,1.2,2.5,4",
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = BATCHES,
+    new_tokens: Annotated[str, typer.Option(help="Tokens per answer.")] = "256,1500",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens per random prompt.")] = 128,
+    pairs: Annotated[int, typer.Option(min=1, help="Measurements of each choice; medians count.")] = 5,
+    transport: Annotated[
+        str, typer.Option(help="How the target reaches the draft: inproc, ipc, grpc (loopback) or unix.")
+    ] = "inproc",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE for a setting of `outrider serve target`; repeatable."),
+    ] = None,
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Compare mode auto with plain decoding and fixed shapes: random weights, synthetic acceptance."""
+    watch_sockets()
+    from outrider.bench.measure.auto import AutoOptions, check_lengths, run_auto
+    from outrider.bench.measure.latency import parse_shapes
+    from outrider.bench.stacks.engine_stack import EngineOptions, parse_settings
+    from outrider.bench.stacks.remote_draft import DraftTransport
+    from outrider.bench.stacks.shapes import named_shape
+    from outrider.shared.obs.logging import configure_logging
+
+    leave_on_terminate()
+    configure_logging("bench", "warning")
+    shapes = parse_shapes([text.strip() for text in rounds.split(",")], 1.0)
+    trees = [kind.tree for kind in shapes if kind.tree]
+    if not trees or len(trees) == len(shapes):
+        raise ConfigurationError(
+            f"--rounds {rounds}: give plain and at least one shape with drafts.", field="--rounds"
+        )
+    batches, lengths = numbers(batch, "--batch"), numbers(new_tokens, "--new-tokens")
+    choice(transport, [kind.value for kind in DraftTransport], "--transport")
+    engine = EngineOptions(
+        shape=named_shape(shape),
+        device=device,
+        dtype=dtype,
+        transport=DraftTransport(transport),
+        max_batch=max(batches),
+        max_len=prompt + max(lengths) + max(tree.max_nodes for tree in trees) + 1,
+        trees=trees,
+        settings=parse_settings(set_ or []),
+    )
+    accept_lengths = check_lengths(accept_length)
+    path = result_file(output, "auto", placement(device, "auto")[0].type, force)
+    raise typer.Exit(
+        run_auto(AutoOptions(engine, shapes, accept_lengths, batches, lengths, prompt, pairs, path))
+    )
+
+
 bench.command()(serve)
 bench.command()(mixed)
 
@@ -211,8 +277,8 @@ def kernels(
         str,
         typer.Option(
             help="Kinds of cases, as comma-separated patterns: linear (the library's products), product, "
-            "fp8, norm, layer, attention, ragged, cache, choose, draft, round, trade, invariant, forward, "
-            "propose."
+            "fp8, norm, layer, attention, prefill (attention of long prompts), ragged, cache, choose, draft, "
+            "round, trade, invariant, forward, propose."
         ),
     ] = "*",
     tune: Annotated[

@@ -34,8 +34,10 @@ from outrider.bench.kernels.layer_cases import (
     product_cases,
 )
 from outrider.bench.kernels.packed_cases import packed_cases
+from outrider.bench.kernels.prefill_cases import prefill_cases
 from outrider.bench.kernels.ragged_cases import ragged_cases
 from outrider.bench.kernels.round_cases import draft_cases, round_cases, trade_cases
+from outrider.bench.kernels.rule_cases import rule_cases
 from outrider.bench.measure.clock import Work as Call
 from outrider.bench.measure.clock import measure
 from outrider.bench.measure.floors import Work, draft_step, forward_pass
@@ -276,10 +278,12 @@ KINDS: dict[str, Callable[[Sizes, KernelOptions], Iterator[Case]]] = {
     "norm": norm_cases,
     "layer": layer_cases,
     "attention": _attention,
+    "prefill": prefill_cases,
     "ragged": ragged_cases,
     "cache": _cache,
     "choose": choose_cases,
     "mixed": mixed_cases,
+    "rules": rule_cases,
     "draft": draft_cases,
     "round": round_cases,
     "packed": packed_cases,

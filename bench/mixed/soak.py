@@ -150,7 +150,9 @@ async def _client(
             if streamed:
                 cancelled = await _stream(client, body, cut, tally)
             else:
-                tally.tokens += (await client.send(body)).tokens
+                # Await first: `tally.tokens += await …` would overwrite what other clients add meanwhile.
+                answer = await client.send(body)
+                tally.tokens += answer.tokens
                 cancelled = False
         except Exception as error:  # any failure of the server is a result of this measurement
             tally.errors[_kind_of(error)] += 1

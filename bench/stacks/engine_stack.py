@@ -43,6 +43,8 @@ from outrider.shared.spec.tree import DraftShape
 
 DRAFT_START_S = 120.0
 ANSWER_S = 120.0
+IDLE_WORK_S = 60.0
+"""Longest wait for the work that an engine does while it is idle, for example recordings."""
 NO_DRAFT = "none"
 PREFILL_TOKENS = 16384
 """Maximum number of prompt tokens in a step. The peers' runs used the same `max_num_batched_tokens`."""
@@ -114,17 +116,43 @@ class BenchEngine:
 
     def set_accept_length(self, accept_length: float) -> str:
         """Set the mean accept length of all following rounds. Returns a label of this acceptance."""
-        self.synthetic.set_rates(rates_of_mean(accept_length))
+        return self.set_rates(rates_of_mean(accept_length))
+
+    def set_rates(self, rates: Sequence[float]) -> str:
+        """Set the acceptance rate of each position. Returns a label of this acceptance."""
+        self.synthetic.set_rates(rates)
         return self.synthetic.describe()
 
+    def forget(self) -> None:
+        """Let `auto` forget what it has learned of the drafter. Call only while no batch is answered."""
+        self._target.engine.forget_warm_up()
+
+    def auto_decision(self) -> dict[str, Any]:
+        """Return the last decision of `auto` as JSON values."""
+        verdict = self._target.engine.controller.verdict
+        speedup = verdict.speedup
+        return {
+            "reason": verdict.reason.value,
+            "rows": verdict.text,
+            "estimated_speedup": None if speedup is None else round(speedup, 3),
+        }
+
     def run_batch(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int | Sequence[int],
+        tree: DraftShape | None,
+        mode: SpeculationMode | None = None,
     ) -> Taken:
         """Answer all prompts as one batch, and wait for the answers (`start_batch`, `RunningBatch.wait`)."""
-        return self.start_batch(prompts, new_tokens, tree).wait()
+        return self.start_batch(prompts, new_tokens, tree, mode).wait()
 
     def start_batch(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int | Sequence[int], tree: DraftShape | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int | Sequence[int],
+        tree: DraftShape | None,
+        mode: SpeculationMode | None = None,
     ) -> RunningBatch:
         """Submit prompts as one batch. Each answer is greedy and has exactly `new_tokens` tokens.
 
@@ -132,11 +160,18 @@ class BenchEngine:
             prompts: Token ids of each prompt.
             new_tokens: Length of all answers, or a list with the length of each answer.
             tree: Tree shape of every round. None selects plain decoding.
+            mode: Mode of the requests. By default, `ON` with a tree, and `OFF` without one. With `AUTO`, the
+                settings of the engine limit the shapes, and `tree` is ignored.
         """
         sink = AnswerSink(len(prompts))
         engine = self._target.engine
-        mode = SpeculationMode.ON if tree else SpeculationMode.OFF
+        mode = mode or (SpeculationMode.ON if tree else SpeculationMode.OFF)
         shape = tree or DraftShape(1, 1, 1)
+        speculation = (
+            self._limits.resolve(mode)
+            if mode is SpeculationMode.AUTO
+            else self._limits.resolve(mode, depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes)
+        )
         lengths = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else new_tokens
         self._batches += 1
         wake, engine.wake = engine.wake, lambda: None  # let the first step see the whole batch
@@ -147,9 +182,7 @@ class BenchEngine:
                     prompt_ids=prompt,
                     max_new_tokens=length,
                     sampling=SamplingParams(temperature=0.0, seed=1000 * self._batches + index),
-                    speculation=self._limits.resolve(
-                        mode, depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes
-                    ),
+                    speculation=speculation,
                     ignore_eos=True,
                 )
                 engine.submit(request, sink)
@@ -235,6 +268,8 @@ def running_engine(options: EngineOptions) -> Iterator[BenchEngine]:
             raise UnavailableError(
                 f"The draft is {state.value} after {DRAFT_START_S:.0f} s. Its last output:\n" + "\n".join(log)
             )
+        # Work that a server does while it is idle would disturb the measurements.
+        asyncio.run(target.wait_recorded(for_all=True))
         yield BenchEngine(target, decoder, synthetic)
 
 
@@ -320,7 +355,7 @@ def _head_folder(cleanup: ExitStack, shape: NamedShape, device: torch.device, dt
 
 def _draft_settings(settings: TargetSettings, head: Path) -> DraftSettings:
     caps = {name: getattr(settings, name) for name in ("max_steps", "max_topk", "max_nodes", "page_size")}
-    return DraftSettings.load({"draft": head, "max_sessions": settings.max_running_requests, **caps})
+    return DraftSettings.load({"draft": head, "max_sessions": settings.running_requests, **caps})
 
 
 def _start_draft(

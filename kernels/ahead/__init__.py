@@ -27,7 +27,7 @@ from outrider.kernels.ahead.types import Compiled
 if TYPE_CHECKING:
     from outrider.kernels.ahead.pool import CompilerPool
 
-__all__ = ["Compiled", "Work", "compile_ahead", "rehearsing", "state_of"]
+__all__ = ["Compiled", "Work", "compile_ahead", "compiled_or_soon", "rehearsing", "state_of"]
 
 Work = Callable[[], object]
 """A piece of work: a function that launches kernels."""
@@ -54,7 +54,11 @@ def rehearsing() -> bool:
 
 
 def compile_ahead(
-    device: torch.device, works: Sequence[Work], tell: Tell | None = None, *, limit_s: float = math.inf
+    device: torch.device,
+    works: Sequence[Work],
+    tell: Tell | None = None,
+    *,
+    limit_s: float | None = math.inf,
 ) -> int:
     """Rehearse pieces of work on this thread, and wait until the missing kernels are compiled.
 
@@ -67,7 +71,8 @@ def compile_ahead(
         works: The pieces of work. If the first `PIECES_TO_SEE` miss no kernel, the other pieces are skipped.
         tell: Progress callback, called with the number of compiled kernels and the total.
         limit_s: Longest wait in seconds. Kernels whose compilation has not started when the wait ends are
-            compiled when they are launched.
+            compiled when they are launched. With None, do not wait, and compile all kernels in the
+            background.
 
     Returns:
         The number of kernels that were compiled; 0 if `device` is not a GPU.
@@ -93,7 +98,8 @@ def compile_ahead(
     torch.cuda.synchronize(device)
     if pool.submitted > before:
         torch.cuda.empty_cache()  # the real run uses other streams, which cannot reuse this stream's memory
-        pool.wait(before, tell, limit_s)
+        if limit_s is not None:
+            pool.wait(before, tell, limit_s)
     return pool.compiled - compiled
 
 
@@ -117,6 +123,24 @@ def state_of(device: torch.device, work: Work) -> Compiled:
     except Exception as error:
         _log.debug("rehearsed work failed: %s: %s", type(error).__name__, error)
         return Compiled.NO
+
+
+def compiled_or_soon(device: torch.device, work: Work) -> bool:
+    """Return whether all kernels of a piece of work are compiled, and start to compile the missing ones.
+
+    Kernels that cannot be compiled ahead count as compiled, because only their launch can compile them. On a
+    device other than a GPU, the work is not rehearsed and counts as compiled.
+
+    Example:
+        >>> import torch
+        >>> from outrider.kernels.ahead import compiled_or_soon
+        >>> compiled_or_soon(torch.device("cpu"), lambda: print("rehearsed"))
+        True
+    """
+    if state_of(device, work) is not Compiled.NOT_YET:
+        return True
+    compile_ahead(device, [work], limit_s=None)
+    return False
 
 
 @functools.cache

@@ -1,4 +1,8 @@
-"""Triton version of post_round: one program, since a result has few words. The package documents the contract."""
+"""Triton version of post_round. The package documents the contract.
+
+Most results have few words, so one program copies them and advances the turn. Several programs share a large
+result, and another launch advances the turn when all of them have read it.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,45 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.kernels import _launch
 
+_BLOCK = 1024
+_SHARE = 4096  # words that a program copies
+
 
 @triton.jit
-def _post(packed, ring, turn, size, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _post(packed, ring, turn, size, PLACES: tl.constexpr, ALONE: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr,
+          PDL: tl.constexpr):  # fmt: skip
     if PDL:
         gdc_wait()
     now = tl.load(turn)
     at = tl.arange(0, BLOCK)
     place = ring + now.to(tl.int64) * size
-    for start in range(0, size, BLOCK):
+    begin = tl.program_id(0) * SHARE
+    for start in range(begin, tl.minimum(begin + SHARE, size), BLOCK):
         inside = start + at < size
         tl.store(place + start + at, tl.load(packed + start + at, mask=inside, other=0), mask=inside)
+    if PDL:
+        gdc_launch_dependents()
+    if ALONE:
+        tl.store(turn, (now + 1) % PLACES)
+
+
+@triton.jit
+def _advance(turn, PLACES: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_wait()
+    now = tl.load(turn)
     if PDL:
         gdc_launch_dependents()
     tl.store(turn, (now + 1) % PLACES)
 
 
 def post_round(packed: torch.Tensor, ring: torch.Tensor, turn: torch.Tensor) -> None:
+    size, places = packed.numel(), ring.shape[0]
+    programs = max(1, _launch.ceil_div(size, _SHARE))
+    options = {"num_warps": 4, **_launch.dependent(packed)}
     with _launch.on_device_of(packed):
-        _post[(1,)](
-            packed, ring, turn, packed.numel(), PLACES=ring.shape[0], BLOCK=1024, num_warps=4, **_launch.dependent(packed)
+        _post[(programs,)](
+            packed, ring, turn, size, PLACES=places, ALONE=programs == 1, SHARE=_SHARE, BLOCK=_BLOCK, **options
         )  # fmt: skip
+        if programs > 1:
+            _advance[(1,)](turn, PLACES=places, **options)

@@ -12,10 +12,13 @@ decoding choose the same tokens. Top-k, top-p and min-p are computed in one of t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect
+from outrider.kernels.logit_rules import apply_rules
 from outrider.kernels.verify import reference
 from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
@@ -35,7 +38,8 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     - top-p keeps the shortest prefix whose probability reaches p.
     - min-p keeps the tokens with at least min_p times the best token's probability.
 
-    Every filter keeps the best token.
+    Every filter keeps the best token. If `sampling.rules` is set, `logit_rules.apply_rules` changes the
+    logits first.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16. -inf is allowed (a masked token).
@@ -79,6 +83,8 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     expect("sampling.min_p", sampling.min_p, (rows,), torch.float32)
     expect("sampling.seeds", sampling.seeds, (rows,), torch.int64)
     expect("sampling.choices", sampling.choices, (rows,), torch.int32)
+    if sampling.rules is not None:
+        logits, sampling = apply_rules(logits, sampling.rules, positions), replace(sampling, rules=None)
     if use_triton(logits):
         from outrider.kernels.verify import triton as compiled
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.kernels.logit_rules.types import RuleRows
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
@@ -21,6 +23,8 @@ class SamplingTensors:
         all_greedy: True if no row has a temperature above 0. This is a host value, so reading it does not
             wait for the device.
         any_filter: True if a row with a temperature above 0 has top_k, top_p or min_p on.
+        rules: Penalties, biases and forbidden tokens of the rows (`kernels/logit_rules`), which change the
+            logits first. None if no row has any.
     """
 
     temperature: torch.Tensor
@@ -31,6 +35,7 @@ class SamplingTensors:
     choices: torch.Tensor
     all_greedy: bool
     any_filter: bool
+    rules: RuleRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

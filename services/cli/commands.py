@@ -19,8 +19,11 @@ from outrider.bench.cli import bench
 from outrider.services.cli import entrypoints
 from outrider.services.cli.client_commands import chat, generate, health, top
 from outrider.services.cli.up import Device, up
+from outrider.services.cli.up_help import GroupedCommand
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
+from outrider.services.stack.standby import wait_until_needed
+from outrider.services.verify.cli import verify
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
 # grpc's own log contains unescaped text of any peer. grpc reads this variable when it is loaded.
@@ -40,12 +43,13 @@ serve = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-app.command()(up)
+app.command(cls=GroupedCommand)(up)
 app.command()(generate)
 app.command()(chat)
 app.command()(top)
 app.command()(health)
 app.command()(doctor)
+app.command()(verify)
 app.add_typer(serve, name="serve")
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")
@@ -93,6 +97,7 @@ def serve_target(context: typer.Context) -> None:
 @serve.command("draft", context_settings=PASS_ON)
 def serve_draft(context: typer.Context) -> None:
     """The drafter: proposes token trees to the target."""
+    wait_until_needed(entrypoints.import_draft)
     from outrider.services.draft.settings import DraftSettings
 
     _run_service("draft", DraftSettings, entrypoints.serve_draft, context.args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outrider.services.hub.model_folder import model_folder
 from outrider.services.stack.options import INPROC
 from outrider.shared.rpc.polling import watch_sockets
 from outrider.shared.spec.algorithm import Algorithm
@@ -35,23 +36,27 @@ def serve_target(settings: TargetSettings) -> int:
     watch_sockets()
     from outrider.services.target import app
 
+    model = model_folder(settings.model, "--model", settings.revision)
+    settings = settings.model_copy(update={"model": model})
     if not settings.draft.startswith(INPROC) or settings.speculative_algorithm is Algorithm.NONE:
         return app.run(settings)
     from outrider.services.draft.inproc import drafter_beside
     from outrider.services.draft.settings import DraftSettings
+    from outrider.services.target.settings import MOST_RUNNING_REQUESTS
 
     # Both services must agree on tree shapes, limits and page size.
     alike = ("max_steps", "max_topk", "max_nodes", "page_size", "num_steps", "topk", "num_draft_tokens")
     caps = {name: getattr(settings, name) for name in (*alike, "cuda_graph_max_bs", "disable_cuda_graph")}
-    folder = settings.draft.removeprefix(INPROC)
+    draft_name = settings.draft.removeprefix(INPROC)
+    folder = model_folder(draft_name, "--draft", settings.draft_revision) if draft_name else None
     draft = DraftSettings.load(
         {
-            "draft": folder or None,
+            "draft": folder,
             "speculative_algorithm": settings.speculative_algorithm.value,
             "speculative_token_map": settings.speculative_token_map,
             "ngram_corpus": settings.ngram_corpus,
             "target_weights": settings.model,
-            "max_sessions": settings.max_running_requests,
+            "max_sessions": settings.max_running_requests or MOST_RUNNING_REQUESTS,
             "disable_tile_trial": settings.disable_tile_trial,
             **caps,
         }
@@ -62,9 +67,21 @@ def serve_target(settings: TargetSettings) -> int:
     return app.run(plain, lambda decoder, sizing: drafter_beside(decoder, draft, sizing))
 
 
+def import_draft() -> None:
+    """Import the code of the draft service, which takes seconds."""
+    from outrider.services.draft import app  # noqa: F401
+
+
 def serve_draft(settings: DraftSettings) -> int:
     """Run the draft until it is stopped."""
     watch_sockets()
     from outrider.services.draft import app
 
-    return app.run(settings)
+    folders = {}
+    if settings.draft is not None:
+        folders["draft"] = model_folder(settings.draft, "--draft", settings.draft_revision)
+    if settings.target_weights is not None:
+        folders["target_weights"] = model_folder(
+            settings.target_weights, "--target-weights", settings.revision
+        )
+    return app.run(settings.model_copy(update=folders))

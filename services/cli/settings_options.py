@@ -7,7 +7,7 @@ override the environment, the environment overrides the file, and the file overr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -50,8 +50,7 @@ def settings_command(
         }
         raise typer.Exit(run(settings_type.load(given, config)))
 
-    prefix = str(settings_type.model_config.get("env_prefix", ""))
-    parameters = [_parameter(name, field, prefix) for name, field in settings_type.model_fields.items()]
+    parameters = settings_options(settings_type)
     config_option = Annotated[
         Path | None,
         typer.Option(
@@ -64,6 +63,18 @@ def settings_command(
     )
     command.__doc__ = help_text
     return signed(command, parameters)
+
+
+def settings_options(
+    settings_type: type[ServiceSettings], omitted: Collection[str] = ()
+) -> list[inspect.Parameter]:
+    """Return one option for each settings field, except the omitted ones."""
+    prefix = str(settings_type.model_config.get("env_prefix", ""))
+    return [
+        _parameter(name, field, prefix)
+        for name, field in settings_type.model_fields.items()
+        if name not in omitted
+    ]
 
 
 def _parameter(name: str, field: FieldInfo, env_prefix: str) -> inspect.Parameter:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,20 +12,37 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.services.cli.flags import with_target_flags
+from outrider.services.cli.flags import TARGET_FLAGS, target_options, with_options
+from outrider.services.cli.settings_options import settings_options
+from outrider.services.cli.up_help import ConfigFile
+from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.stack import launch
 from outrider.services.stack.launch import Progress
 from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions, Transport
 from outrider.services.stack.supervisor import Echo
+from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
 
+# `up` has options of its own for these settings of the gateway, or sets them itself.
+OWN_GATEWAY_SETTINGS = (
+    *("host", "published_on", "port", "grpc_port"),
+    *("target", "tokenizer", "log_level", "log_json"),
+)
+GATEWAY_PREFIX = "OUTRIDER_GATEWAY_"
+Model = Annotated[
+    Path | None,
+    typer.Argument(help="The target model; same as --target.", show_default=False, metavar="MODEL"),
+]
 TargetDir = Annotated[
     Path | None,
     typer.Option(
         "--target",
-        help="Folder of the target model, in Hugging Face layout.",
+        "--model",
+        "--model-path",
+        help="Target model: a folder in Hugging Face layout, or ORG/NAME on the Hugging Face hub. A model of "
+        "the hub is downloaded into its cache, unless the cache contains it.",
         show_default="the embedded demo model",
-        metavar="DIR",
+        metavar="DIR|ORG/NAME",
     ),
 ]
 DraftDir = Annotated[
@@ -31,11 +50,19 @@ DraftDir = Annotated[
     typer.Option(
         "--draft",
         "--speculative-draft-model-path",
-        help="Folder of the draft head or draft model. `none` disables speculation, unless "
-        "--speculative-algorithm names a method that needs no folder.",
+        help="Draft head or draft model: a folder, or ORG/NAME on the hub. `none` disables speculation, "
+        "unless --speculative-algorithm names a method that needs no folder.",
         show_default="the embedded head; none with another --target",
-        metavar="DIR|none",
+        metavar="DIR|ORG/NAME|none",
     ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a --target on the hub.", show_default="main"),
+]
+DraftRevision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a --draft on the hub.", show_default="main"),
 ]
 SpeculativeAlgorithm = Annotated[
     Algorithm,
@@ -118,7 +145,10 @@ MaxNodes = Annotated[
 ]
 MaxRunningRequests = Annotated[
     int | None,
-    typer.Option(help="Maximum number of sequences that run at the same time.", show_default="16"),
+    typer.Option(
+        help="Maximum number of sequences that run at the same time.",
+        show_default="as many as memory allows, 16 to 256; 16 on a CPU",
+    ),
 ]
 MemFractionStatic = Annotated[
     float | None,
@@ -136,20 +166,6 @@ Tp = Annotated[
         show_default="1",
     ),
 ]
-ToolCallParser = Annotated[
-    str | None,
-    typer.Option(
-        help="Format of the model's tool calls; see `outrider serve gateway --help`.",
-        show_default="by the chat template",
-    ),
-]
-ReasoningParser = Annotated[
-    str | None,
-    typer.Option(
-        help="Format of the model's reasoning; see `outrider serve gateway --help`.",
-        show_default="by the chat template",
-    ),
-]
 KvTokens = Annotated[
     int | None,
     typer.Option(
@@ -159,10 +175,14 @@ KvTokens = Annotated[
 ]
 
 
-@with_target_flags
+@with_options([*target_options(), *settings_options(GatewaySettings, OWN_GATEWAY_SETTINGS)])
 def up(
+    context: typer.Context,
+    model: Model = None,
     target: TargetDir = None,
     draft: DraftDir = None,
+    revision: Revision = None,
+    draft_revision: DraftRevision = None,
     algorithm: SpeculativeAlgorithm = Algorithm.AUTO,
     token_map: TokenMap = None,
     ngram_corpus: NgramCorpus = None,
@@ -178,23 +198,34 @@ def up(
     mem_fraction_static: MemFractionStatic = None,
     kv_tokens: KvTokens = None,
     tp: Tp = None,
+    config: ConfigFile = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the REST API. The gRPC API uses the next port.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port of the REST API.")] = 8000,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(help="Port of the gRPC API; 0 disables it.", show_default="the port after --port"),
+    ] = None,
     skip_tokenizer: Annotated[
         bool,
         typer.Option(
             "--skip-tokenizer", help="Run without a tokenizer; requests and answers then use token ids only."
         ),
     ] = False,
-    tool_call_parser: ToolCallParser = None,
-    reasoning_parser: ReasoningParser = None,
     transport: Annotated[
         Transport,
         typer.Option(
-            help="How the target reaches the draft. `auto` runs the draft in the target's process on a "
-            "machine with one GPU, with --tp, and for n-grams; otherwise the draft has its own process."
+            help="How the target reaches the draft. `auto` runs the draft in the target's process on a GPU, "
+            "with --tp, and for n-grams. It uses an idle second GPU, over ipc, only where that is known to "
+            "be as fast. On a CPU, the draft has its own process."
         ),
     ] = Transport.AUTO,
+    draft_device: Annotated[
+        str,
+        typer.Option(
+            help="Device of a draft with its own process: auto, cpu, cuda or cuda:N. `auto` prefers an idle "
+            "GPU."
+        ),
+    ] = "auto",
     mps: Annotated[
         bool,
         typer.Option(
@@ -203,40 +234,41 @@ def up(
             "process.",
         ),
     ] = False,
-    playground: Annotated[
-        bool, typer.Option(help="Serve the playground at / and the operator's page at /status.")
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby/--no-standby",
+            help="Keep a second draft process with imported code, which takes over if the draft's process "
+            "exits. It uses memory of the host but not of the GPU.",
+        ),
     ] = True,
     log_level: Annotated[
         str, typer.Option(help="Log level of all services: debug, info, warning or error.")
     ] = "info",
     log_json: Annotated[
-        bool, typer.Option("--log-json", help="Write each log line as a JSON object.")
+        bool, typer.Option("--log-json", help="Write each log line of the services as a JSON object.")
     ] = False,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of accepted API keys, one per line. Requests without a key are then refused.",
-            metavar="FILE",
-        ),
-    ] = None,
-    allow_unauthenticated: Annotated[
-        bool,
-        typer.Option("--allow-unauthenticated", help="Allow access from other hosts without an API key."),
-    ] = False,
-    **target_settings: Any,
+    **settings: Any,
 ) -> None:
     """Start the gateway, the target and the draft.
 
     A service that exits unexpectedly is restarted. Ctrl-C or SIGTERM stops all services.
     """
+    from outrider.services.hub.model_folder import model_folder
     from outrider.shared.base.lifecycle import StopSignal
     from outrider.shared.obs.queued_stream import queue_stderr
 
     queue_stderr()
 
+    if model is not None and target is not None:
+        raise ConfigurationError(
+            f"The model is given twice: {model} and --target {target}. Remove one.", field="--target"
+        )
+    target = model or target
+    draft_folder = _draft_folder(target, draft, algorithm)
     options = StackOptions(
-        target=target or DEMO_TARGET,
-        draft=_draft_folder(target, draft, algorithm),
+        target=model_folder(target or DEMO_TARGET, "--target", revision),
+        draft=model_folder(draft_folder, "--draft", draft_revision) if draft_folder else None,
         algorithm=algorithm,
         token_map=token_map,
         ngram_corpus=ngram_corpus,
@@ -255,20 +287,24 @@ def up(
         host=host,
         port=port,
         skip_tokenizer=skip_tokenizer,
-        tool_call_parser=tool_call_parser,
-        reasoning_parser=reasoning_parser,
         transport=transport,
+        draft_device=draft_device,
         mps=mps,
-        playground=playground,
+        standby=standby,
         log_level=log_level,
+        target_settings={name: settings[name] for name in TARGET_FLAGS if settings[name] is not None},
+        gateway_settings=_gateway_settings(context, settings),
+        grpc_port=grpc_port,
         log_json=log_json,
-        api_key_file=api_key_file,
-        allow_unauthenticated=allow_unauthenticated,
-        target_settings={name: value for name, value in target_settings.items() if value is not None},
     )
     # In JSON, the services' own lines tell enough.
     console = StatusConsole(stderr=True, highlight=False, quiet=log_json)
     lines = StatusConsole(stderr=True, highlight=False)
+    if _source(context, "api_key") == "COMMANDLINE":
+        console.print(
+            "[yellow]--api-key shows in the list of processes (ps). Set OUTRIDER_GATEWAY_API_KEY instead.[/]",
+            soft_wrap=True,
+        )
     with (
         StopSignal() as stop,
         launch.running_stack(
@@ -276,8 +312,9 @@ def up(
         ) as stack,
     ):
         console.print(
-            f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1; gRPC on port {port + 1}"
-            + (f"; playground at {stack.url}/)" if playground else ")"),
+            f"[bold green]up[/] {stack.url}  (OpenAI API at {stack.url}/v1"
+            + (f"; gRPC on port {options.grpc}" if options.grpc else "")
+            + (f"; playground at {stack.url}/)" if settings["playground"] is not False else ")"),
             soft_wrap=True,
         )
         stop.wait()
@@ -293,6 +330,23 @@ class StatusConsole(Console):
     def on_broken_pipe(self) -> None:
         """Silence the console."""
         self.quiet = True
+
+
+def _gateway_settings(context: typer.Context, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the gateway's settings from flags and --config. Its environment variables override the file."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in TARGET_FLAGS
+        and value not in (None, [])
+        and not (_source(context, name) == "DEFAULT_MAP" and f"{GATEWAY_PREFIX}{name.upper()}" in os.environ)
+    }
+
+
+def _source(context: typer.Context, name: str) -> str:
+    """Return where an option's value comes from: COMMANDLINE, DEFAULT_MAP (--config) or DEFAULT."""
+    source = context.get_parameter_source(name)
+    return source.name if source is not None else ""
 
 
 def _draft_folder(target: Path | None, draft: str | None, algorithm: Algorithm) -> Path | None:

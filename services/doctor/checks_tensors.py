@@ -12,6 +12,7 @@ from outrider.services.doctor.judge_tensors import DOWNLOAD, NamedStatistics, ju
 from outrider.services.doctor.pair import ANYTHING, Pair, expected_of
 from outrider.services.doctor.statistics import describe
 from outrider.services.doctor.vocabulary_map import D2tMeaning, d2t_meaning
+from outrider.services.draft.strategies.mtp_copies import compare_copies
 from outrider.shared.nn.checkpoint.checkpoint_reader import CheckpointReader
 from outrider.shared.nn.checkpoint.expert_files import MXFP4_SCALES, check_mxfp4_scales
 from outrider.shared.nn.config.model_config import ModelConfig
@@ -124,7 +125,20 @@ def check_d2t(pair: Pair) -> Iterator[Finding]:
 
 
 def check_embedding(pair: Pair) -> Iterator[Finding]:
-    """Compare a head's embedding with the target's embedding. Some exports contain an untrained embedding."""
+    """Compare a draft's embedding with the target's embedding. Some exports contain an untrained embedding.
+
+    MTP layers come with copies of the target's embedding and lm_head. Other copies mean another model.
+    """
+    if pair.choice.algorithm is Algorithm.MTP:
+        copies = compare_copies(pair.mtp, pair.choice.require_folder(), pair.target)
+        for copy in copies:
+            if not copy.same:
+                fix = "Take the MTP layers of the target that you serve. --probe measures the acceptance."
+                yield Finding.warning(copy.name, copy.warning, fix)
+        if copies and all(copy.same for copy in copies):
+            names = ", ".join(copy.name for copy in copies)
+            yield Finding.ok(names, "equal to the target's")
+        return
     if pair.choice.algorithm is not Algorithm.EAGLE:
         return
     with CheckpointReader(pair.choice.require_folder()) as head, CheckpointReader(pair.target) as target:

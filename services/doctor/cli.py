@@ -14,17 +14,29 @@ from outrider.shared.spec.algorithm import FIELD, Algorithm
 def doctor(
     target: Annotated[
         Path,
-        typer.Option("--target", help="Folder of the target model, in Hugging Face layout.", metavar="DIR"),
+        typer.Option(
+            "--target",
+            help="Target model: a folder in Hugging Face layout, or ORG/NAME on the hub.",
+            metavar="DIR|ORG/NAME",
+        ),
     ],
     draft: Annotated[
         str,
         typer.Option(
             "--draft",
             "--speculative-draft-model-path",
-            help="Folder of the draft head or draft model.",
-            metavar="DIR|none",
+            help="Draft head or draft model: a folder, or ORG/NAME on the hub.",
+            metavar="DIR|ORG/NAME|none",
         ),
     ] = "none",
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a --target on the hub.", show_default="main"),
+    ] = None,
+    draft_revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a --draft on the hub.", show_default="main"),
+    ] = None,
     algorithm: Annotated[
         str,
         typer.Option("--speculative-algorithm", help="Drafting method, as in `outrider up`."),
@@ -69,11 +81,12 @@ def doctor(
     Exit code 0: the pair can be served, perhaps with warnings. 2: the pair would be refused.
     """
     from outrider.services.doctor.command import DoctorOptions, run_doctor
+    from outrider.services.hub.model_folder import model_folder
 
     options = DoctorOptions(
-        target=target,
-        draft=None if draft == "none" else Path(draft),
-        algorithm=_algorithm(algorithm),
+        target=model_folder(target, "--target", revision),
+        draft=None if draft == "none" else model_folder(draft, "--draft", draft_revision),
+        algorithm=parse_algorithm(algorithm),
         token_map=token_map,
         device=device,
         dtype=dtype,
@@ -86,7 +99,12 @@ def doctor(
     raise typer.Exit(run_doctor(options))
 
 
-def _algorithm(name: str) -> Algorithm:
+def parse_algorithm(name: str) -> Algorithm:
+    """Return the algorithm of the flag `--speculative-algorithm`.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
     try:
         return Algorithm(name)
     except ValueError:

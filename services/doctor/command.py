@@ -79,13 +79,13 @@ def run_doctor(options: DoctorOptions) -> int:
         ConfigurationError: A flag is invalid.
     """
     configure_logging("doctor", "warning")
-    device = _device(options.device)
+    device = torch_device(options.device)
     pair = Pair(
         options.target,
         options.draft,
         options.algorithm,
         device,
-        _dtype(options.dtype, device),
+        torch_dtype(options.dtype, device),
         options.token_map,
     )
     report = examine(pair)
@@ -143,7 +143,12 @@ def _progress_bar() -> Iterator[Progress]:
         yield lambda step, share: bar.update(task, description=f"probe: {step}", completed=share)
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """Return the device of the flag `--device`.
+
+    Raises:
+        ConfigurationError: The name is unknown, or there is no GPU.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -159,7 +164,12 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def torch_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the data type of the flag `--dtype`.
+
+    Raises:
+        ConfigurationError: The name is unknown.
+    """
     if name == "auto":
         return default_dtype(device)
     if name not in DTYPES:

@@ -12,6 +12,7 @@ from outrider.services.doctor.statistics import NEAR_ZERO, TensorStatistics
 
 MAX_NAMED = 4
 NORM_ENDING = "norm.weight"
+SCALE_ENDINGS = ("_scale", "_scale_inv", "_scales")
 TRAINED = "Check that this is a trained export."
 DOWNLOAD = "Download the checkpoint again, or take another export of it."
 UNTRAINED_SHARE = 0.8
@@ -55,7 +56,11 @@ def judge(
     weights = [
         one for one in examined if one.statistics.finite and not one.is_norm and one.statistics.columns
     ]
+    # Scales of FP8 weights are tiny numbers that may all be alike. Only zeros would be wrong.
+    scales = [one for one in weights if one.name.endswith(SCALE_ENDINGS)]
+    weights = [one for one in weights if not one.name.endswith(SCALE_ENDINGS)]
     flat = [one.name for one in weights if one.statistics.std < NEAR_ZERO and not one.name.endswith(".bias")]
+    flat += [one.name for one in scales if one.statistics.constant and one.statistics.mean == 0.0]
     if flat:
         yield Finding.warning(
             flat[0], f"{named(flat)} never filled: the standard deviation is below {NEAR_ZERO:g}", DOWNLOAD

@@ -24,6 +24,7 @@ from outrider.services.target.startup.memory_plan import (
     working_bytes,
 )
 from outrider.services.target.startup.memory_plan import plan_memory as plan_memory_of_target
+from outrider.services.target.startup.running_requests import with_running_requests
 from outrider.services.target.startup.weight_fit import WeightSizes
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.kv.pool import token_bytes
@@ -116,12 +117,13 @@ def plan_memory(
     weights = target_weights + draft_weights
     context = longest_text(config, settings.max_model_len)
     on_gpu = pair.device.type == "cuda"
-    reserve = working_bytes(settings, config, pair.dtype) if on_gpu else 0
     memory = (
         Memory(total=total, free=available - weights, weights=target_weights, draft=draft_weights)
         if on_gpu
         else None
     )
+    settings = with_running_requests(settings, config, pair.dtype, target_kv, context, memory, draft_kv)
+    reserve = working_bytes(settings, config, pair.dtype) if on_gpu else 0
     draft = DraftCache(draft_kv, more_tokens(settings))
     kv_tokens, refusal = 0, ""
     try:

@@ -93,6 +93,36 @@ def run_probe(
     progress("loading", 0.0)
     decoder = load_decoder(pair.target, pair.device, pair.dtype)
     room = max(len(prompt) for prompt in prompts) + num_tokens + shape.max_nodes + 2 * PAGE_SIZE
+    engine, spec = load_draft(pair, decoder, room, shape)
+    variants = list(_variants(spec, decoder))
+    measured: list[Measured] = []
+    for number, (name, one) in enumerate(variants):
+
+        def answered(share: float, name: str = name, number: int = number) -> None:
+            progress(name, (number + share) / len(variants))
+
+        named = _named(pair, one)
+        measured.append(
+            _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, named, answered)
+        )
+    return measured
+
+
+def load_draft(pair: Pair, decoder: Decoder, room: int, shape: DraftShape) -> tuple[DraftEngine, FeatureSpec]:
+    """Load the draft of a pair beside its target.
+
+    Args:
+        pair: The pair, which must have a draft method.
+        decoder: The loaded target.
+        room: Largest number of tokens of a sequence.
+        shape: Shape of the largest draft tree.
+
+    Returns:
+        The draft's engine for `BATCH` sequences, and the features that it reads.
+
+    Raises:
+        CheckpointError, ConfigurationError: The draft cannot be loaded.
+    """
     settings = DraftSettings.load(
         {
             "draft": pair.draft,
@@ -108,18 +138,7 @@ def run_probe(
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
     warm_up(engine, torch.device("cpu"))  # Otherwise the first run would include compilation.
-    variants = list(_variants(spec, decoder))
-    measured: list[Measured] = []
-    for number, (name, one) in enumerate(variants):
-
-        def answered(share: float, name: str = name, number: int = number) -> None:
-            progress(name, (number + share) / len(variants))
-
-        named = _named(pair, one)
-        measured.append(
-            _measure(name, decoder, engine, one, prompts, num_tokens, room, shape, named, answered)
-        )
-    return measured
+    return engine, spec
 
 
 def judge_probe(measured: Sequence[Measured]) -> Iterator[Finding]:
@@ -210,7 +229,7 @@ def _measure(
     limits = SpeculationLimits(shape)
     outcome = _Outcome()
     started = time.monotonic()
-    with _drafting(draft, spec, decoder) as drafter:
+    with drafting(draft, spec, decoder) as drafter:
         pool = decoder.make_pool(BATCH * -(-room // PAGE_SIZE), PAGE_SIZE)
         runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device))
         scheduler = Scheduler(pool.allocator, PAGE_SIZE, SchedulerLimits(max_running=BATCH))
@@ -241,7 +260,8 @@ def _measure(
 
 
 @contextmanager
-def _drafting(engine: DraftEngine, spec: FeatureSpec, decoder: Decoder) -> Iterator[InprocDrafter]:
+def drafting(engine: DraftEngine, spec: FeatureSpec, decoder: Decoder) -> Iterator[InprocDrafter]:
+    """Return a drafter in this process that reads these features, until the block ends."""
     drafter = InprocDrafter(engine, spec, decoder.device)
     try:
         yield drafter

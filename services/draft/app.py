@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.ahead import Work
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.serving.ipc import IpcServer
@@ -85,11 +86,14 @@ class DraftService:
         return self._settings.listen if self._ipc else self._server.address
 
     def start(self) -> None:
-        """Warm up, then accept streams."""
+        """Warm up, then accept streams. The rest of the warm-up runs while no session is open."""
+        further: list[Work] = []
         if not self.engine.strategy.missing():
-            warm_up(self.engine, self._settings.torch_device(), tiles=not self._settings.disable_tile_trial)
+            tiles = not self._settings.disable_tile_trial
+            further = warm_up(self.engine, self._settings.torch_device(), tiles=tiles)
         self.loop.start()
         self.loop.call(lambda: _use_device(self._settings.torch_device()))
+        self.loop.call(lambda: self.loop.later(*further))
         if self._ipc:
             self._ipc.start()
         self._server.start()

@@ -21,6 +21,7 @@ from outrider.services.draft.settings import DraftSettings, plan_pages
 from outrider.services.draft.strategies.base import DraftStrategy
 from outrider.services.draft.strategies.head import HeadStrategy
 from outrider.services.draft.strategies.mtp import MtpStrategy
+from outrider.services.draft.strategies.mtp_copies import compare_copies
 from outrider.services.draft.strategies.mtp_layers import MtpWeights
 from outrider.services.draft.strategies.mtp_model import MtpModel
 from outrider.services.draft.strategies.ngram.corpus import Corpus
@@ -182,9 +183,12 @@ def _build_ngram(build: Build) -> DraftStrategy:
 
 def _build_mtp(build: Build) -> DraftStrategy:
     settings, folder = build.settings, build.choice.require_folder()
-    model = MtpModel(
-        MtpWeights.load(folder, build.device, build.dtype), build.device, build.dtype, build.token_map()
-    )
+    weights = MtpWeights.load(folder, build.device, build.dtype)
+    if settings.target_weights is not None:
+        for one in compare_copies(weights, folder, settings.target_weights):
+            if not one.same:
+                log.warning("MTP layers may not fit the target", tensor=one.name, problem=one.warning)
+    model = MtpModel(weights, build.device, build.dtype, build.token_map())
     pages = build.num_pages(model.bytes_per_token(settings.page_size))
     pool = model.make_pool(pages, settings.page_size)
     return MtpStrategy(model, pool, build.attention(), folder.resolve().name, settings.max_shape())

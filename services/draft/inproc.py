@@ -61,6 +61,7 @@ def drafter_beside(
     spec = engine.strategy.feature_spec(target)
     for name in list(engine.strategy.missing()):
         engine.strategy.lend(name, decoder.weight(name))
+    # The target records the rounds of further batch sizes, so drop the further work.
     warm_up(engine, decoder.device, record=False, tiles=not settings.disable_tile_trial, tiles_s=BUDGET_S)
     return InprocDrafter(engine, spec, decoder.device)
 

@@ -19,8 +19,8 @@ CPU_KV_BYTES = 1 << 30
 FREE_SHARE = 0.1
 """Default limit of the KV cache, as a share of the free GPU memory. The target may need the remaining
 memory."""
-SESSION_TOKENS = 16 * 1024
-"""Default limit of the KV cache, in tokens per session, for `max_sessions` sessions. With 64 sessions, the
+SESSION_TOKENS = 4 * 1024
+"""Default limit of the KV cache, in tokens per session, for `max_sessions` sessions. With 256 sessions, the
 limit is close to a target's cache on a large GPU, for example 848K tokens for an 8B model on an H200."""
 SMALL_HEAD = 1024
 """Hidden size up to which a head's operations are too short to gain from several threads."""
@@ -40,11 +40,15 @@ class DraftSettings(ServiceSettings):
     )
     draft: Path | None = Field(
         None,
-        description="Folder of the draft head or draft model; none for NGRAM or for the target's MTP layers.",
+        description="Folder, or ORG/NAME on the hub, of the draft head or model; none for NGRAM or for the "
+        "target's MTP layers.",
     )
     target_weights: Path | None = Field(
-        None, description="The target's folder, to read borrowed tensors, MTP layers and the tokenizer."
+        None,
+        description="The target's folder or ORG/NAME, to read borrowed tensors, MTP layers and tokenizer.",
     )
+    revision: str = Field("", description="Branch, tag or commit of a target on the hub; by default main.")
+    draft_revision: str = Field("", description="Branch, tag or commit of a draft on the hub.")
     speculative_algorithm: Algorithm = Field(
         Algorithm.AUTO,
         description="EAGLE, EAGLE3, MTP (or NEXTN), STANDALONE, NGRAM, NONE, or auto to detect it.",
@@ -67,7 +71,7 @@ class DraftSettings(ServiceSettings):
     disable_tile_trial: bool = Field(
         False, description="Do not tune kernel tiles at startup, and ignore the results of earlier tuning."
     )
-    max_sessions: int = Field(64, ge=1, description="Largest number of sequences followed at the same time.")
+    max_sessions: int = Field(256, ge=1, description="Largest number of sequences followed at the same time.")
     max_steps: int = Field(16, ge=1, description="Largest tree depth that a target may request.")
     max_topk: int = Field(16, ge=1, description="Largest branching that a target may request.")
     max_nodes: int = Field(128, ge=1, description="Largest number of tree nodes that a target may request.")
@@ -79,7 +83,7 @@ class DraftSettings(ServiceSettings):
         16, ge=1, description="Nodes of the trees prepared at startup, the root included."
     )
     cuda_graph_max_bs: int = Field(
-        64, ge=1, description="Largest batch with CUDA graphs; larger batches run without."
+        256, ge=1, description="Largest batch with CUDA graphs; larger batches run without."
     )
     disable_cuda_graph: bool = Field(
         False, description="Capture no CUDA graphs; launch the kernels of every round one by one."

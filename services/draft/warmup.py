@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -42,18 +41,23 @@ def warm_up(
     record: bool = True,
     tiles: bool = True,
     tiles_s: float = DRAFT_BUDGET_S,
-) -> None:
-    """Follow made-up sequences and grow trees of the default shapes, greedy and with noise.
+) -> list[Work]:
+    """Follow a made-up sequence and grow trees of the default shapes, greedy and with noise.
 
-    On a GPU, the warm-up uses batches of several sizes.
+    A draft that was restarted serves soon, because only this work comes first. On a GPU, the returned work
+    does the same for batches of several sizes.
 
     Args:
         engine: An engine without sessions.
         device: The engine's device.
-        record: Whether to also capture CUDA graphs of the rounds that the host starts. A draft whose rounds
-            do not stay on the device needs these graphs.
+        record: Whether the draft has its own process. All kernels are then compiled first, and CUDA graphs of
+            the rounds that the host starts belong to the returned work. A draft whose rounds do not stay on
+            the device needs these graphs.
         tiles: Whether to tune the kernel tiles of matrix products that were never measured.
         tiles_s: Start no further tuning after this time, in seconds.
+
+    Returns:
+        Work to run while no session is open.
 
     Raises:
         CheckpointError: The draft's output is not finite, because its weights are damaged or its dtype is too
@@ -62,40 +66,45 @@ def warm_up(
     # 1. Tune tiles. Then rehearse the work without kernels, to compile all kernels that the work needs.
     if tiles and isinstance(engine.strategy, HasProducts):
         try_products(engine.strategy.uses(), device, tiles_s)
-    works, rounds = list(_works(engine, device, record)), engine.strategy.rounds
-    if compiled := compile_ahead(device, works):
+    first, further = list(_first_works(engine, device)), list(_further_works(engine, device, record))
+    if compiled := compile_ahead(device, [*first, *further] if record else first):
         _log.info("kernels compiled", kernels=compiled)
+    if not record:
+        compile_ahead(device, further, limit_s=None)
     engine.drop_peer(WARM_UP_PEER)  # a failed rehearsal may have left sessions
-    # 2. Run the work, which captures the CUDA graphs.
-    started = time.monotonic()
+    # 2. Run the first work, and return the rest.
+    for work in first:
+        _keep_graphs(engine, work)
+    return [partial(_keep_graphs, engine, work) for work in further]
+
+
+def _keep_graphs(engine: DraftEngine, work: Work) -> None:
+    """Run a piece of work. The CUDA graphs that it records are permanent."""
+    rounds = engine.strategy.rounds
     with rounds.graphs.cache.keeping() if rounds is not None else nullcontext():
-        for work in works:
-            work()
-    if rounds is not None and rounds.graphs.cache.keys:
-        cache = rounds.graphs.cache
-        mib = round(cache.memory_bytes / 2**20)
-        _log.info(
-            "CUDA graphs recorded",
-            graphs=len(cache.keys),
-            memory_mib=mib,
-            seconds=round(time.monotonic() - started, 1),
-        )
+        work()
 
 
-def _works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[Work]:
-    batches = compiled_batches(engine) if device.type == "cuda" else (1,)
-    for sessions in batches:
-        for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
-            yield partial(_follow, engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
-    if device.type == "cuda":
-        yield partial(_follow, engine, 1, 0.0, LONG_PROMPT_LEN)
+def _first_works(engine: DraftEngine, device: torch.device) -> Iterator[Work]:
+    for temperature in (1.0, 0.0) if device.type == "cuda" else (1.0,):
+        yield partial(_follow, engine, 1, temperature)
     rounds = engine.strategy.rounds
     if rounds is not None and rounds.extension is not None:
         yield rounds.extension.record
+
+
+def _further_works(engine: DraftEngine, device: torch.device, record: bool) -> Iterator[Work]:
+    batches = compiled_batches(engine) if device.type == "cuda" else (1,)
+    rounds = engine.strategy.rounds
     if record and rounds is not None and rounds.host is not None:
         for sessions in batches:
             for shape in usual_shapes(engine):
                 yield partial(rounds.host.record, sessions, shape)
+    for sessions in batches[1:]:
+        for temperature in (1.0, 0.0):
+            yield partial(_follow, engine, min(sessions, engine.sessions.limits.max_sessions), temperature)
+    if device.type == "cuda":
+        yield partial(_follow, engine, 1, 0.0, LONG_PROMPT_LEN)
 
 
 def compiled_batches(engine: DraftEngine) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from outrider.common.v1 import common_pb2
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
-from outrider.services.gateway.served_target import ServedTarget, TargetStats
+from outrider.services.gateway.served_target import AutoDecision, ServedTarget, TargetStats
 from outrider.shared.base.generation import (
     FinishReason,
     RoundTrace,
@@ -15,6 +15,7 @@ from outrider.shared.base.generation import (
     SpeculationReport,
     TraceNode,
 )
+from outrider.shared.rpc.convert_logprobs import logprob_from_proto, logprobs_to_proto, set_rules
 from outrider.target.v1 import target_pb2
 
 MODE_TO_PROTO = {
@@ -41,18 +42,20 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         timeout_s: Time left until the request's deadline.
     """
     sampling, speculation = request.sampling, request.speculation
+    options = common_pb2.SamplingOptions(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        choice_index=sampling.choice_index,
+    )
+    set_rules(options, sampling.rules)
     return target_pb2.GenerateRequest(
         request_id=request.request_id,
         prompt_ids=request.prompt_ids,
         max_new_tokens=request.max_new_tokens,
-        sampling=common_pb2.SamplingOptions(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            choice_index=sampling.choice_index,
-        ),
+        sampling=options,
         speculation=common_pb2.SpeculationOptions(
             mode=MODE_TO_PROTO[speculation.mode],
             depth=speculation.depth,
@@ -65,12 +68,18 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         timeout_ms=max(1, int(timeout_s * 1000)),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        logprobs=logprobs_to_proto(request.logprobs),
     )
 
 
 def delta_from_proto(delta: target_pb2.TokenDelta) -> TargetDelta:
     """Convert the tokens of one message."""
-    return TargetDelta(tuple(delta.token_ids), tuple(round_from_proto(one) for one in delta.rounds))
+    return TargetDelta(
+        tuple(delta.token_ids),
+        tuple(round_from_proto(one) for one in delta.rounds),
+        tuple(logprob_from_proto(one) for one in delta.logprobs),
+        tuple(logprob_from_proto(one) for one in delta.prompt_logprobs),
+    )
 
 
 def finish_from_proto(finish: target_pb2.Finish) -> TargetFinish:
@@ -125,6 +134,19 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
         generated_tokens=reply.generated_tokens,
         rounds=reply.rounds,
         prometheus_text=reply.prometheus_text,
+        auto=_decision_from_proto(reply.auto),
+    )
+
+
+def _decision_from_proto(auto: target_pb2.AutoDecision) -> AutoDecision:
+    return AutoDecision(
+        reason=auto.reason,
+        shapes=tuple((one.depth, one.topk, one.max_nodes, one.rows) for one in auto.shapes),
+        plain_rows=auto.plain_rows,
+        batch_size=auto.batch_size,
+        estimated_speedup=auto.estimated_speedup if auto.HasField("estimated_speedup") else None,
+        round_ms=auto.round_ms if auto.HasField("round_ms") else None,
+        looks_lost_ms=auto.looks_lost_ms,
     )
 
 

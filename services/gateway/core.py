@@ -6,26 +6,31 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from outrider.services.gateway.admission import Admission
 from outrider.services.gateway.generation import Generator
+from outrider.services.gateway.logprobs import token_bytes
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
 from outrider.services.gateway.parsers.registry import ParserNames
 from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request import ChoiceEvent
 from outrider.services.gateway.request_note import RequestNote, current_note
+from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import TargetStats
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.gateway.target_client.client import TargetClient
 from outrider.services.gateway.target_client.stream import ReaderLimits
 from outrider.services.gateway.tokenizer import TextCodec
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.metrics import join_expositions
 
 DRAIN_RETRY_S = 5.0
+
+_log = get_logger("outrider.gateway")
 
 Result = TypeVar("Result")
 Prompts = Callable[[], Awaitable[Sequence[tuple[int, ...]]]]
@@ -58,6 +63,7 @@ class GatewayCore:
     """The core that REST and gRPC share. A gateway process has one core.
 
     Attributes:
+        token_bytes: Returns the bytes of a token's text, for logprobs.
         parsers: The parsers of the model's answers.
         draining: True once shutdown has begun. The gateway then reports not ready.
         admitting: Whether new requests are accepted.
@@ -68,6 +74,7 @@ class GatewayCore:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.codec = TextCodec.load(settings.tokenizer) if settings.tokenizer else None
+        self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
         self.metrics = GatewayMetrics()
         self.errors = RecentErrors()
         self.admission = Admission(
@@ -80,7 +87,9 @@ class GatewayCore:
         )
         if self.codec:
             self.codec.limit.context = lambda: self.client.info.max_model_len
-        self.builder = RequestBuilder(settings)
+        self.builder = RequestBuilder(
+            settings, self.codec.encode_plain if self.codec else None, _sampling_defaults(settings)
+        )
         self.parsers = ParserNames.choose(
             settings.tool_call_parser,
             settings.reasoning_parser,
@@ -223,6 +232,17 @@ class GatewayCore:
             reason="draining",
             retry_after_s=DRAIN_RETRY_S,
         )
+
+
+def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:
+    """Return the defaults of the model whose tokenizer is served, unless a setting turns them off."""
+    if settings.tokenizer is None or settings.sampling_defaults != "model":
+        return NO_DEFAULTS
+    defaults = SamplingDefaults.load(settings.tokenizer)
+    if defaults != NO_DEFAULTS:
+        found = {name: value for name, value in asdict(defaults).items() if value is not None}
+        _log.info("sampling defaults of the model; turn them off by --sampling-defaults openai", **found)
+    return defaults
 
 
 def rids_of(rid: str | None, sequences: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from outrider.services.gateway.request import Chunk, StopRules
-from outrider.services.gateway.stop import StopMatcher
+from outrider.services.gateway.stop import Scan, StopMatcher
 
 # A code point has at most four bytes and takes at most four tokens. A longer undecodable run is not UTF-8.
 MAX_HELD_TOKENS = 8
@@ -118,6 +118,7 @@ class TextAssembler:
         self._decoder = IncrementalDecoder(tokenizer, rules.skip_special_tokens) if tokenizer else None
         self._matcher = StopMatcher(rules.strings, rules.include_stop_string)
         self._silent = silent_token_ids
+        self._min_tokens = rules.min_tokens
         self._text = ""
         self._pending: deque[_Pending] = deque()
         self._undecoded: list[int] = []
@@ -163,6 +164,8 @@ class TextAssembler:
         self._pending.append(_Pending(self._undecoded, len(self._text)))
         self._undecoded = []
         scan = self._matcher.scan(self._text)
+        if scan.matched is not None and self.num_tokens <= self._min_tokens:
+            scan = Scan(self._matcher.releasable(self._text))  # the text is too short to end here
         text, self._text = self._text[: scan.release], self._text[scan.release :]
         released: list[int] = []
         if scan.matched is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from tokenizers import Tokenizer
 
@@ -27,6 +29,7 @@ from outrider.services.gateway.target_client.stream import TargetStream
 from outrider.services.gateway.trace_text import TraceTexts
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
+from outrider.shared.base.logit_rules import TokenLogprob
 
 # Seconds to wait for statistics after a stop string. The target sends the statistics within two rounds.
 FINISH_WAIT_S = 2.0
@@ -65,6 +68,7 @@ class Generator:
         assembler = TextAssembler(self._tokenizer, request.stop, self._silent_tokens(request))
         texts = self._trace_texts(request)
         stream = self._client.submit(request)
+        scores: deque[TokenLogprob] = deque()
         try:
             while True:
                 event = await _next(stream, request.deadline)
@@ -74,25 +78,32 @@ class Generator:
                     started = True
                     slot.started(index)
                     self._metrics.time_to_first_token.observe(now - submitted)
-                    yield ChoiceEvent(index, Started(len(request.prompt_ids), request.sampling.seed))
+                    prompt = request.prompt_ids
+                    yield ChoiceEvent(index, Started(len(prompt), request.sampling.seed, prompt))
                 elif isinstance(event, TargetDelta) and event.token_ids:
                     self._metrics.inter_token_latency.observe((now - last) / len(event.token_ids))
                 last = now
                 # 2. The target ended the sequence: release the remaining text.
                 if isinstance(event, TargetFinish):
                     if (rest := assembler.finish()).token_ids:
-                        yield ChoiceEvent(index, rest)
+                        yield ChoiceEvent(index, _scored(rest, scores))
                     finished = _finished(request, event, assembler, loop.time() - submitted)
                     self._metrics.finished(finished, event.queue_s)
                     yield ChoiceEvent(index, finished)
                     return
                 # 3. Decode the new tokens, round by round, up to a stop string.
+                if event.prompt_logprobs:
+                    prompt, found = request.prompt_ids, event.prompt_logprobs
+                    yield ChoiceEvent(index, Chunk("", (), prompt_logprobs=found, prompt_ids=prompt))
+                if request.prompt_only:
+                    continue
+                scores.extend(event.logprobs)
                 for token_ids, rounds in _by_round(event):
                     if texts is not None:
                         rounds = _with_texts(texts, token_ids, rounds)
                     piece = assembler.push(token_ids)
                     if piece.text or piece.token_ids or rounds:
-                        yield ChoiceEvent(index, Chunk(piece.text, piece.token_ids, rounds))
+                        yield ChoiceEvent(index, _scored(replace(piece, rounds=rounds), scores))
                     if assembler.matched_stop is not None:
                         break
                 # 4. A stop string matched. Cancel the sequence on the target, but wait for its statistics.
@@ -123,17 +134,20 @@ class Generator:
 async def collect(events: AsyncIterator[ChoiceEvent], sequences: int) -> list[Completion]:
     """Consume all events and return the finished sequences in order."""
     chunks: list[list[Chunk]] = [[] for _ in range(sequences)]
-    seeds = [0] * sequences
+    starts = [Started(0, 0)] * sequences
     ends: dict[int, Finished] = {}
     async for one in events:
         match one.event:
-            case Started(seed=seed):
-                seeds[one.index] = seed
+            case Started() as start:
+                starts[one.index] = start
             case Chunk() as chunk:
                 chunks[one.index].append(chunk)
             case Finished() as end:
                 ends[one.index] = end
-    return [Completion(ends[index], seeds[index], chunks[index]) for index in range(sequences)]
+    return [
+        Completion(ends[index], starts[index].seed, chunks[index], starts[index].prompt_ids)
+        for index in range(sequences)
+    ]
 
 
 async def _merge(sequences: Sequence[AsyncGenerator[ChoiceEvent, None]]) -> AsyncGenerator[ChoiceEvent, None]:
@@ -192,10 +206,21 @@ def _finished(
     stop_string = assembler.matched_stop
     # Tokens after a stop string are neither shown nor billed, even if the target counted these tokens.
     completion_tokens = end.usage.completion_tokens if stop_string is None else assembler.num_tokens
+    if request.prompt_only:
+        completion_tokens = 0
     usage = Usage(len(request.prompt_ids), completion_tokens, end.usage.cached_tokens)
+    if request.prompt_only:
+        return Finished(FinishReason.LENGTH, None, usage, end.speculation, e2e_s)
     if stop_string is None:
         return Finished(end.reason, end.matched_token, usage, end.speculation, e2e_s)
     return Finished(FinishReason.STOP, stop_string, usage, end.speculation, e2e_s)
+
+
+def _scored(chunk: Chunk, scores: deque[TokenLogprob]) -> Chunk:
+    """Return a chunk with the logprobs of its tokens, which come in the same order as `scores`."""
+    if not scores:
+        return chunk
+    return replace(chunk, logprobs=tuple(scores.popleft() for _ in chunk.token_ids if scores))
 
 
 def _by_round(delta: TargetDelta) -> Iterator[tuple[tuple[int, ...], tuple[RoundTrace, ...]]]:

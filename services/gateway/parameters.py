@@ -7,23 +7,32 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from outrider.services.gateway.prompt_lengths import check_lengths
 from outrider.services.gateway.request import (
     MASK_64,
-    MAX_STOPS,
     GenerationRequest,
     RequestedSpeculation,
     StopRules,
 )
+from outrider.services.gateway.requested_rules import (
+    NO_REQUESTED_LOGPROBS,
+    NO_REQUESTED_RULES,
+    Encode,
+    RequestedLogprobs,
+    RequestedRules,
+)
+from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import ServedTarget
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 from outrider.shared.base.generation import SamplingParams
+from outrider.shared.base.logit_rules import LogitRules
 
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = (1 << 31) - 1
 # Lower temperatures are treated as greedy, as in SGLang. At such temperatures, sampling always picks the
@@ -52,13 +61,20 @@ class Surface:
     prefix: str = ""
     default_max_tokens: int | None = None
     speculation: str = "speculation"
+    min_tokens: str = "min_tokens"
 
 
 CHAT = Surface("messages", "max_tokens")
 COMPLETIONS = Surface("prompt", "max_tokens", default_max_tokens=16)
+NATIVE = Surface(
+    "input_ids",
+    "sampling_params.max_new_tokens",
+    "sampling_params.",
+    default_max_tokens=128,
+    min_tokens="min_new_tokens",
+)
 RESPONSES = Surface("input", "max_output_tokens")
 ANTHROPIC = Surface("messages", "max_tokens")
-NATIVE = Surface("input_ids", "sampling_params.max_new_tokens", "sampling_params.", default_max_tokens=128)
 NATIVE_TEXT = replace(NATIVE, prompt="text")
 GRPC_CHAT = Surface("messages", "options.max_tokens", "options.", speculation="options.speculation")
 GRPC_COMPLETE = replace(GRPC_CHAT, prompt="prompt", default_max_tokens=16)
@@ -70,6 +86,7 @@ class Parameters:
 
     Fields that accept one value or several, such as `stop`, are tuples here. For a request without a
     `speculation` object, `speculation` is the default `RequestedSpeculation`, whose mode is AUTO.
+    `may_be_empty` allows `max_tokens` to be 0, if the reply contains the prompt or its logprobs.
     """
 
     max_tokens: int | None = None
@@ -87,13 +104,30 @@ class Parameters:
     speculation: RequestedSpeculation = field(default_factory=RequestedSpeculation)
     priority: int = 0
     cache_salt: str = ""
+    rules: RequestedRules = NO_REQUESTED_RULES
+    logprobs: RequestedLogprobs = NO_REQUESTED_LOGPROBS
+    may_be_empty: bool = False
 
 
 class RequestBuilder:
     """Checks parameters against the settings and the target's limits, and builds requests."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        encode: Encode | None = None,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+    ) -> None:
+        """Create a builder.
+
+        Args:
+            settings: Limits of requests.
+            encode: Encodes the texts of `bad_words`. None if the server has no tokenizer.
+            defaults: Values for parameters that a request leaves out.
+        """
         self._settings = settings
+        self._defaults = defaults
+        self._encode = encode
         self._names = frozenset(settings.served_model_name)
 
     def check_model(self, model: str | None, info: ServedTarget) -> str:
@@ -134,7 +168,8 @@ class RequestBuilder:
                 field=surface.prompt,
             )
         if p.max_tokens is not None:
-            _check(p.max_tokens >= 1, surface.max_tokens, "at least 1", p.max_tokens)
+            least = 0 if p.may_be_empty else 1
+            _check(p.max_tokens >= least, surface.max_tokens, f"at least {least}", p.max_tokens)
         if p.temperature is not None:
             _check(
                 0 <= p.temperature <= MAX_TEMPERATURE,
@@ -169,18 +204,28 @@ class RequestBuilder:
                 "can wait on this server.",
                 field=f"{name}n",
             )
+        with _named(surface):
+            p.rules.check()
+        min_tokens = p.rules.min_tokens or 0
+        if p.max_tokens is not None and min_tokens > p.max_tokens:
+            field = name + surface.min_tokens
+            raise InvalidRequestError(
+                f"{field} must be at most {surface.max_tokens}, which is {p.max_tokens}, not {min_tokens}.",
+                field=field,
+            )
         return n * num_prompts
 
     def _check_stops(self, p: Parameters, name: str) -> None:
-        if len(p.stop) > MAX_STOPS:
+        most = self._settings.max_stop_strings
+        if len(p.stop) > most:
             raise InvalidRequestError(
-                f"{name}stop accepts at most {MAX_STOPS} strings, not {len(p.stop)}.", field=f"{name}stop"
+                f"{name}stop accepts at most {most} strings, not {len(p.stop)}.", field=f"{name}stop"
             )
         for stop in p.stop:
             _check_text(stop, f"{name}stop")
-            if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            if not 1 <= len(stop) <= self._settings.max_stop_chars:
                 raise InvalidRequestError(
-                    f"Each string of {name}stop must have 1 to {MAX_STOP_CHARS} characters.",
+                    f"Each string of {name}stop must have 1 to {self._settings.max_stop_chars} characters.",
                     field=f"{name}stop",
                 )
         if len(p.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -217,6 +262,7 @@ class RequestBuilder:
                 speculation option exceeds the target's limit.
         """
         self._check_speculation(parameters.speculation, surface, info)
+        parameters = _with_defaults(parameters, self._defaults)
         for token_id in parameters.stop_token_ids:
             _check(
                 0 <= token_id < info.vocab_size,
@@ -224,18 +270,27 @@ class RequestBuilder:
                 f"below the vocabulary size {info.vocab_size}",
                 token_id,
             )
+        with _named(surface):
+            rules = parameters.rules.build(self._encode, info.vocab_size)
         seed = secrets.randbits(DRAWN_SEED_BITS) if parameters.seed is None else parameters.seed & MASK_64
         request_id = uuid.uuid4().hex
         requests: list[GenerationRequest] = []
         for prompt_ids in prompts:
-            max_new_tokens = _check_lengths(prompt_ids, parameters.max_tokens, surface, info)
+            max_new_tokens = check_lengths(
+                prompt_ids,
+                parameters.max_tokens,
+                info,
+                prompt_field=surface.prompt,
+                max_tokens_field=surface.max_tokens,
+                default=surface.default_max_tokens,
+            )
             for choice in range(parameters.n or 1):
                 requests.append(
                     GenerationRequest(
                         request_id=f"{request_id}-{len(requests)}",
                         prompt_ids=prompt_ids,
                         max_new_tokens=max_new_tokens,
-                        sampling=_sampling(parameters, seed, choice),
+                        sampling=_sampling(parameters, seed, choice, rules),
                         speculation=parameters.speculation,
                         stop=StopRules(
                             strings=parameters.stop,
@@ -243,10 +298,13 @@ class RequestBuilder:
                             ignore_eos=parameters.ignore_eos,
                             include_stop_string=parameters.include_stop_string,
                             skip_special_tokens=parameters.skip_special_tokens,
+                            min_tokens=rules.min_tokens,
                         ),
                         deadline=deadline,
                         priority=parameters.priority,
                         cache_salt=parameters.cache_salt,
+                        logprobs=parameters.logprobs.wanted,
+                        prompt_only=parameters.max_tokens == 0,
                     )
                 )
         return requests
@@ -306,7 +364,35 @@ def _check_text(text: str, field: str) -> None:
         ) from None
 
 
-def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
+@contextmanager
+def _named(surface: Surface) -> Iterator[None]:
+    """Give an error of the `with` block the field name of the client's API."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        name = error.field or ""
+        given = surface.prefix + (surface.min_tokens if name == "min_tokens" else name)
+        message = error.message.replace(name, given, 1)
+        raise InvalidRequestError(message, field=given, reason=error.reason) from None
+
+
+def _with_defaults(p: Parameters, defaults: SamplingDefaults) -> Parameters:
+    if defaults == NO_DEFAULTS:
+        return p
+    rules = p.rules
+    if rules.repetition_penalty is None:
+        rules = replace(rules, repetition_penalty=defaults.repetition_penalty)
+    return replace(
+        p,
+        temperature=defaults.temperature if p.temperature is None else p.temperature,
+        top_k=defaults.top_k if p.top_k is None else p.top_k,
+        top_p=defaults.top_p if p.top_p is None else p.top_p,
+        min_p=defaults.min_p if p.min_p is None else p.min_p,
+        rules=rules,
+    )
+
+
+def _sampling(parameters: Parameters, seed: int, choice: int, rules: LogitRules) -> SamplingParams:
     temperature = 1.0 if parameters.temperature is None else parameters.temperature
     return SamplingParams(
         temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
@@ -315,38 +401,5 @@ def _sampling(parameters: Parameters, seed: int, choice: int) -> SamplingParams:
         min_p=parameters.min_p or 0.0,
         seed=seed,
         choice_index=choice,
+        rules=rules,
     )
-
-
-def _check_lengths(
-    prompt_ids: tuple[int, ...], max_tokens: int | None, surface: Surface, info: ServedTarget
-) -> int:
-    """Check the length of one prompt and return the limit of new tokens for that prompt."""
-    length, limit = len(prompt_ids), info.max_model_len
-    if not length:
-        raise InvalidRequestError(f"{surface.prompt} must contain at least one token.", field=surface.prompt)
-    if length >= limit:
-        raise _too_long(
-            surface.prompt,
-            f"The prompt has {length} tokens. It must be shorter than the model's context of {limit} tokens.",
-        )
-    for token_id in (min(prompt_ids), max(prompt_ids)):
-        if not 0 <= token_id < info.vocab_size:
-            message = (
-                f"{surface.prompt} contains the token id {token_id}, "
-                f"but the vocabulary has {info.vocab_size} entries."
-            )
-            raise InvalidRequestError(message, field=surface.prompt)
-    if max_tokens is None:
-        return min(limit - length, surface.default_max_tokens or limit)
-    if length + max_tokens > limit:
-        message = (
-            f"The prompt's {length} tokens and {surface.max_tokens}={max_tokens} exceed the model's context "
-            f"of {limit} tokens."
-        )
-        raise _too_long(surface.max_tokens, f"{message} At most {limit - length} new tokens fit.")
-    return max_tokens
-
-
-def _too_long(field: str, message: str) -> InvalidRequestError:
-    return InvalidRequestError(message, field=field, reason="context_length_exceeded")

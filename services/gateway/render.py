@@ -15,7 +15,7 @@ from outrider.services.gateway.request import (
     drafted_rounds,
     merge_speculation,
 )
-from outrider.services.gateway.served_target import ServedTarget
+from outrider.services.gateway.served_target import AutoDecision, ServedTarget
 from outrider.shared.base.errors import CancelledError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
 
@@ -85,6 +85,25 @@ def speculation_object(stats: SpeculationReport, trace: Sequence[RoundTrace] | N
     if trace is not None:
         body["trace"] = [trace_object(one) for one in trace]
     return body
+
+
+def decision_object(auto: AutoDecision) -> dict[str, Any] | None:
+    """Return what mode `auto` has decided and why; None if the target does not tell."""
+    if not auto.reason:
+        return None
+    speedup, round_ms = auto.estimated_speedup, auto.round_ms
+    return {
+        "reason": auto.reason,
+        "shapes": [
+            {"depth": depth, "topk": topk, "max_nodes": max_nodes, "rows": rows}
+            for depth, topk, max_nodes, rows in auto.shapes
+        ],
+        "plain_rows": auto.plain_rows,
+        "batch_size": auto.batch_size,
+        "estimated_speedup": None if speedup is None else _finite(speedup),
+        "round_ms": None if round_ms is None else _finite(round_ms),
+        "looks_lost_ms": _finite(auto.looks_lost_ms),
+    }
 
 
 def reply_speculation(completions: Sequence[Completion], trace: bool, info: ServedTarget) -> dict[str, Any]:

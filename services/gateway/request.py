@@ -12,6 +12,7 @@ from outrider.shared.base.generation import (
     SpeculationMode,
     SpeculationReport,
 )
+from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams, TokenLogprob
 
 FINISH_NAMES = {
     FinishReason.STOP: "stop",
@@ -20,7 +21,6 @@ FINISH_NAMES = {
 }
 """Finish reasons in REST replies and metrics. OpenAI defines all names except `abort`."""
 MASK_64 = (1 << 64) - 1
-MAX_STOPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,17 @@ class RequestedSpeculation:
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """Conditions other than the length that end a sequence, and options for its text."""
+    """Conditions other than the length that end a sequence, and options for its text.
+
+    No stop string ends the text within its first `min_tokens` tokens.
+    """
 
     strings: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     include_stop_string: bool = False
     skip_special_tokens: bool = True
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class GenerationRequest:
         deadline: Time on the event loop's clock after which the sequence is aborted.
         priority: Requests with a higher priority leave the target's queue first.
         cache_salt: Separates the prefix caches of different clients.
+        logprobs: The log-probabilities to report.
+        prompt_only: Whether to drop the output, because the client wants only logprobs of the prompt.
     """
 
     request_id: str
@@ -82,6 +88,8 @@ class GenerationRequest:
     deadline: float
     priority: int = 0
     cache_salt: str = ""
+    logprobs: LogprobParams = NO_LOGPROBS
+    prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +103,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TargetDelta:
-    """Tokens that the target emitted together, and their rounds if the request asked for a trace."""
+    """Tokens that the target emitted together, and their rounds and logprobs if the request asked for them.
+
+    `prompt_logprobs` are those of the next prompt tokens.
+    """
 
     token_ids: tuple[int, ...]
     rounds: tuple[RoundTrace, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +143,23 @@ class Started:
 
     prompt_tokens: int
     seed: int
+    prompt_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one sequence: final text, its tokens, and at most one round of a traced request."""
+    """A piece of one sequence: final text, its tokens, and at most one round of a traced request.
+
+    If the request asked for logprobs, `logprobs` has one entry per token. `prompt_logprobs` are those of the
+    next prompt tokens. A chunk with any of them also has the tokens of the whole prompt.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     rounds: tuple[RoundTrace, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +196,7 @@ class Completion:
     finished: Finished
     seed: int
     chunks: list[Chunk] = field(default_factory=list)
+    prompt_ids: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -185,6 +207,16 @@ class Completion:
     def token_ids(self) -> list[int]:
         """All emitted tokens, including a stop token."""
         return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """The logprobs of all emitted tokens."""
+        return [one for chunk in self.chunks for one in chunk.logprobs]
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """The logprobs of the prompt's tokens."""
+        return [one for chunk in self.chunks for one in chunk.prompt_logprobs]
 
     @property
     def rounds(self) -> list[RoundTrace]:

@@ -35,6 +35,29 @@ class ServedTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoDecision:
+    """How much mode `auto` drafts now, and why.
+
+    Attributes:
+        reason: Such as ``pays`` or ``does_not_pay``. Empty if the target does not tell.
+        shapes: (depth, topk, max_nodes, rows) of the rows that draft.
+        plain_rows: Number of `auto` rows that decode plainly.
+        batch_size: Number of rows of the round, including those in other modes.
+        estimated_speedup: Speed of the best choice, relative to plain decoding. None if unknown.
+        round_ms: Estimated duration of a round. None if unknown.
+        looks_lost_ms: Time that rounds have lost by trying what was not estimated best.
+    """
+
+    reason: str = ""
+    shapes: tuple[tuple[int, int, int, int], ...] = ()
+    plain_rows: int = 0
+    batch_size: int = 0
+    estimated_speedup: float | None = None
+    round_ms: float | None = None
+    looks_lost_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class TargetStats:
     """The target's current load, its totals since its start, and its metrics as Prometheus text."""
 
@@ -48,3 +71,4 @@ class TargetStats:
     generated_tokens: int
     rounds: int
     prometheus_text: str
+    auto: AutoDecision = AutoDecision()

@@ -22,11 +22,13 @@ from outrider.services.gateway.parsers.answer import AnswerReader, plain_reader
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
 from outrider.services.gateway.request import ChoiceEvent, Chunk, Finished, RequestedSpeculation, Started
 from outrider.services.gateway.request_note import RequestNote, current_note
+from outrider.services.gateway.requested_rules import RequestedLogprobs, RequestedRules
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.tools import Tool, template_tools
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
+from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -169,11 +171,15 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                     case Started() as start:
                         seed = start.seed
                         readers[index] = reader_of()
-                    case Chunk(text=text, token_ids=token_ids, rounds=rounds):
+                    case Chunk(text=text, token_ids=token_ids, rounds=rounds) as event:
                         pieces = readers[index].push(text, len(token_ids))
-                        # Token ids and rounds are in the first chunk of several.
+                        # Token ids, rounds and logprobs are in the first chunk of several.
                         first = gateway_pb2.Chunk(
-                            index=index, token_ids=token_ids, rounds=[round_to_proto(each) for each in rounds]
+                            index=index,
+                            token_ids=token_ids,
+                            rounds=[round_to_proto(each) for each in rounds],
+                            logprobs=[logprob_to_proto(each) for each in event.logprobs],
+                            prompt_logprobs=[logprob_to_proto(each) for each in event.prompt_logprobs],
                         )
                         for position, piece in enumerate(pieces or [Text("")]):
                             chunk = gateway_pb2.Chunk(index=index) if position else first
@@ -305,6 +311,23 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
             max_nodes=speculation.max_nodes if speculation.HasField("max_nodes") else None,
             trace=speculation.trace,
         ),
+        rules=_rules(options),
+        logprobs=RequestedLogprobs(logprobs_from_proto(options.logprobs)),
+        may_be_empty=options.logprobs.HasField("prompt_top"),
+    )
+
+
+def _rules(options: gateway_pb2.GenerationOptions) -> RequestedRules:
+    sampling = options.sampling
+    return RequestedRules(
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
+        logit_bias={str(token): bias for token, bias in sampling.logit_bias.items()},
+        min_tokens=sampling.min_tokens,
+        allowed_token_ids=tuple(sampling.allowed_token_ids) or None,
+        bad_words=tuple(options.bad_words),
+        bad_word_ids=tuple(tuple(word.ids) for word in sampling.bad_words),
     )
 
 

@@ -35,6 +35,12 @@ class GatewaySettings(ServiceSettings):
         None,
         description="Folder with tokenizer.json, or the file itself. Without it, prompts must be token ids.",
     )
+    sampling_defaults: str = Field(
+        "model",
+        pattern="^(model|openai)$",
+        description="Parameters that a request leaves out. `model`: temperature, top_k, top_p, min_p and "
+        "repetition_penalty of the model's generation_config.json. `openai`: always OpenAI's defaults.",
+    )
     served_model_name: tuple[str, ...] = Field(
         (), description="Model names that requests may use. Defaults to the target's model id."
     )
@@ -82,9 +88,13 @@ class GatewaySettings(ServiceSettings):
     head_timeout_s: float = Field(
         10.0, gt=0, description="Close a connection that sends no complete request head for this long."
     )
-    max_body_bytes: int = Field(MIB, ge=1024, description="Maximum size of a request body.")
+    max_body_bytes: int = Field(8 * MIB, ge=1024, description="Maximum size of a request body.")
     max_choices: int = Field(16, ge=1, le=1024, description="Maximum n of a request.")
-    max_batch: int = Field(64, ge=1, le=4096, description="Maximum number of prompts in a request.")
+    max_batch: int = Field(512, ge=1, le=4096, description="Maximum number of prompts in a request.")
+    max_stop_strings: int = Field(
+        32, ge=1, le=1024, description="Maximum number of stop strings of a request."
+    )
+    max_stop_chars: int = Field(256, ge=1, le=65536, description="Maximum length of a stop string.")
     max_messages: int = Field(1024, ge=1, le=4096, description="Maximum number of messages in a chat.")
     request_timeout_s: float = Field(
         600.0, gt=0, description="Maximum duration of a request. Clients can set a shorter deadline."
@@ -118,8 +128,9 @@ class GatewaySettings(ServiceSettings):
         if not is_local(address) and not self.keys and not self.allow_unauthenticated:
             fix = "publish on 127.0.0.1 (under compose: set OUTRIDER_API_KEY, or unset OUTRIDER_BIND)"
             raise ConfigurationError(
-                f"{field}: {address} is reachable from other hosts, but no --api-key is set. "
-                f"Set one (or --api-key-file), {fix if self.published_on else 'listen on 127.0.0.1'}, "
+                f"{field}: {address} is reachable from other hosts, but there is no API key. "
+                "Set OUTRIDER_GATEWAY_API_KEY, --api-key-file or --api-key, "
+                f"{fix if self.published_on else 'listen on 127.0.0.1'}, "
                 "or pass --allow-unauthenticated.",
                 field=field,
             )

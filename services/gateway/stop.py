@@ -36,7 +36,11 @@ class StopMatcher:
         if found:
             start, length, stop = min(found)
             return Scan(start + length if self._include_match else start, stop)
-        return Scan(len(buffer) - max((_overlap(buffer, stop) for stop in self._stops), default=0))
+        return Scan(self.releasable(buffer))
+
+    def releasable(self, buffer: str) -> int:
+        """Return the number of characters of `buffer` before the possible start of a match at its end."""
+        return len(buffer) - max((_overlap(buffer, stop) for stop in self._stops), default=0)
 
 
 def _overlap(buffer: str, stop: str) -> int:

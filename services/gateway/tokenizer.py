@@ -104,6 +104,10 @@ class TextCodec:
         # Only the batch functions of the library release Python's lock while they work.
         return tuple(self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
 
+    def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a piece of text, without special tokens."""
+        return self.encode(text, add_special_tokens=False)
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

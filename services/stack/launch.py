@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import secrets
 import shutil
 import socket
@@ -17,7 +18,13 @@ from outrider.services.stack.liveness import Liveness, service_probes
 from outrider.services.stack.mps import shared_gpu
 from outrider.services.stack.option_checks import DEFAULT_MAX_SESSIONS, check_values
 from outrider.services.stack.options import INPROC, StackOptions, Transport
+from outrider.services.stack.placement import place_draft, usable_gpus
 from outrider.services.stack.private_folder import private_folder
+from outrider.services.stack.service_checks import (
+    check_gateway_flags,
+    check_model_folder,
+    check_target_flags,
+)
 from outrider.services.stack.shared_cache import shared_kv_tokens
 from outrider.services.stack.supervisor import ChildSpec, Echo, Supervisor, Surroundings
 from outrider.shared.base.errors import CancelledError, ConfigurationError, UnavailableError
@@ -31,6 +38,9 @@ START_TIMEOUT_S = 600.0
 POLL_S = 0.05
 DRAFT_DRAIN_S = 10.0
 DRAIN_S = 40.0
+DRAIN_SETTINGS = ("drain_notice_s", "drain_grace_s")
+STOP_S = 10.0
+"""Seconds that a gateway needs to stop after its drain settings have run out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +102,19 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     gateway = {
         "host": options.host,
         "port": options.port,
-        "grpc-port": options.port + 1,
+        "grpc-port": options.grpc,
         "target": target_address,
     }
     gateway |= {
         "tokenizer": None if options.skip_tokenizer else options.target,
         "log-level": options.log_level,
-        "tool-call-parser": options.tool_call_parser,
-        "reasoning-parser": options.reasoning_parser,
-        "playground": None if options.playground else False,
         "log-json": options.log_json or None,
-        "api-key-file": options.api_key_file,
-        "allow-unauthenticated": options.allow_unauthenticated or None,
     }
+    settings = dict(options.gateway_settings)
+    keys = _texts(settings.pop("api_key", ()))
+    gateway |= {name.replace("_", "-"): value for name, value in settings.items()}
+    # The children stop later than their requests, or the supervisor would cut the requests off.
+    drain_s = max(DRAIN_S, sum(float(str(settings.get(name) or 0)) for name in DRAIN_SETTINGS) + STOP_S)
 
     # 3. The target. As in SGLang, EAGLE can also mean MTP layers. A draft process reads from the checkpoint
     # whether the draft is a head or MTP layers. The target is therefore started without the algorithm's name,
@@ -120,8 +130,13 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         | capacity
     )
     target |= {name.replace("_", "-"): value for name, value in options.target_settings.items()}
+    # Both services count waiting requests. The smaller limit would decide.
+    target["max-queued-requests"] = settings.get("max_queued_requests")
     children = [
-        _child("gateway", gateway),
+        replace(
+            _child("gateway", gateway, drain_s),
+            secrets={"OUTRIDER_GATEWAY_API_KEY": json.dumps(keys)} if keys else {},
+        ),
         _child("target", target | (texts if options.speculates and inproc else {})),
     ]
 
@@ -134,6 +149,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
             | caps
             | placement
         )
+        if options.draft_device != "auto":
+            draft["device"] = options.draft_device
         draft |= shape
         draft |= {
             name.replace("_", "-"): options.target_settings.get(name)
@@ -141,7 +158,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         }
         draft["max-sessions"] = _sessions(options.max_running_requests)
         draft["disable-tile-trial"] = options.target_settings.get("disable_tile_trial")
-        children.append(_child("draft", draft, DRAFT_DRAIN_S))
+        children.append(replace(_child("draft", draft, DRAFT_DRAIN_S), standby=options.standby))
     return StackPlan(
         tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address
     )
@@ -162,7 +179,10 @@ def _reachable(host: str) -> str:
 def _child(service: str, flags: Mapping[str, object], drain_s: float = DRAIN_S) -> ChildSpec:
     given: list[str] = []
     for flag, value in flags.items():
-        if isinstance(value, bool):
+        if isinstance(value, list | tuple):
+            for item in value:
+                given += (f"--{flag}", str(item))
+        elif isinstance(value, bool):
             given.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             given += (f"--{flag}", str(value))
@@ -200,7 +220,7 @@ def check_options(options: StackOptions) -> None:
             "'outrider[engine]'.",
             field="torch",
         )
-    _check_model_folder(options.target, "--target")
+    check_model_folder(options.target, "--target")
     if options.algorithm is Algorithm.NONE and options.draft is not None:
         raise ConfigurationError(
             f"--draft {options.draft} conflicts with --speculative-algorithm NONE, which decodes without a "
@@ -210,19 +230,26 @@ def check_options(options: StackOptions) -> None:
     if options.speculates or options.algorithm is Algorithm.STANDALONE:
         check_given(options.algorithm, options.draft, options.target)
     if options.draft is not None:
-        _check_model_folder(options.draft, "--draft", " Use --draft none to serve without speculation.")
+        check_model_folder(options.draft, "--draft", " Use --draft none to serve without speculation.")
     if not options.skip_tokenizer and not (options.target / "tokenizer.json").exists():
         fix = "Add the file, or pass --skip-tokenizer to serve token ids only."
         raise ConfigurationError(f"--target {options.target} has no tokenizer.json. {fix}", field="--target")
     if options.target_settings or options.mem_fraction_static is not None:
-        _check_target_flags(options)
-    for port in (options.port, options.port + 1):
+        check_target_flags(options, options.speculates and not place_draft(options, usable_gpus()).inproc)
+    check_gateway_flags(options)
+    for port in (options.port, options.grpc):
+        if port == 0:
+            continue
         with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((options.host, port))
             except OSError as error:
-                what = "REST" if port == options.port else "gRPC, the port after --port"
+                what = (
+                    "REST"
+                    if port == options.port
+                    else ("gRPC, the port after --port" if options.grpc_port is None else "gRPC, --grpc-port")
+                )
                 message = (
                     f"Cannot listen on {options.host}:{port} ({what}): {error.strerror}. Stop the process "
                     "that uses the port, or choose another --port."
@@ -230,62 +257,9 @@ def check_options(options: StackOptions) -> None:
                 raise ConfigurationError(message, field="--port") from None
 
 
-def _check_target_flags(options: StackOptions) -> None:
-    """Check the target's flags with the target's own settings class, before the target starts.
-
-    This imports torch.
-    """
-    from outrider.services.target.settings import TargetSettings
-
-    draft = "unix:/draft" if options.speculates and not wants_inproc(options) else "none"
-    related = {
-        "model": options.target,
-        "device": options.device,
-        "dtype": options.dtype,
-        "tp": options.tp,
-        "draft": draft,
-    }
-    related["mem_fraction_static"] = options.mem_fraction_static
-    TargetSettings.load({**related, **options.target_settings}).check()
-
-
-def _check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
-    if not folder.is_dir():
-        raise ConfigurationError(f"{flag} {folder}: there is no such folder.{hint}", field=flag)
-    # Mistral publishes draft heads with params.json instead of config.json.
-    if not any(
-        (folder / name).exists()
-        for name in (("config.json", "params.json") if flag == "--draft" else ("config.json",))
-    ):
-        message = (
-            f"{flag} {folder} has no config.json. Give a complete model folder in Hugging Face layout.{hint}"
-        )
-        raise ConfigurationError(message, field=flag)
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise ConfigurationError(
-            f"{flag} {folder} contains no weights (*.safetensors or *.bin). Download the complete "
-            f"model.{hint}",
-            field=flag,
-        )
-
-
-def wants_inproc(options: StackOptions) -> bool:
-    """Return True if the draft should run in the target's process.
-
-    An explicit transport decides. Otherwise n-grams and tensor parallelism always use the target's process.
-    Other drafts use the target's process if the machine has one GPU.
-    """
-    if not options.speculates or options.mps or options.transport in (Transport.GRPC, Transport.IPC):
-        return False
-    if options.transport is Transport.INPROC or options.algorithm is Algorithm.NGRAM:
-        return True
-    if options.tp is not None and options.tp > 1:
-        return True
-    if options.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
-        return False
-    import torch
-
-    return torch.cuda.device_count() == 1
+def _texts(value: object) -> tuple[str, ...]:
+    """Return the texts of a setting that takes several."""
+    return tuple(str(item) for item in value) if isinstance(value, list | tuple) else (str(value),)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -327,7 +301,7 @@ def running_stack(
     Args:
         options: Models and settings to serve.
         echo: Called with (service, line) for each line that a service prints.
-        progress: Called with a message each time a service becomes ready.
+        progress: Called with a message that says where the draft runs, and each time a service becomes ready.
         stopped: Polled during startup. Startup is abandoned when `stopped` returns True.
 
     Yields:
@@ -341,7 +315,12 @@ def running_stack(
     check_options(options)
     with ExitStack() as cleanup:
         runtime_dir = cleanup.enter_context(private_folder())
-        inproc = wants_inproc(options)
+        inproc = False
+        if options.speculates:
+            placed = place_draft(options, usable_gpus())
+            progress(str(placed))
+            inproc = placed.inproc
+            options = replace(options, transport=placed.transport, draft_device=placed.draft_device)
         if not inproc:
             options = replace(options, kv_tokens=options.kv_tokens or shared_kv_tokens(options))
         plan = plan_stack(options, runtime_dir, inproc)

@@ -20,7 +20,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_NUM_STEPS, DEFAULT_TOPK, DEFAULT_NUM_DRAFT_TOKENS = 5, 4, 16
 DEFAULT_MAX_STEPS, DEFAULT_MAX_TOPK, DEFAULT_MAX_NODES = 16, 16, 128
-DEFAULT_MAX_SESSIONS = 64
+DEFAULT_MAX_SESSIONS = 256
 """The DEFAULT constants copy the services' defaults, because importing the services would load torch.
 
 A test compares the copies with the originals.
@@ -42,8 +42,18 @@ def check_values(options: StackOptions, devices: Path = Path("/dev")) -> None:
     """
     if not 1 <= options.port < MAX_PORT:
         raise _wrong("--port", options.port, f"between 1 and {MAX_PORT - 1}", "; gRPC uses the next port")
-    if not DEVICE.fullmatch(options.device):
-        raise _wrong("--device", options.device, "auto, cpu, cuda or cuda:N")
+    if not 0 <= options.grpc <= MAX_PORT or options.grpc == options.port:
+        raise _wrong("--grpc-port", options.grpc, f"0 or between 1 and {MAX_PORT}, and not --port")
+    for flag, device in (("--device", options.device), ("--draft-device", options.draft_device)):
+        if not DEVICE.fullmatch(device):
+            raise _wrong(flag, device, "auto, cpu, cuda or cuda:N")
+    if options.draft_device != "auto" and (options.transport.value == "inproc" or not options.speculates):
+        why = "runs in the target's process" if options.speculates else "does not exist"
+        raise ConfigurationError(
+            f"--draft-device {options.draft_device} has no effect because the draft {why}. Remove it, or "
+            "give --transport ipc and a --draft.",
+            field="--draft-device",
+        )
     if options.device.startswith("cuda") and not any(next(devices.glob(name), None) for name in GPU_DEVICES):
         raise ConfigurationError(
             f"--device {options.device}: this machine has no GPU. Use --device cpu, or --device auto to use "

@@ -42,10 +42,8 @@ class StackOptions:
         max_steps, max_topk, max_nodes: Limits on the shape that a request may specify.
         host, port: REST address of the gateway. The gRPC API listens on the next port.
         skip_tokenizer: Serve token ids only.
-        tool_call_parser, reasoning_parser: Formats of the model's answers, in the gateway's notation.
-        log_json: Write each log line as a JSON object.
-        api_key_file, allow_unauthenticated: Who may use the gateway, in the gateway's notation.
-        transport: How the target reaches the draft. `launch.wants_inproc` decides for AUTO.
+        transport: How the target reaches the draft. `placement.place_draft` decides for AUTO.
+        draft_device: Device of a draft with its own process. `auto` prefers an idle GPU.
         kv_tokens: Size of the KV cache in tokens, for the target and the draft alike. Needed to run several
             stacks on one GPU.
         max_running_requests: Number of sequences that the target runs at the same time. If this number
@@ -54,8 +52,11 @@ class StackOptions:
         mps: Share the GPU through NVIDIA's multi-process service. The draft then has its own process.
         tp: Number of GPUs that share the target, or number of processes on a CPU. With AUTO transport, the
             draft then runs in the target's first process.
-        playground: Serve the playground and the operator's page.
+        standby: Keep a standby process that takes over if the draft's own process exits.
         target_settings: Settings that only the target reads, by setting name.
+        gateway_settings: Settings that `up` passes to the gateway, by setting name.
+        grpc_port: Port of the gRPC API; 0 disables it, None means the port after `port`.
+        log_json: Write the log lines of all services as JSON.
     """
 
     target: Path = DEMO_TARGET
@@ -74,20 +75,24 @@ class StackOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     skip_tokenizer: bool = False
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
     transport: Transport = Transport.AUTO
+    draft_device: str = "auto"
     log_level: str = "info"
-    log_json: bool = False
-    api_key_file: Path | None = None
-    allow_unauthenticated: bool = False
     kv_tokens: int | None = None
     max_running_requests: int | None = None
     mem_fraction_static: float | None = None
     tp: int | None = None
     mps: bool = False
-    playground: bool = True
+    standby: bool = True
     target_settings: Mapping[str, object] = field(default_factory=dict)
+    gateway_settings: Mapping[str, object] = field(default_factory=dict)
+    grpc_port: int | None = None
+    log_json: bool = False
+
+    @property
+    def grpc(self) -> int:
+        """Port of the gRPC API; 0 if it is disabled."""
+        return self.port + 1 if self.grpc_port is None else self.grpc_port
 
     @property
     def speculates(self) -> bool:

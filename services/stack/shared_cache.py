@@ -7,10 +7,8 @@ that runs the draft in the target's process.
 
 from __future__ import annotations
 
-import os
-import subprocess
-
 from outrider.services.stack.options import StackOptions
+from outrider.services.stack.placement import gpu_memory
 from outrider.shared.spec.algorithm import Algorithm
 
 CONTEXTS_BYTES = 2 * (600 << 20)
@@ -21,7 +19,6 @@ DRAFT_WORK_BYTES = 512 << 20
 The memory is used for CUDA graphs, workspaces of matrix products, and copies made while tile sizes are tuned.
 The plan counts only the target's workspaces, because an in-process draft shares them.
 """
-QUERY_TIMEOUT_S = 20.0
 
 
 def shared_kv_tokens(options: StackOptions) -> int | None:
@@ -41,7 +38,9 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
     apart = options.algorithm is Algorithm.NGRAM or (options.tp or 1) > 1
     if options.kv_tokens is not None or apart or not options.speculates or options.device == "cpu":
         return None
-    device = options.device if options.device and options.device.startswith("cuda:") else "cuda:0"
+    device = _numbered(options.device)
+    if options.draft_device != "auto" and _numbered(options.draft_device) != device:
+        return None  # each process has a GPU for itself
     memory = gpu_memory(int(device.partition(":")[2]))
     if memory is None:
         return None
@@ -85,25 +84,6 @@ def shared_kv_tokens(options: StackOptions) -> int | None:
     )
 
 
-def gpu_memory(index: int) -> tuple[int, int] | None:
-    """Return (free, total) bytes of this process's GPU number `index`, or None if there is no such GPU.
-
-    Uses nvidia-smi. Asking CUDA would create a context, which occupies GPU memory until this process exits.
-    """
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = [name.strip() for name in (named or "").split(",") if name.strip()]
-    if named is not None and index >= len(visible):
-        return None  # an empty list hides all GPUs
-    command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.run(
-            [*command, f"--id={visible[index] if visible else index}"],
-            capture_output=True,
-            text=True,
-            timeout=QUERY_TIMEOUT_S,
-            check=True,
-        )
-        free, total = (int(part) << 20 for part in asked.stdout.strip().split(","))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return free, total
+def _numbered(device: str) -> str:
+    """Return a device with its number: ``cuda:0`` for ``auto`` and ``cuda``."""
+    return "cuda:0" if device in ("auto", "cuda") else device

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from outrider.services.stack.standby import VARIABLE, Standby
 from outrider.shared.obs.printable import printable
 
 FIRST_BACKOFF_S = 0.2
@@ -49,12 +50,18 @@ class ChildSpec:
         command: Command line.
         drain_s: Seconds that the process may take to stop after SIGTERM. The process is killed after that.
         hidden: Environment variables that the process does not get.
+        secrets: Environment variables of this process. A command line shows in the list of processes, but
+            the environment does not.
+        standby: Whether to keep a standby process that takes over when the process exits. The command must
+            call `standby.wait_until_needed`.
     """
 
     name: str
     command: tuple[str, ...]
     drain_s: float = 30.0
     hidden: tuple[str, ...] = ()
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,8 @@ class Child:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._keep_running, name=f"supervise-{spec.name}", daemon=True)
+        self._standby: Standby | None = None
+        self._thread = threading.Thread(target=self._run, name=f"supervise-{spec.name}", daemon=True)
 
     def start(self) -> None:
         """Start the process and its thread."""
@@ -113,6 +121,7 @@ class Child:
         """Send SIGTERM and prevent restarts. Then send SIGCONT, because a suspended process cannot react."""
         with self._lock:
             self._stopping.set()
+            self._end_standby()
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)
 
@@ -136,6 +145,12 @@ class Child:
             self._signal(signal.SIGKILL)
             self._thread.join()
 
+    def prepare_standby(self) -> None:
+        """Let the standby process, if there is one, import its code. May be called from any thread."""
+        standby = self._standby
+        if standby is not None:
+            standby.prepare()
+
     def _signal(self, number: signal.Signals) -> None:
         if self._process and self._process.poll() is None:
             self._process.send_signal(number)
@@ -144,6 +159,40 @@ class Child:
         """Pass a line on. The line is lost if this fails: the end of this thread would kill the child."""
         with contextlib.suppress(Exception):
             self._echo(self.spec.name, line)
+
+    def _run(self) -> None:
+        try:
+            self._keep_running()
+        finally:
+            with self._lock:
+                self._end_standby()
+
+    def _end_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.end()
+
+    def _next_process(self) -> subprocess.Popen[str]:
+        """Start the process, or let the standby process take over. Then start another standby process.
+
+        Raises:
+            OSError: The command cannot be started.
+        """
+        standby, self._standby = self._standby, None
+        process = None if standby is None else standby.take_over()
+        if process is None:
+            process = _spawn(self.spec, self._around.variables)
+        else:
+            self._say("a standby process takes over")
+        if self.spec.standby:
+            variables = {**self._around.variables, VARIABLE: "1"}
+            self._standby = Standby(_spawn(self.spec, variables, stdin=subprocess.PIPE))
+            if self._settled.is_set():
+                # The process that takes over has the CPU for itself first.
+                timer = threading.Timer(STABLE_AFTER_S, self.prepare_standby)
+                timer.daemon = True
+                timer.start()
+        return process
 
     def _keep_running(self) -> None:
         backoff_s = 0.0
@@ -154,7 +203,7 @@ class Child:
                     return
                 started = time.monotonic()
                 try:
-                    process = self._process = _spawn(self.spec, self._around.variables)
+                    process = self._process = self._next_process()
                 except OSError as error:
                     self.exit_code = COMMAND_NOT_FOUND
                     self._say(f"cannot start {self.spec.command[0]}: {error}")
@@ -203,8 +252,10 @@ class Supervisor:
         return next((child for child in self.children if child.failed()), None)
 
     def settle(self) -> None:
-        """Mark startup as complete. From now on, children that exit are restarted."""
+        """Mark startup as complete. From now on, children that exit are restarted or replaced."""
         self._settled.set()
+        for child in self.children:
+            child.prepare_standby()
 
     def stop(self) -> None:
         """Drain the children one after the other, and return when all have exited."""
@@ -213,15 +264,17 @@ class Supervisor:
             child.join()
 
 
-def _spawn(spec: ChildSpec, variables: Mapping[str, str]) -> subprocess.Popen[str]:
+def _spawn(
+    spec: ChildSpec, variables: Mapping[str, str], stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[str]:
     """Start a child whose life is tied to the calling thread.
 
     The child gets its own session, so that Ctrl-C in a terminal reaches only the supervisor.
     """
-    env = {**os.environ, **variables}
+    env = {**os.environ, **variables, **spec.secrets}
     return subprocess.Popen(
         spec.command,
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={name: value for name, value in env.items() if name not in spec.hidden},

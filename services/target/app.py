@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +25,7 @@ from outrider.services.target.parallel.watchdog import forget_graphs, watched, w
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits, longest_text
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.settings import TargetSettings
+from outrider.services.target.startup.cache_planner import CachePlanner
 from outrider.services.target.startup.graph_plan import (
     GraphPlan,
     await_draft,
@@ -33,13 +33,19 @@ from outrider.services.target.startup.graph_plan import (
     plan_graphs,
     record_graphs,
 )
-from outrider.services.target.startup.memory_plan import CachePlanner
-from outrider.services.target.startup.numerics import load_target_model, prepare_attention, prepare_decoder
+from outrider.services.target.startup.numerics import (
+    idle_preparation,
+    load_target_model,
+    prepare_attention,
+    prepare_decoder,
+)
 from outrider.services.target.startup.parity_check import check_parity
+from outrider.services.target.startup.stage_times import StageTimes, progress_logger
 from outrider.services.target.startup.warmup import prompt_rehearsals, run_through
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.lifecycle import watch_stop_signals
+from outrider.shared.base.model_paths import model_name
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.engine.loop import EngineThread
 from outrider.shared.kv.pool import CacheSizing
@@ -49,7 +55,7 @@ from outrider.shared.obs.logging import configure_logging, get_logger
 from outrider.shared.parallel.lead import FailureHandler
 from outrider.shared.parallel.lead_decoder import graph_observer
 from outrider.shared.rpc.server import aio_server
-from outrider.shared.spec.drafter import Drafter, DrafterState
+from outrider.shared.spec.drafter import Described, Drafter, DrafterState
 
 POLL_S = 0.02
 RECORD_LIMIT_S = 120.0
@@ -84,15 +90,6 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
     if ranks is not None and ranks.rank > 0:
         return run_rank(Order(settings), ranks)
     return asyncio.run(_serve(settings, make_drafter))
-
-
-@runtime_checkable
-class Described(Protocol):
-    """A drafter that reports its algorithm and model."""
-
-    def describe(self) -> tuple[str, str]:
-        """Return the algorithm and the model id."""
-        ...
 
 
 async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) -> int:
@@ -214,6 +211,7 @@ class Target:
         if device.type == "cpu":
             torch.set_num_threads(settings.cpu_threads())
         _use_device(device)
+        self._stages = stages = StageTimes()
         self._ranks: RankGroup | None = None
         self._waited_s = 0.0
         self._stopped = stopped
@@ -224,6 +222,7 @@ class Target:
         )
         # FlashInfer allocates a workspace, so create the attention backend before dividing the memory.
         attention = prepare_attention(settings, decoder)
+        stages.done("model")
         # 2. Load the draft and divide the remaining memory between both KV caches.
         planner = CachePlanner(
             settings, decoder, drafts=make_drafter is not None or settings.draft_address() is not None
@@ -231,8 +230,9 @@ class Target:
         self.drafter = (
             make_drafter(decoder, planner.draft_tokens) if make_drafter else _make_drafter(settings, decoder)
         )
-        memory = planner.plan()
-        _log.info("memory", **memory.numbers())
+        stages.done("draft")
+        memory, settings = planner.plan(), planner.settings
+        _log.info("memory", running_requests=settings.running_requests, **memory.numbers())
         # 3. Make the engine and warm it up.
         graph_plan = plan_graphs(
             settings, cuda=device.type == "cuda", waits=waits_for_device(attention), offers=stand_in is None
@@ -247,6 +247,7 @@ class Target:
         )
         self._graphs = runner.graphs
         self.engine = _make_engine(settings, runner, self.drafter, graph_plan)
+        self.engine.recorder.prepare(idle_preparation(settings, decoder, attention))
         with watched(decoder):
             self._warm_up(settings, runner, graph_plan)
         # 4. Start the engine's thread.
@@ -259,10 +260,11 @@ class Target:
             engine=self.engine,
             decoder=decoder,
             limits=settings.limits(),
-            model_id=settings.served_model_id or settings.model.resolve().name,
-            max_running_requests=settings.max_running_requests,
+            model_id=settings.served_model_id or model_name(settings.model),
+            max_running_requests=settings.running_requests,
             describe_draft=self._describe_draft,
         )
+        stages.log()
         _log.info(
             "engine started",
             pages=memory.pages,
@@ -273,7 +275,7 @@ class Target:
 
     def _load(self, settings: TargetSettings, on_rank_lost: FailureHandler) -> Decoder:
         """Load the model. With tensor parallelism, load it on all ranks."""
-        progress = _progress_logger(settings.model)
+        progress = progress_logger(settings.model)
         if settings.tp == 1:
             return load_target_model(settings, progress)
         self._ranks = start_group(settings, on_rank_lost, progress)
@@ -283,16 +285,21 @@ class Target:
         """Compile kernels, run the parity check, wait for the draft and record CUDA graphs."""
         graphs, to_console = runner.graphs, not settings.log_json
         compile_kernels(self.engine, graphs, plan, prompt_rehearsals(runner), to_console=to_console)
+        self._stages.done("kernels")
         if self._stopped():
             return
         check_parity(runner)
+        self._stages.done("parity")
         # The graphs capture the draft's features, so the draft must be known before they are recorded.
         if graphs.enabled and self.drafter.state() is DrafterState.CONNECTING:
             self._waited_s = await_draft(self.drafter, settings.draft_wait_s, self._is_hopeless)
+            self._stages.done("waiting_for_draft")
             if self._stopped():
                 return
             compile_kernels(self.engine, graphs, plan, to_console=to_console)
+            self._stages.done("kernels")
         record_graphs(self.engine, graphs, plan, to_console=to_console, stopped=self._stopped)
+        self._stages.done("graphs")
 
     @property
     def recorded_graphs(self) -> int:
@@ -324,7 +331,12 @@ class Target:
                 waited_s=round(timeout_s - deadline + time.monotonic(), 1),
             )
             return
-        recorded, deadline = self.engine.ask_recorded(), time.monotonic() + RECORD_LIMIT_S
+        await self.wait_recorded()
+
+    async def wait_recorded(self, *, for_all: bool = False) -> None:
+        """Wait, for at most `RECORD_LIMIT_S`, until the first CUDA graphs or all of them are recorded."""
+        recorded = self.engine.ask_recorded(for_all=for_all)
+        deadline = time.monotonic() + RECORD_LIMIT_S
         # Poll on this thread, because a stop would have to wait for any other thread.
         while not recorded.is_set() and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
@@ -360,7 +372,7 @@ def _make_engine(
 ) -> TargetEngine:
     config, pool = runner.decoder.config, runner.pool
     most = SchedulerLimits(
-        settings.max_running_requests,
+        settings.running_requests,
         settings.max_queued_requests,
         settings.max_queued_prompt_tokens,
         settings.prefill_tokens(),
@@ -385,16 +397,3 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     return RemoteDrafter(
         address, identity, decoder.weight, decoder.device, fault_deadline_s=deadline_s, rounds=rounds
     )
-
-
-def _progress_logger(model: Path) -> Callable[[int, int], None]:
-    quarters = 0
-
-    def report(loaded: int, total: int) -> None:
-        nonlocal quarters
-        quarter = 4 * loaded // max(total, 1)
-        if quarter > quarters:
-            quarters = quarter
-            _log.info("loading", model=str(model), percent=25 * quarter)
-
-    return report

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from outrider.services.target.policy.controller import ExecutedStep
+from collections import Counter
+
+from outrider.services.target.policy.controller import ExecutedStep, SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
+from outrider.services.target.policy.verdict import Reason, Verdict
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
@@ -13,6 +17,7 @@ REASONS_OF_STATE = {
     DrafterState.NONE: "off",
     DrafterState.CONNECTING: "connecting",
     DrafterState.WARMING: "warming",
+    DrafterState.LATE: "late",
     DrafterState.DOWN: "draft_down",
 }
 
@@ -27,7 +32,6 @@ FALLBACK_REASONS = (
     "bad_tree",
     "budget",
     "empty_tree",
-    "late",
     "misfit",
     "no_features",
     "no_proposal",
@@ -98,6 +102,18 @@ class TargetMetrics:
         self._speedup = gauge(
             "estimated_speedup", "Tokens per second of drafting steps, relative to plain steps."
         )
+        self._decision = gauge("auto_decision", "1 for the reason of auto's last decision.", ("reason",))
+        self._auto_rows = gauge("auto_rows", "Rows in mode auto, by the shape that auto chose.", ("shape",))
+        self._auto_speedup = gauge(
+            "auto_estimated_speedup", "Estimated speed of auto's best choice, relative to plain decoding."
+        )
+        self._looks_lost = gauge(
+            "auto_looks_lost_seconds", "Time lost by rounds that tried what was not estimated best."
+        )
+        self._shapes_seen: set[str] = set()
+        self._graphs_left = gauge(
+            "graphs_left", "CUDA graphs that will be recorded while no request is live."
+        )
         self._state = gauge("speculation_state", "1 for the current state of speculation.", ("reason",))
         self._fallbacks = counter(
             "draft_fallback", "Rounds that requested draft nodes and got none, by reason.", ("reason",)
@@ -143,12 +159,12 @@ class TargetMetrics:
                 trees were not requested through the host.
         """
         self._verify_s.observe(step.verify_s)
-        if step.round_s is not None:
+        if step.path is not DraftPath.HOST:
             self._round_s.observe(step.round_s)
         if answer_s is not None:
             self._rpc_s.observe(answer_s)
-        if step.depth:
-            self._draft_s.observe(step.wait_s or draft_s)
+        if step.requested:
+            self._draft_s.observe(step.draft_s or draft_s)
             self._count_drafts(step)
 
     def _count_drafts(self, step: ExecutedStep) -> None:
@@ -161,7 +177,14 @@ class TargetMetrics:
                     self._positions[index].inc()
                     self._depths[index].inc()
 
-    def render(self, scheduler: Scheduler, state: DrafterState, resyncs: int, speedup: float | None) -> str:
+    def render(
+        self,
+        scheduler: Scheduler,
+        state: DrafterState,
+        resyncs: int,
+        controller: SpeculationController,
+        graphs_left: int = 0,
+    ) -> str:
         """Set the gauges to their current values, and return all metrics as Prometheus text. Thread-safe."""
         allocator = scheduler.allocator
         sequences = tuple(scheduler.active)
@@ -177,7 +200,23 @@ class TargetMetrics:
         self._preemptions_seen = scheduler.num_retractions
         self._resyncs.inc(resyncs - self._resyncs_seen)
         self._resyncs_seen = resyncs
+        speedup = controller.speedup_estimate
         self._speedup.set(1.0 if speedup is None else speedup)
+        self._tell_decision(controller.verdict)
+        self._looks_lost.set(controller.lost_s)
+        self._graphs_left.set(graphs_left)
         for known, reason in REASONS_OF_STATE.items():
             self._state.labels(reason).set(1 if known is state else 0)
         return self._metrics.render()
+
+    def _tell_decision(self, verdict: Verdict) -> None:
+        for reason in Reason:
+            self._decision.labels(reason.value).set(1 if verdict.reason is reason else 0)
+        # Names without topk and nodes, because each name is a series, and requests can set many bounds.
+        rows = Counter({"plain": verdict.plain_rows})
+        for shape, count in verdict.shapes.items():
+            rows[f"{'chain' if shape.topk == 1 else 'tree'} {shape.depth}"] += count
+        self._shapes_seen |= rows.keys()
+        for name in tuple(self._shapes_seen):
+            self._auto_rows.labels(name).set(rows[name])
+        self._auto_speedup.set(1.0 if verdict.speedup is None else verdict.speedup)

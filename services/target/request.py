@@ -18,6 +18,7 @@ from outrider.shared.base.generation import (
     SpeculationMode,
     SpeculationReport,
 )
+from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams, TokenLogprob
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 DEFAULT_SHAPE = DraftShape(depth=5, topk=4, max_nodes=16)
@@ -131,6 +132,7 @@ class GenerationRequest:
         ignore_eos: True if the model's end-of-sequence tokens do not end the sequence.
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
         priority: Requests with higher values are admitted first.
+        logprobs: The log-probabilities that the client wants.
     """
 
     request_id: str
@@ -142,15 +144,27 @@ class GenerationRequest:
     ignore_eos: bool = False
     deadline: float | None = None
     priority: int = 0
+    logprobs: LogprobParams = NO_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Tokens that one step emitted for one request."""
+    """Tokens that one step emitted for one request, or logprobs of a part of its prompt.
+
+    Attributes:
+        request_id: The identifier from the request.
+        token_ids: The tokens.
+        rounds: The rounds that chose the tokens, if the client wants a trace.
+        logprobs: One per token, if the client wants logprobs of the output.
+        prompt_logprobs: The next prompt tokens, if the client wants their logprobs. The first one is that of
+            the token at index `prompt_start`, or at index 1 if `prompt_start` is 0.
+    """
 
     request_id: str
     token_ids: Sequence[int]
     rounds: Sequence[RoundTrace] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,11 @@ from outrider.shared.spec.tree import DraftShape
 CUDA_PREFILL_TOKENS = 8192
 """Default prompt tokens per step on a GPU.
 
-The value equals the defaults of SGLang's `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on large
-GPUs.
+The value equals SGLang's default `chunked_prefill_size` and vLLM's `max_num_batched_tokens` on large GPUs.
 """
 CPU_PREFILL_TOKENS = 512
+FEWEST_RUNNING_REQUESTS, MOST_RUNNING_REQUESTS = 16, 256
+"""Bounds of the default number of running sequences."""
 AUTO_CHAIN_STEPS = 10
 """Depth of the longest chain that `auto` chooses by default. Few drafts are good enough for longer chains."""
 
@@ -46,8 +47,12 @@ class TargetSettings(ServiceSettings):
     insecure: bool = Field(
         False, description="Allow addresses that other hosts can reach. There is no authentication."
     )
-    model: Path = Field(description="Model folder in Hugging Face layout.")
-    served_model_id: str = Field("", description="Model name that clients see; by default the folder's name.")
+    model: Path = Field(description="Model folder in Hugging Face layout, or ORG/NAME on the hub.")
+    revision: str = Field("", description="Branch, tag or commit of a model on the hub; by default main.")
+    draft_revision: str = Field("", description="Branch, tag or commit of a hub's draft in this process.")
+    served_model_id: str = Field(
+        "", description="Model name that clients see; by default ORG/NAME or the folder's name."
+    )
     device: str = Field(
         "auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N."
     )
@@ -105,7 +110,12 @@ class TargetSettings(ServiceSettings):
     max_steps: int = Field(16, ge=1, description="Deepest tree that a request may use.")
     max_topk: int = Field(16, ge=1, description="Widest branching that a request may use.")
     max_nodes: int = Field(128, ge=1, description="Maximum nodes per round that a request may use.")
-    max_running_requests: int = Field(16, ge=1, description="Maximum number of running sequences.")
+    max_running_requests: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of running sequences; by default what the memory of the GPU allows, from "
+        "16 to 256, and 16 on a CPU.",
+    )
     max_queued_requests: int = Field(
         512, ge=1, description="Maximum number of waiting sequences; more get RESOURCE_EXHAUSTED."
     )
@@ -123,7 +133,7 @@ class TargetSettings(ServiceSettings):
         None, ge=2, description="Longest prompt plus answer; by default the length the model was trained for."
     )
     cuda_graph_max_bs: int = Field(
-        64, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without."
+        256, ge=1, description="Largest batch that CUDA graphs are recorded for; larger ones run without."
     )
     disable_tile_trial: bool = Field(
         False,
@@ -296,6 +306,11 @@ class TargetSettings(ServiceSettings):
         return self.prefill_chunk or (
             CUDA_PREFILL_TOKENS if self.torch_device().type == "cuda" else CPU_PREFILL_TOKENS
         )
+
+    @property
+    def running_requests(self) -> int:
+        """Maximum number of running sequences; see `startup.running_requests` for the default on a GPU."""
+        return self.max_running_requests or FEWEST_RUNNING_REQUESTS
 
     def cpu_threads(self) -> int:
         """Return the number of CPU threads per forward pass.

@@ -47,6 +47,8 @@ class AttentionBatch:
             device, and its grid depends on the number of rows and on `max_query_len`, but not on
             `max_kv_len`. A sequence may have no rows. An idle sequence has the table row -1 or no tokens, and
             its rows are padding, whose results are zeros.
+        host_lens: For each sequence of a causal batch, the token index of its first row and its number of
+            rows, as host numbers. None if the host does not know them or the batch has `ancestors`.
     """
 
     page_table: torch.Tensor
@@ -59,6 +61,7 @@ class AttentionBatch:
     max_kv_len: int
     table_rows: torch.Tensor | None = None
     ragged: bool = False
+    host_lens: tuple[tuple[int, int], ...] | None = None
 
 
 class AttentionBackend(Protocol):
@@ -163,6 +166,7 @@ def build_batch(
         slots=upload(slots, torch.int64, pool.device),
         max_query_len=max(counts, default=0),
         max_kv_len=max(kv_lens, default=0),
+        host_lens=None if ancestors is not None else tuple(zip(starts, counts, strict=True)),
     )
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from outrider.kernels.kv_store import kv_store
 from outrider.kernels.tree_attention import WorkList, plan_attention, tree_attention
 from outrider.shared.attn.base import AttentionBatch
+from outrider.shared.attn.chunks import ChunkAttention
 from outrider.shared.attn.stored import StoredAttention
 from outrider.shared.kv.pool import KVPool
+from outrider.shared.obs.logging import get_logger
+
+_log = get_logger("outrider.attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +30,18 @@ class _Heads:
 
 
 class KernelAttention(StoredAttention):
-    """`AttentionBackend` on `kernels.kv_store` and `kernels.tree_attention`. Never waits for the device."""
+    """`AttentionBackend` on `kernels.kv_store` and `kernels.tree_attention`. Never waits for the device.
+
+    Attributes:
+        chunks: Attends from long prompt chunks, where `tree_attention` is slower. None if a library is not
+            used (see `library`).
+    """
 
     def __init__(self) -> None:
+        self.chunks: ChunkAttention | None = None
         self._batch: AttentionBatch | None = None
         self._works: dict[_Heads, WorkList] = {}
+        self._parts: dict[tuple[int, int], AttentionBatch] = {}  # parts of the batch, by their sequences
 
     @property
     def batch(self) -> AttentionBatch | None:
@@ -43,6 +55,11 @@ class KernelAttention(StoredAttention):
         """
         self._batch = batch
         self._works = {}
+        self._parts.clear()
+
+    def use_library(self, chunks: ChunkAttention | None) -> None:
+        """Attend from long prompt chunks by a library from now on, or no longer."""
+        self.chunks = chunks
 
     def run(
         self,
@@ -79,23 +96,27 @@ class KernelAttention(StoredAttention):
         """Attend over K/V that is already in the pool."""
         batch = self._planned
         planes = _planes(pool, layer)
-        out = tree_attention(
-            q,
-            *planes,
-            batch.page_table,
-            batch.prefix_lens,
-            batch.kv_lens,
-            batch.query_start,
-            batch.ancestors,
-            scale=scale,
-            max_query_len=batch.max_query_len,
-            max_kv_len=batch.max_kv_len,
-            window=window,
-            sinks=sinks,
-            softcap=softcap,
-            table_rows=batch.table_rows,
-            work=self._work(batch, q, planes[0]) if batch.ragged else None,
-        )
+        out = None
+        if not (self.chunks is None or pool.latent or window or softcap) and sinks is None:
+            out = self._attend_chunks(self.chunks, q, planes, scale)
+        if out is None:
+            out = tree_attention(
+                q,
+                *planes,
+                batch.page_table,
+                batch.prefix_lens,
+                batch.kv_lens,
+                batch.query_start,
+                batch.ancestors,
+                scale=scale,
+                max_query_len=batch.max_query_len,
+                max_kv_len=batch.max_kv_len,
+                window=window,
+                sinks=sinks,
+                softcap=softcap,
+                table_rows=batch.table_rows,
+                work=self._work(batch, q, planes[0]) if batch.ragged else None,
+            )
         return out.flatten(1)
 
     def _work(self, batch: AttentionBatch, q: torch.Tensor, plane: torch.Tensor) -> WorkList:
@@ -118,6 +139,45 @@ class KernelAttention(StoredAttention):
             )
         return self._works[heads]
 
+    def _attend_chunks(
+        self, chunks: ChunkAttention, q: torch.Tensor, planes: tuple[torch.Tensor, torch.Tensor], scale: float
+    ) -> torch.Tensor | None:
+        """Attend by tiles, or return None if `tree_attention` attends from all rows."""
+        others = partial(self._attend_sequences, q, planes, scale)
+        try:
+            return chunks.attend(self._planned, q, *planes, scale, others)
+        except RuntimeError:  # for example too little memory, or a plan that fails
+            _log.exception("prompts attend by this project's kernel from now on: the library's failed")
+            self.chunks = None
+            return None
+
+    def _attend_sequences(
+        self,
+        q: torch.Tensor,
+        planes: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        first: int,
+        last: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Attend from the rows of sequences ``[first, last)`` of a causal batch and write them to `out`."""
+        some = self._parts.get((first, last))
+        if some is None:
+            some = self._parts[first, last] = _sequences(self._planned, first, last)
+        tree_attention(
+            q,
+            *planes,
+            some.page_table,
+            some.prefix_lens,
+            some.kv_lens,
+            some.query_start,
+            None,
+            scale=scale,
+            max_query_len=some.max_query_len,
+            max_kv_len=some.max_kv_len,
+            out=out,
+        )
+
     @property
     def _planned(self) -> AttentionBatch:
         assert self._batch is not None, "plan() comes before run()"
@@ -127,3 +187,24 @@ class KernelAttention(StoredAttention):
 def _planes(pool: KVPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the planes of K and V. In a latent pool, both planes are the same."""
     return pool.k_planes[layer], pool.k_planes[layer] if pool.latent else pool.v_planes[layer]
+
+
+def _sequences(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:
+    """Return the batch of sequences ``[first, last)``, with copied tensors.
+
+    Its rows are still counted from the first row of `batch`. The copies are aligned. Triton would compile
+    another kernel for a tensor at an odd address.
+    """
+    assert batch.host_lens is not None
+    lens = batch.host_lens[first:last]
+    return AttentionBatch(
+        page_table=batch.page_table[first:last].clone(),
+        prefix_lens=batch.prefix_lens[first:last].clone(),
+        kv_lens=batch.kv_lens[first:last].clone(),
+        query_start=batch.query_start[first : last + 1].clone(),
+        ancestors=None,
+        slots=batch.slots,
+        max_query_len=max(count for _, count in lens),
+        max_kv_len=max(start + count for start, count in lens),
+        host_lens=lens,
+    )

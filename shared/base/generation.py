@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.logit_rules import NO_RULES, LogitRules
 
 MAX_SEED = (1 << 64) - 1
 
@@ -47,6 +48,7 @@ class SamplingParams:
             filter.
         seed: 64-bit key of the sampling noise.
         choice_index: Index of this answer among the `n` answers to one prompt.
+        rules: Changes of the logits before temperature and filters, such as penalties.
     """
 
     temperature: float = 1.0
@@ -55,6 +57,7 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     choice_index: int = 0
+    rules: LogitRules = NO_RULES
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

@@ -80,7 +80,7 @@ class ServiceSettings(BaseSettings):
                 and its environment variable.
         """
         cls._refuse_unknown_environment()
-        values = _read_file(config_file) if config_file else {}
+        values = read_settings_file(config_file) if config_file else {}
         values |= EnvSettingsSource(cls)()
         values |= {name: value for name, value in (flags or {}).items() if value is not None}
         try:
@@ -131,7 +131,12 @@ def flag_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """Read a TOML or JSON file of settings.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or does not contain a table.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ RECORD_AFTER = 8
 
 Recording takes as long as some tens of rounds.
 """
+MOST_LATE_S = 0.03
+"""Longest time in seconds that a recording may take while requests wait for it."""
+LAUNCHES_PER_RECORDING = 2.0
+"""Expected time of a recording without warm-up runs, as a multiple of the time that the host needs to launch
+the same work. A capture calls the same functions, and then builds the graph."""
 
 Result = TypeVar("Result")
 
@@ -100,6 +106,14 @@ class GraphCache:
         enabled: If False, every function runs eagerly, even on CUDA.
         observer: An observer to call for every recording, replay and drop, or None.
         max_late_graphs: Largest number of graphs to keep that were recorded outside `keeping`.
+        most_late_s: Longest expected time in seconds of a recording outside `keeping`, if the work was run by
+            `run_eagerly` before.
+
+    Attributes:
+        enabled: Whether functions are recorded.
+        most_late_s: See above.
+        provisional_runs: Number of runs by `run_eagerly` of keys that will be recorded soon. Such a run takes
+            longer than later runs of the key.
     """
 
     def __init__(
@@ -108,6 +122,7 @@ class GraphCache:
         enabled: bool = True,
         observer: GraphObserver | None = None,
         max_late_graphs: int = MAX_LATE_GRAPHS,
+        most_late_s: float = MOST_LATE_S,
     ) -> None:
         self._device = torch.device(device)
         self.enabled = enabled and self._device.type == "cuda"
@@ -117,9 +132,13 @@ class GraphCache:
         self._recorded: dict[Hashable, RecordedGraph] = {}
         self._kept: set[Hashable] = set()
         self._max_late_graphs = max_late_graphs
+        self.most_late_s = most_late_s
         self._keeping = False
         self._started = False
         self._met: Counter[Hashable] = Counter()
+        # Shortest time of each key that the host needed to launch the work eagerly.
+        self._launch_s: dict[Hashable, float] = {}
+        self.provisional_runs = 0
         self._eager: set[Hashable] = set()
         self._broken: list[torch.cuda.CUDAGraph] = []
         self._pool: Any = None
@@ -130,11 +149,6 @@ class GraphCache:
     def device(self) -> torch.device:
         """The device that the functions run on."""
         return self._device
-
-    @property
-    def observed(self) -> bool:
-        """Whether the cache has an observer."""
-        return self._observer is not None
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
@@ -175,8 +189,9 @@ class GraphCache:
         """Return whether to call `run` for this key now. Otherwise, the caller runs the function eagerly.
 
         A key that was not recorded at start-up becomes due after it has occurred `RECORD_AFTER` times,
-        because it is then likely to occur often enough to repay the recording. During start-up, a key is due
-        immediately unless it is counted under a name.
+        because it is then likely to occur often enough to repay the recording. A key whose recording would
+        take longer than `most_late_s` does not become due. During start-up, a key is due immediately unless
+        it is counted under a name.
 
         Args:
             key: The key of `run`.
@@ -188,19 +203,40 @@ class GraphCache:
         # Limit the number of counts. Most of them belong to keys that occurred a few times, long ago.
         if len(self._met) > 8 * self._max_late_graphs:
             self._met.clear()
+            self._launch_s.clear()
         counted = key if counted_as is None else counted_as
         self._met[counted] += 1
-        return self._met[counted] > RECORD_AFTER
+        return self._met[counted] > RECORD_AFTER and self._is_quick(key)
 
     def expect(self, counted_as: Hashable) -> None:
         """Make every key that is counted under this name due the next time it occurs."""
         self._met[counted_as] = RECORD_AFTER
 
+    def run_eagerly(self, key: Hashable, function: Callable[[], Result]) -> Result:
+        """Run a function that `key` does not replay, and measure how long the host takes to launch its work.
+
+        Args:
+            key: The key under which the function would be recorded.
+            function: The function.
+        """
+        if not self.enabled or rehearsing():
+            return function()
+        started = time.perf_counter()
+        result = function()
+        seconds = time.perf_counter() - started
+        self._launch_s[key] = min(seconds, self._launch_s.get(key, seconds))
+        self.provisional_runs += self._is_quick(key) and key not in self._eager
+        return result
+
+    def _is_quick(self, key: Hashable) -> bool:
+        return LAUNCHES_PER_RECORDING * self._launch_s.get(key, 0.0) <= self.most_late_s
+
     def capture(self, key: Hashable, record: Callable[[], Any]) -> None:
         """Record a graph for `key` unless there is one. Does nothing on a CPU. Waits for the device.
 
-        Before the capture, `record` runs eagerly `WARM_UP_RUNS` times. Call this while the static inputs
-        contain idle rows (lengths 0, slots -1), so that these runs store nothing that is read later.
+        Before the capture, `record` runs eagerly `WARM_UP_RUNS` times, unless `run_eagerly` has run the work
+        often enough. Call this while the static inputs contain idle rows (lengths 0, slots -1), so that these
+        runs store nothing that is read later.
 
         Some functions cannot be captured, for example because they query the device. Such a failure is
         logged, and the function runs eagerly from then on. With an observer, the error is raised instead.
@@ -217,7 +253,9 @@ class GraphCache:
                 self._kept.add(key)
             return
         self._make_room()
-        recorded = self._captured(key, record)
+        is_warm = key in self._launch_s and self._met[key] > RECORD_AFTER
+        recorded = self._captured(key, record, 0 if is_warm else WARM_UP_RUNS)
+        self._launch_s.pop(key, None)
         if recorded is None:
             self._eager.add(key)
             return
@@ -226,7 +264,7 @@ class GraphCache:
         if self._keeping:
             self._kept.add(key)
 
-    def _captured(self, key: Hashable, record: Callable[[], Any]) -> RecordedGraph | None:
+    def _captured(self, key: Hashable, record: Callable[[], Any], warm_up_runs: int) -> RecordedGraph | None:
         """Return the graph of a function, or None if it cannot be captured."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
@@ -234,7 +272,7 @@ class GraphCache:
             side = self._side_stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(WARM_UP_RUNS):
+                for _ in range(warm_up_runs):
                     record()
             torch.cuda.current_stream().wait_stream(side)
             if self._pool is None:

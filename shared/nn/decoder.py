@@ -252,7 +252,13 @@ class Decoder:
         self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
         """Return the tokens that `choose_tokens` picks from the rows' logits, ``[rows] int64``."""
-        return choose_tokens(self.logits(hidden), sampling, positions)
+        return self.choose_from(self.logits(hidden), sampling, positions)
+
+    def choose_from(
+        self, logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Choose like `choose`, from logits that `logits` has returned for the rows."""
+        return choose_tokens(logits, sampling, positions)
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:

@@ -115,10 +115,9 @@ class RowByRow(Decoder):
         rows = [self._decoder.logits(hidden[row : row + 1].clone()) for row in range(hidden.shape[0])]
         return torch.cat(rows) if rows else self._decoder.logits(hidden)
 
-    def choose(
-        self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
+    def choose_from(
+        self, logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        logits = self.logits(hidden)
         rows = [
             choose_tokens(
                 logits[row : row + 1].clone(),
@@ -176,14 +175,13 @@ class BatchInvariant(Decoder):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return invariant_gemm(hidden, self.lm_head)
 
-    def choose(
-        self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
+    def choose_from(
+        self, logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Choose the rows' tokens; see `Decoder.choose`.
+        """Choose the rows' tokens; see `Decoder.choose_from`.
 
         With sampling filters, rows are processed in groups of a fixed size. The last group is padded.
         """
-        logits = self.logits(hidden)
         if sampling.all_greedy or not sampling.any_filter:
             return choose_tokens(logits, sampling, positions)
         rows = logits.shape[0]
@@ -205,6 +203,7 @@ def sampling_rows(sampling: SamplingTensors, rows: slice | torch.Tensor) -> Samp
         min_p=sampling.min_p[rows],
         seeds=sampling.seeds[rows],
         choices=sampling.choices[rows],
+        rules=None if sampling.rules is None else sampling.rules.select(rows),
     )
 
 

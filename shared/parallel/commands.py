@@ -33,6 +33,8 @@ class Forward:
         max_query_len, max_kv_len: The attributes of `AttentionBatch`.
         tables: Rows of the page table if the batch has `table_rows`, which then follow too. 0 if it has none.
         ragged: 1 if the batch is ragged.
+        one_chunk: 1 if the host knows the lengths of the batch's only sequence. `max_query_len` is then its
+            number of rows, and its last row is the token before index `max_kv_len`.
     """
 
     rows: int
@@ -45,6 +47,7 @@ class Forward:
     max_kv_len: int
     tables: int = 0
     ragged: int = 0
+    one_chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class StepInputs:
             max_kv_len=batch.max_kv_len,
             tables=0 if batch.table_rows is None else tables,
             ragged=int(batch.ragged),
+            one_chunk=int(batch.host_lens is not None and len(batch.host_lens) == 1),
         )
 
     def pack(self) -> torch.Tensor:
@@ -52,7 +53,11 @@ class StepInputs:
 
     @classmethod
     def unpack(cls, buffer: torch.Tensor, command: Forward) -> StepInputs:
-        """Return the inputs as views of a buffer with `packed_words` words."""
+        """Return the inputs as views of a buffer with `packed_words` words.
+
+        The lengths that the host knows are passed on for a single sequence only. In other passes, a rank may
+        attend by another kernel than rank 0 does. That is harmless, because each rank has heads of its own.
+        """
         parts = iter(unpack(buffer, _layout(command)))
         named = {name: next(parts) for name in _order(command)}
         return cls(
@@ -69,6 +74,9 @@ class StepInputs:
                 max_kv_len=command.max_kv_len,
                 table_rows=named.get("table_rows"),
                 ragged=bool(command.ragged),
+                host_lens=((command.max_kv_len - command.max_query_len, command.max_query_len),)
+                if command.one_chunk
+                else None,
             ),
         )
 

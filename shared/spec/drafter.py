@@ -14,12 +14,13 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
 class DrafterState(Enum):
-    """Whether a drafter can propose trees now."""
+    """Whether a drafter can propose trees now. LATE: only for rows that must wait, as the draft is slow."""
 
     NONE = "none"
     CONNECTING = "connecting"
     WARMING = "warming"
     ON = "on"
+    LATE = "late"
     DOWN = "draft_down"
 
 
@@ -103,8 +104,8 @@ class Commits:
 class ProposalRow:
     """A sequence that requests a tree: its current fence, its root token, and the size of the tree.
 
-    If `must_wait` is True (speculation mode ON), the engine waits for the tree until the drafter counts as
-    faulty. Otherwise, the engine waits until the request's deadline.
+    If `must_wait` is True (speculation mode ON), the tree may arrive later than one round needs it: the
+    drafter decides how long the row waits. Otherwise, the row waits until the request's deadline.
     """
 
     fence: Fence
@@ -118,11 +119,20 @@ class ProposalRequest:
     """The request for the trees of one round.
 
     The engine waits at most `deadline_s` for rows without `must_wait`. None means to wait for all rows.
+
+    If `has_other_rows` is True, the round has rows that need no tree, and could run without the rows of this
+    request.
     """
 
     round: int
     rows: Sequence[ProposalRow]
     deadline_s: float | None
+    has_other_rows: bool = False
+
+
+AWAITED = "awaited"
+"""Fallback reason of a row whose tree may still arrive. The engine leaves the row out of this round and
+requests the tree again in the next round, with the same `ProposalRow`."""
 
 
 class Drafter(Protocol):
@@ -176,7 +186,8 @@ class Drafter(Protocol):
     def propose(self, request: ProposalRequest) -> DraftBatch:
         """Return one tree per row, on the target's device.
 
-        Waits as long as `ProposalRow` and `ProposalRequest` allow. A preceding `announce` is optional.
+        Waits as long as `ProposalRow` and `ProposalRequest` allow. A preceding `announce` is optional. Rows
+        with the fallback reason `AWAITED` are still requested when the call returns.
         """
         ...
 
@@ -216,4 +227,13 @@ class EagerDrafter(Protocol):
         Has no effect on the drafted trees. Afterwards the engine sends either a commit for these sequences
         (the first token after a prompt) or more rows.
         """
+        ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A drafter that reports its algorithm and model."""
+
+    def describe(self) -> tuple[str, str]:
+        """Return the algorithm and the model id."""
         ...

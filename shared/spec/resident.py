@@ -292,6 +292,11 @@ class ExchangedBatch(ResidentBatch, Protocol):
     graph. After `exchange`, call `hand_over` and `carry` even if an error occurs in between.
     """
 
+    @property
+    def others_s(self) -> float:
+        """Longest time in seconds for which a round with other rows waits for trees of rows in mode `on`."""
+        ...
+
     def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
         """Send the state of the next round and receive its trees, in stream order. Never captured.
 
@@ -300,8 +305,8 @@ class ExchangedBatch(ResidentBatch, Protocol):
 
         Args:
             state: The state that `draft` will receive.
-            limit_s: Longest time that the device may wait for the trees. None means to wait until the draft
-                counts as faulty.
+            limit_s: Longest time that the device may wait for the trees. None means to wait as long as rows
+                in mode `on` do.
             ahead: True if the device may wait for work that the host does in `hand_over` and `carry`. All
                 work that the caller enqueues in between must then have run before. The first run of other
                 work could make the host wait for the device while the device waits for the host.

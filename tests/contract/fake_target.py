@@ -245,7 +245,10 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
 
     def GetStats(self, request, context) -> target_pb2.GetStatsReply:
         return target_pb2.GetStatsReply(
-            running=self.live, draft_state="on", prometheus_text=self.prometheus_text
+            auto=target_pb2.AutoDecision(reason="idle"),
+            running=self.live,
+            draft_state="on",
+            prometheus_text=self.prometheus_text,
         )
 
 

@@ -97,13 +97,17 @@ def test_a_streamed_batch_is_numbered(stack: Stack) -> None:
     [
         ({}, "text"),
         ({"text": "a", "input_ids": [1]}, "text"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
-        ({"text": "a", "sampling_params": {"frequency_penalty": 0.5}}, "sampling_params.frequency_penalty"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"frequency_penalty": 2.5}}, "sampling_params.frequency_penalty"),
+        (
+            {"text": "a", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 8}},
+            "sampling_params.min_new_tokens",
+        ),
+        ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
         ({"text": "a", "sampling_params": {"regex": "a*"}}, "sampling_params.regex"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
         ({"text": "a", "sampling_params": [{"temperature": -1}]}, "sampling_params.temperature"),
-        ({"text": "a", "return_logprob": True}, "return_logprob"),
         ({"input_ids": []}, "input_ids"),
         ({"input_ids": [10**9]}, "input_ids"),
         ({"input_ids": [-1]}, "input_ids"),
@@ -139,7 +143,9 @@ def test_what_is_served_is_told(stack: Stack) -> None:
         assert info["is_generation"] is True
         assert info["model_path"]
     for path in ("/server_info", "/get_server_info"):
-        assert httpx.get(stack.base_url + path).json()["speculative_max_nodes"] >= 1
+        told = httpx.get(stack.base_url + path).json()
+        assert told["speculative_max_nodes"] >= 1
+        assert told["internal_states"][0]["auto"]["reason"]
 
 
 def test_text_and_ids_convert_both_ways(stack: Stack) -> None:

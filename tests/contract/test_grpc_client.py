@@ -120,7 +120,7 @@ def test_a_trace_comes_round_by_round(stub) -> None:
             "options.speculation.mode",
             "invalid_value",
         ),
-        (chat(stop=["a", "b", "c", "d", "e"]), "options.stop", "invalid_value"),
+        (chat(stop=["a"] * 33), "options.stop", "invalid_value"),
         (chat("word " * 5000), "messages", "context_length_exceeded"),
         (chat(max_tokens=10**6), "options.max_tokens", "context_length_exceeded"),
     ],

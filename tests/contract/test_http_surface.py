@@ -58,7 +58,7 @@ def test_other_content_types_are_a_415(http: httpx.Client, content_type: str) ->
 
 
 def test_a_large_body_is_a_413_with_and_without_its_length(http: httpx.Client) -> None:
-    large = b" " * (1024 * 1024 + 1)
+    large = b" " * (8 * 1024 * 1024 + 1)
     headers = {"Content-Type": "application/json"}
     assert http.post(CHAT, content=large, headers=headers).status_code == 413
     assert http.post(CHAT, content=iter([large[:1000], large[1000:]]), headers=headers).status_code == 413
@@ -119,7 +119,7 @@ def test_a_malformed_deadline_is_named(http: httpx.Client, value: str) -> None:
         ("n", 0, "n"),
         ("n", 17, "n"),
         ("seed", 1 << 64, "seed"),
-        ("stop", ["a"] * 5, "stop"),
+        ("stop", ["a"] * 33, "stop"),
         ("stop", [""], "stop"),
         ("stop", ["x" * 300], "stop"),
         ("stop", {"a": 1}, "stop"),
@@ -131,19 +131,12 @@ def test_a_malformed_deadline_is_named(http: httpx.Client, value: str) -> None:
         ("speculation", {"topk": 0}, "speculation.topk"),
         ("speculation", {"width": 3}, "speculation.width"),
         ("speculation", "on", "speculation"),
-        ("presence_penalty", 0.1, "presence_penalty"),
-        ("frequency_penalty", -1, "frequency_penalty"),
-        ("repetition_penalty", 1.1, "repetition_penalty"),
-        ("logprobs", True, "logprobs"),
-        ("top_logprobs", 3, "top_logprobs"),
-        ("logit_bias", {"1": 2}, "logit_bias"),
         ("response_format", {"type": "json_object"}, "response_format"),
         ("tools", [{"type": "function"}], "tools.0.function"),
         ("tools", [{"type": "retrieval"}], "tools.0.type"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "tools"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
         ("tool_choice", "required", "tool_choice"),
-        ("min_tokens", 1, "min_tokens"),
         ("regex", "a+", "regex"),
         ("modalities", ["audio"], "modalities"),
         ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages"),
@@ -235,8 +228,8 @@ def test_neutral_and_irrelevant_fields_pass(http: httpx.Client, fields: dict[str
             {"top_k": 1 << 31},
             "top_k must be between 1 and 2147483647, or -1 or 0 to disable it, not 2147483648.",
         ),
-        ({"stop": 5}, "stop: must be a string or a list of up to 4 strings."),
-        ({"stop": ["a", 5]}, "stop: must be a string or a list of up to 4 strings."),
+        ({"stop": 5}, "stop: must be a string or a list of strings."),
+        ({"stop": ["a", 5]}, "stop: must be a string or a list of strings."),
         (
             {
                 "messages": [

@@ -41,6 +41,19 @@ def test_every_kind_of_batch(sequences: list[Sequence], tree: bool) -> None:
     check_ragged("cuda", BF16, sequences, LLAMA, tree=tree, spare_rows=1)
 
 
+@pytest.mark.parametrize(
+    ("size", "sequences"),
+    [
+        (16, [Sequence(900, 9), Sequence(0, 7, 0)]),
+        (128, [Sequence(3000, 100), Sequence(0, 20), Sequence(0, 8, 0)]),
+        (512, [Sequence(0, 300), Sequence(1500, 150), Sequence(0, 62, 0)]),
+        (2048, [Sequence(2000, 1900), Sequence(0, 100), Sequence(0, 48, 0)]),
+    ],
+)
+def test_packed_prompts_and_one_block_of_padding(size: int, sequences: list[Sequence]) -> None:
+    check_ragged("cuda", BF16, sequences, SMALL, tree=False, max_query_len=size)
+
+
 MIXED = [PLAIN] * 8 + [TREE, IDLE, ABSENT, Sequence(2000, 5)]
 
 

@@ -49,3 +49,27 @@ def test_a_pool_that_lost_its_last_graph_takes_none() -> None:
     with cache.keeping():
         assert int(cache.run("kept", lambda: numbers.sum())) == SIZE
     assert list(cache.keys) == ["kept"]
+
+
+def test_work_that_has_run_often_is_captured_without_a_further_run() -> None:
+    """The products need a workspace, which the eager runs and the first capture have allocated."""
+    cache = GraphCache("cuda")
+    rows = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
+    runs: list[str] = []
+
+    def product(name: str) -> torch.Tensor:
+        runs.append(name)
+        return (rows @ weight).softmax(-1)
+
+    with cache.keeping():
+        cache.capture("start", lambda: product("start"))
+    expected = product("alone").clone()
+    while not cache.due("late"):
+        cache.run_eagerly("late", lambda: product("eager"))
+    runs.clear()
+    cache.capture("late", lambda: product("captured"))
+    assert runs == ["captured"]
+    rows.mul_(1)
+    assert torch.equal(cache.run("late", lambda: product("never")), expected)
+    assert runs == ["captured"]

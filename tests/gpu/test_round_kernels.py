@@ -11,7 +11,7 @@ from post_cases import check_post_round
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("bs", "columns"), [(1, 4), (16, 14), (64, 18)])
+@pytest.mark.parametrize(("bs", "columns"), [(1, 4), (16, 14), (64, 18), (256, 41)])
 def test_post_round(bs: int, columns: int) -> None:
     check_post_round("cuda", bs, columns, Guards())
 

@@ -15,6 +15,7 @@ from support.target_harness import make_harness
 
 from outrider.kernels.ahead import compile_ahead
 from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.engine.recordings import USUAL_MODES
 from outrider.services.target.model.packed_batch import Entry, SamplingMode
 from outrider.services.target.model.round_runner import Round, RoundRunner
 from outrider.services.target.policy.offered_shapes import offered_shapes
@@ -44,7 +45,7 @@ def usual_rounds_are_recorded() -> Iterator[list[int]]:
         shapes = {entry.shape for entry in entries}
         alike = len(shapes) == 1 and len({entry.sequence.has_features for entry in entries}) == 1
         mode = SamplingMode.of([entry.sequence for entry in entries])
-        if alike and shapes <= set(USUAL) and len(entries) in SIZES and mode is not SamplingMode.FULL:
+        if alike and shapes <= set(USUAL) and len(entries) in SIZES and mode in USUAL_MODES:
             assert self.replays(entries), "usual graphs must be recorded at the start"
             found.append(len(entries))
         return launch(self, entries, *rest, **options)  # type: ignore[arg-type]
@@ -67,7 +68,7 @@ def test_ten_thousand_rounds() -> None:
         prefill_chunk=128,
     )
     sizes = [(bs, shape) for bs in reversed(SIZES) for shape in USUAL]
-    records = [record for _, record in harness.engine.recordings(sizes)]
+    records = [record for _, record in harness.engine.recordings.rounds(sizes)]
     compile_ahead(decoder.device, records)
     with harness.runner.graphs.keeping():
         for record in records:

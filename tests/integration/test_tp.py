@@ -29,6 +29,7 @@ from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.errors import ConfigurationError, OutriderError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import LogitRules
 from outrider.shared.nn.decoder import LM_HEAD, Decoder
 from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.spec.drafter import FeatureSpec
@@ -101,8 +102,9 @@ def test_logits_and_captured_states_equal_those_of_one_process(whole: Decoder, g
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.0, seed=3),
         SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=9),
+        SamplingParams(temperature=0.0, rules=LogitRules(0.5, 1.0, 1.2, logit_bias=((3, 2.0),))),
     ],
-    ids=["greedy", "sampled", "filtered"],
+    ids=["greedy", "sampled", "filtered", "ruled"],
 )
 def test_tokens_equal_those_of_one_process_with_and_without_speculation(
     sampling: SamplingParams, whole: Decoder, group: RankGroup

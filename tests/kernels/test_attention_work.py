@@ -43,6 +43,13 @@ def test_causal_rows_with_windows_and_sinks(options: dict[str, bool | int]) -> N
     check_ragged("cpu", torch.bfloat16, sequences, tree=False, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 20}])
+def test_packed_prompts_and_one_block_of_padding(options: dict[str, int]) -> None:
+    """A whole prompt, a chunk behind a prefix, and padding rows in a sequence of their own."""
+    sequences = [Sequence(0, 40), Sequence(150, 13), Sequence(0, 11, 0), ABSENT]
+    check_ragged("cpu", torch.float32, sequences, tree=False, max_query_len=64, **options)
+
+
 @pytest.mark.parametrize("sequences", [MIXED, BESIDE_TREES])
 def test_fp8_planes(sequences: list[Sequence]) -> None:
     check_ragged("cpu", torch.bfloat16, sequences, Shape(dim=64), tree=True, plane_dtype=FP8)

@@ -24,10 +24,12 @@ ROOT = "outrider.kernels."
 
 HOST_ONLY = {
     "ahead.compile_ahead": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
+    "ahead.compiled_or_soon": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "ahead.rehearsing": "reads a flag",
     "ahead.state_of": "a CPU needs no compiled kernels; tests/gpu covers GPUs",
     "exchange_add.can_exchange": "integer arithmetic",
     "exchange_add.inbox_shape": "integer arithmetic",
+    "logit_rules.make_rule_state": "allocates tensors",
     "path_attention.row_paths": "torch operations on any device",
     "peer_words.box_shape": "integer arithmetic",
     "peer_words.can_pass": "integer arithmetic",

@@ -23,6 +23,7 @@ from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import LogitRules, LogprobParams
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.deterministic import BatchInvariant, deterministic
@@ -112,6 +113,28 @@ def test_sampling_chooses_the_same_tokens(target_dir: Path, sampling: SamplingPa
     assert_bits(logits, rows)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rules_and_logprobs_have_the_same_bits(target_dir: Path, temperature: float) -> None:
+    decoder = load(target_dir, DEVICE, torch.bfloat16)
+    rules = LogitRules(0.5, 0.7, 1.2, logit_bias=((3, 2.0),), bad_words=((4,), (5, 6)))
+    sampling = SamplingParams(temperature, top_p=0.95, seed=3, rules=rules)
+    wanted = LogprobParams(top=5, prompt_top=2)
+    alone = harness_of(decoder, NoDrafter(), prefill_chunk=3)
+    alone.submit(PROMPT, NEW_TOKENS, request_id="spec", sampling=sampling, logprobs=wanted)
+    alone.run()
+    tokens = alone.sink.tokens["spec"]
+    harness = harness_of(decoder, FakeDrafter(oracle_plan([PROMPT + tokens], VOCAB, 0.7)))
+    harness.submit(PROMPT, NEW_TOKENS, request_id="other", shape=(2, 3, 7))
+    harness.submit(
+        PROMPT, NEW_TOKENS, request_id="spec", shape=(5, 4, 16), sampling=sampling, logprobs=wanted
+    )
+    harness.run()
+    assert harness.sink.finished["spec"].speculation.accepted_tokens > 5
+    assert harness.sink.tokens["spec"] == tokens
+    assert harness.sink.logprobs["spec"] == alone.sink.logprobs["spec"]
+    assert harness.sink.prompt_logprobs["spec"] == alone.sink.prompt_logprobs["spec"]
+
+
 @pytest.mark.parametrize("graphs", GRAPHS)
 def test_padded_rounds_and_rounds_ahead_of_the_host_change_no_bit(target_dir: Path, graphs: bool) -> None:
     """Padding rows are computed together with the three real ones."""
@@ -180,6 +203,28 @@ def test_a_mixed_round_changes_no_bit(target_dir: Path, dtype: torch.dtype, chun
         assert harness.sink.tokens[str(number)] == runs[number % 2][0]
     for _, logits in runs:
         assert_bits(logits, rows)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_packed_chunks_of_any_length_change_no_bit(target_dir: Path, seed: int) -> None:
+    """Steps take a random number of prompt tokens, of several prompts at once, while others decode."""
+    decoder = load(target_dir, DEVICE, torch.bfloat16)
+    tokens, logits = plain(decoder, NEW_TOKENS)
+    harness = harness_of(decoder, FakeDrafter(random_plan(VOCAB, seed=seed)), page_size=3)
+    rng = random.Random(seed)
+    budget = mock.patch.object(harness.engine._budget, "tokens", side_effect=lambda _: rng.randint(1, 12))
+    begin = mock.patch.object(harness.runner, "begin_prefill", side_effect=harness.runner.begin_prefill)
+    with recorded(decoder) as rows, budget, begin as passes:
+        for name in ("a", "b", "c", "d"):
+            harness.submit(PROMPT, NEW_TOKENS, request_id=name, shape=(3, 2, 6))
+            if name in "ab":
+                harness.step()
+        harness.run()
+    chunks = [call.args[0] for call in passes.call_args_list]
+    assert any(len(one) > 1 for one in chunks), "chunks of several prompts must share a pass"
+    assert any(not chunk.is_last for one in chunks for chunk in one), "prompts must be cut"
+    assert [harness.sink.tokens[name] for name in ("a", "b", "c", "d")] == [tokens] * 4
+    assert_bits(logits, rows)
 
 
 FAMILIES = ["mistral-narrow", "qwen3-bias", "qwen3-moe", "gpt-oss-narrow", "deepseek-v3"]

@@ -89,7 +89,7 @@ class Gaps:
         self._left: dict[int, int] = {}
         self._drafts: dict[int, bool] = {}
 
-    def choose(self, rows: Sequence[RowBound], *_: int) -> list[DraftShape]:
+    def choose(self, rows: Sequence[RowBound], *_: object) -> list[DraftShape]:
         return [DraftShape(*SHAPE) if self._turn(id(row.state)) else NO_DRAFT for row in rows]
 
     def _turn(self, row: int) -> bool:
@@ -137,7 +137,7 @@ def test_sessions_that_skip_rounds(
     seed: int,
 ) -> None:
     harness = make_harness(pair.decoder, drafter, plan=plan, prefill_chunk=7)
-    with mock.patch.object(harness.engine.controller, "choose_common", Gaps(seed).choose):
+    with mock.patch.object(harness.engine.controller, "choose", Gaps(seed).choose):
         submit(harness, [SpeculationMode.AUTO, SpeculationMode.AUTO, SpeculationMode.ON])
         harness.run()
     assert check(pair, harness, plain, trees) > 10
@@ -172,7 +172,7 @@ def test_sessions_that_are_lost(
     harness = make_harness(pair.decoder, drafter, plan=plan)
     handles = submit(harness, [SpeculationMode.AUTO] * 3)
     rng = random.Random(seed)
-    with mock.patch.object(harness.engine.controller, "choose_common", Gaps(seed).choose):
+    with mock.patch.object(harness.engine.controller, "choose", Gaps(seed).choose):
         while harness.engine.has_work():
             harness.step()
             if rng.random() < 0.3:

@@ -17,6 +17,9 @@ from support import family_models, toy_deepseek, toy_mtp
 from support.compute_device import DEVICE
 from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
 
+from outrider.services.doctor.examine import examine
+from outrider.services.doctor.finding import Severity
+from outrider.services.doctor.pair import Pair
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.inproc import drafter_beside
@@ -26,6 +29,8 @@ from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.base.generation import SamplingParams
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.obs.logging import configure_logging
+from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.drafter import Commit, SequenceOpen
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftBatch, DraftShape
@@ -124,16 +129,18 @@ def reference_logprobs(folder: Path, layers: int, tokens: list[int], path: list[
     return logprobs
 
 
-def make_engine(folder: Path) -> DraftEngine:
+def make_engine(folder: Path, draft: Path | None = None) -> DraftEngine:
     settings = DraftSettings.load(
-        {"target_weights": folder, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4}
+        {"target_weights": folder, "draft": draft, "device": str(DEVICE), "kv_tokens": 2048, "page_size": 4}
     )
     return build_engine(settings, DEVICE, torch.float32)
 
 
-def drafted(folder: Path, tokens: list[int], features: torch.Tensor, shape: DraftShape) -> DraftBatch:
+def drafted(
+    folder: Path, tokens: list[int], features: torch.Tensor, shape: DraftShape, draft: Path | None = None
+) -> DraftBatch:
     """Return the tree that a new engine drafts after all tokens."""
-    engine = make_engine(folder)
+    engine = make_engine(folder, draft)
     fence = Fence(1, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
     engine.open(PEER, SequenceOpen(fence, tokens, 0, 0.0))
     engine.add_features(PEER, 1, 1, 0, features[: len(tokens) - 1])
@@ -209,6 +216,65 @@ def test_copies_of_the_targets_tensors_are_ignored_in_fp8_too(folder: Path, tmp_
     with pytest.raises(CheckpointError) as caught:
         make_engine(tmp_path / "fp8")
     assert caught.value.field == f"{copy}_scale"
+
+
+def export_nextn(source: Path, folder: Path) -> Path:
+    """Write the MTP layer of a model as SGLang's export_deepseek_nextn.py does: as layer 0 of a folder."""
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    exported = {"num_hidden_layers": 1, "architectures": ["DeepseekV3ForCausalLMNextN"]}
+    (folder / "config.json").write_text(json.dumps(config | exported))
+    tensors = {
+        name.replace(PREFIX, "model.layers.0."): tensor
+        for name, tensor in load_file(str(source / "model.safetensors")).items()
+        if name.startswith(PREFIX) and "embed_tokens" not in name and "shared_head.head" not in name
+    }
+    file = "nextn_layer_parameters.safetensors"
+    save_file(tensors, str(folder / file))
+    index = json.dumps({"weight_map": dict.fromkeys(tensors, file)})
+    (folder / "model.safetensors.index.json").write_text(index)
+    return folder
+
+
+def test_an_exported_layer_drafts_as_in_the_targets_own_folder(folder: Path, tmp_path: Path) -> None:
+    exported = export_nextn(folder, tmp_path / "nextn")
+    tokens, features = case(12)
+    shape = DraftShape(4, 3, 14)
+    got, want = drafted(folder, tokens, features, shape, exported), drafted(folder, tokens, features, shape)
+    assert torch.equal(got.tokens, want.tokens)
+    assert torch.equal(got.parents, want.parents)
+    assert got.logprobs is not None
+    assert want.logprobs is not None
+    torch.testing.assert_close(got.logprobs, want.logprobs, atol=0, rtol=0)
+    report = examine(Pair(folder, exported, Algorithm.AUTO, DEVICE, torch.float32))
+    assert [one.message for one in report.findings if one.severity is Severity.REFUSED] == []
+    assert any("1 MTP layer of nextn" in one.message for one in report.findings)
+
+
+@pytest.mark.parametrize("copy", ["embed_tokens", "shared_head.head"])
+def test_a_copy_that_differs_from_the_targets_tensor_is_warned_about(
+    copy: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The layers of another model have other copies, also if all sizes are equal."""
+    name = f"{PREFIX}{copy}.weight"
+
+    def warnings(draft: Path) -> list[str]:
+        report = examine(Pair(folder, draft, Algorithm.MTP, DEVICE, torch.float32))
+        return [one.field for one in report.findings if "belong to another model" in one.message]
+
+    assert warnings(folder) == []
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((folder / "config.json").read_text())
+    tensors = load_file(str(folder / "model.safetensors"))
+    save_file(tensors | {name: torch.randn(VOCAB, HIDDEN)}, str(other / "model.safetensors"))
+    assert warnings(other) == [name]
+    configure_logging("draft", "warning")
+    make_engine(folder, other)
+    assert name in capfd.readouterr().err
+    wrong = {"model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN)}
+    save_file(tensors | wrong, str(other / "model.safetensors"))
+    assert warnings(other) == ["model.embed_tokens.weight"], "a complete model that is not the target"
 
 
 @pytest.fixture(scope="module")

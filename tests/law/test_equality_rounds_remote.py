@@ -33,6 +33,8 @@ VOCAB = 64
 AHEAD = LoopPlan(lookahead=1, drafts_on_device=True)
 FAULT_S = 3.0 if ON_GPU else 1.0
 """Fault deadline of the draft. On a GPU it includes the time to compile a kernel for a new size."""
+PATIENT_S = 16.0
+"""Fault deadline where nothing is wrong. No row is then given up because the machine is busy."""
 PROMPT = [1, 2, 3, 4]
 BOUND_S = 20.0
 """Time limit of a run. A run delayed by more than a few fault deadlines is considered hung."""
@@ -64,14 +66,14 @@ def draft(
     assert process.stop() == 0, process.output()
 
 
-def follow(draft: DraftProcess, decoder: Decoder) -> RemoteDrafter:
+def follow(draft: DraftProcess, decoder: Decoder, fault_s: float = FAULT_S) -> RemoteDrafter:
     """Return a connected drafter."""
     drafter = RemoteDrafter(
         draft.address,
         TargetIdentity.of(decoder),
         decoder.weight,
         DEVICE,
-        fault_deadline_s=FAULT_S,
+        fault_deadline_s=fault_s,
         rounds=True,
     )
     wait_for(lambda: drafter.state() is DrafterState.ON)
@@ -80,7 +82,7 @@ def follow(draft: DraftProcess, decoder: Decoder) -> RemoteDrafter:
 
 @pytest.fixture
 def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
-    made = follow(draft, decoder)
+    made = follow(draft, decoder, PATIENT_S)
     yield made
     made.shutdown()
 
@@ -229,6 +231,73 @@ def test_a_draft_that_dies_or_stops_in_rounds_costs_no_token_and_is_used_again(
         drafter.shutdown()
         for process in [draft, *revived]:
             process.stop()
+
+
+@pytest.mark.parametrize("plan", [None, AHEAD], ids=["host", "device"])
+def test_a_stopped_draft_holds_up_only_the_row_that_waits_for_it(
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str, plan: LoopPlan | None
+) -> None:
+    draft = DraftProcess(tmp_path, scheme, *folders)
+    drafter = follow(draft, decoder, fault_s=1000.0)  # the row waits for at least two minutes
+    try:
+        plain = generate_plain(decoder, NoDrafter(), PROMPT, 300)
+        harness = make_harness(decoder, drafter, plan=plan)
+        # 1. Run alone, until the waits follow measured times.
+        harness.submit(PROMPT, 100, request_id="first", shape=(2, 1, 3))
+        harness.run()
+        # 2. Stop the draft while rows of both kinds decode.
+        harness.submit(PROMPT, 300, request_id="on", shape=(2, 1, 3))
+        harness.submit(PROMPT, 300, request_id="off", mode=SpeculationMode.OFF)
+        while len(harness.sink.tokens.get("on", [])) < 20:
+            harness.step()
+        draft.send_signal(signal.SIGSTOP)
+        while "off" not in harness.sink.finished:
+            harness.step()
+        assert "on" not in harness.sink.finished
+        stands_at = len(harness.sink.tokens["on"])
+        harness.step()
+        assert len(harness.sink.tokens["on"]) == stands_at
+        # 3. Let the draft go on.
+        draft.send_signal(signal.SIGCONT)
+        harness.run()
+        for name in ("on", "off"):
+            assert_same_tokens(
+                decoder, PROMPT, plain, harness.sink.tokens[name], SamplingParams(temperature=0.0)
+            )
+    finally:
+        drafter.shutdown()
+        draft.stop()
+
+
+@pytest.mark.parametrize("plan", [None, AHEAD], ids=["host", "device"])
+def test_a_draft_that_stops_again_and_again_costs_no_token(
+    decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, scheme: str, plan: LoopPlan | None
+) -> None:
+    draft = DraftProcess(tmp_path, scheme, *folders)
+    drafter = follow(draft, decoder)
+    modes = [SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF, SpeculationMode.ON]
+    samplings = [SamplingParams(temperature=float(index % 2), seed=index) for index in range(len(modes))]
+    try:
+        harness = make_harness(decoder, drafter, plan=plan)
+        for index, (mode, sampling) in enumerate(zip(modes, samplings, strict=True)):
+            shape = (3, 2, 8) if index else (2, 1, 3)
+            harness.submit(PROMPT, 150, request_id=str(index), mode=mode, sampling=sampling, shape=shape)
+        steps = 0
+        while harness.engine.has_work():
+            harness.step()
+            steps += 1
+            if steps % 20 == 10:
+                draft.send_signal(signal.SIGSTOP)
+            elif steps % 20 == 0:
+                draft.send_signal(signal.SIGCONT)
+        harness.check_idle()
+        for index, sampling in enumerate(samplings):
+            plain = generate_plain(decoder, NoDrafter(), PROMPT, 150, sampling=sampling)
+            assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens[str(index)], sampling)
+    finally:
+        draft.send_signal(signal.SIGCONT)
+        drafter.shutdown()
+        draft.stop()
 
 
 def test_a_draft_model_without_features(

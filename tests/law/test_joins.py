@@ -23,7 +23,9 @@ from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import Round
+from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.policy.controller import RowBound
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
@@ -162,14 +164,14 @@ def test_rows_in_mode_auto_may_draft_or_not_beside_all_others(decoder: Decoder, 
     shapes = [NO_DRAFT, DraftShape(5, 1, 6), DraftShape(2, 1, 3)]
     pairs = cycle(product(shapes, shapes))
 
-    def chosen(rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
-        assert batch_size - len(rows) <= other_nodes
+    def chosen(rows: Sequence[RowBound], others: Sequence[DraftShape], path: DraftPath) -> list[DraftShape]:
+        assert path is DraftPath.DEVICE
         return list(next(pairs)[: len(rows)])
 
     modes = [SpeculationMode.AUTO, SpeculationMode.ON, SpeculationMode.OFF] * 2
     with (
         Watched(harness) as watched,
-        mock.patch.object(harness.engine.controller, "choose_common", side_effect=chosen),
+        mock.patch.object(harness.engine.controller, "choose", side_effect=chosen),
     ):
         for index, mode in enumerate(modes):
             crowd.submit(harness, index, mode=mode, shape=(5, 1, 6))
@@ -193,9 +195,9 @@ def test_a_prompt_is_enqueued_before_the_last_round_is_read(decoder: Decoder, fe
     begin, on_their_way = harness.runner.begin_prefill, []
     loop = harness.engine._loop
 
-    def noted(chunks: Sequence[PrefillChunk]) -> ChosenTokens:
+    def noted(chunks: Sequence[PrefillChunk], rules: SlotRules | None = None) -> ChosenTokens:
         on_their_way.append(len(loop._in_flight))
-        return begin(chunks)
+        return begin(chunks, rules)
 
     with mock.patch.object(harness.runner, "begin_prefill", side_effect=noted):
         for index in range(5):

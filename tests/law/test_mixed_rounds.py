@@ -1,7 +1,8 @@
 """Every request gets the output of plain decoding alone, whatever else the rounds contain.
 
 `hypothesis` draws mixtures of everything at once: modes, shapes, samplings, traces, stop tokens, times of
-joining, pausing and cancelling, prompts in chunks, small pools, and drafters that fail.
+joining, pausing and cancelling, prompts in packed chunks of any length, recorded and not, small pools, and
+drafters that fail.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ torch.set_num_threads(1)
 MIXTURES = 80
 """Number of mixtures per plan."""
 ALWAYS = {"accepted tokens", "cancelled", "losses", "mixed", "retractions", "tokens cut", "trees"}
+PROMPTS_IN = {"recorded prompts", "packed prompts", "recorded chunks behind others"}
 ON_DEVICE = {"drafts on the device", "kv_full"}
 ON_HOST = {"drafts through the host", "fake"}
 """What the mixtures of a plan must cover, as counted in `Service.seen`."""
@@ -76,7 +78,9 @@ def test_every_mixture_gives_everybody_the_plain_output(
     check()
     print(seen)
     covered = {name for name, count in seen.items() if count}
-    assert ALWAYS | (ON_DEVICE if on_device else ON_HOST) <= covered, "the mixtures must cover all of these"
+    assert ALWAYS | PROMPTS_IN | (ON_DEVICE if on_device else ON_HOST) <= covered, (
+        "the mixtures must cover all of these"
+    )
 
 
 def serve(decoder: Decoder, plan: LoopPlan, asked: list[Asked], machine: Machine) -> Counter[str]:

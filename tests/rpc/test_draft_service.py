@@ -220,7 +220,7 @@ def test_a_draft_without_target_weights_borrows_them_over_the_wire(
     monkeypatch.setattr(
         protocol,
         "warm_up",
-        lambda engine, device, **how: (warmup.warm_up(engine, device, **how), warm.append(device)),
+        lambda engine, device, **how: warm.append(device) or warmup.warm_up(engine, device, **how),
     )
     running = start(pair, tmp_path / "draft.sock", borrow=False)
     try:

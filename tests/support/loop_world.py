@@ -20,6 +20,7 @@ from outrider.services.target.policy.controller import ExecutedStep
 from outrider.services.target.scheduling.scheduler import PrefillChunk, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
 from outrider.shared.base.generation import RoundTrace
+from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.slot_sequences import seated_sequence
@@ -33,6 +34,7 @@ class LoopWorld:
         shapes: The shape of each session; `NO_DRAFT` by default.
         emits: For each session, the tokens that its next rounds emit. By default, a round emits token 7.
         waits: Whether rounds with drafts wait for the host.
+        catches_up: Whether drafts include work on earlier tokens.
         may_run_ahead: Whether rounds that drafted may run ahead.
         wait: The next result of `take_wait`.
     """
@@ -43,6 +45,7 @@ class LoopWorld:
         self.emits: dict[int, list[list[int]]] = {}
         self.waits = False
         self.may_run_ahead = True
+        self.catches_up = False
         self.wait: ProposalWait | None = None
         self.fails: Exception | None = None
         self.observed: list[ExecutedStep] = []
@@ -56,7 +59,9 @@ class LoopWorld:
         planner: Any = SimpleNamespace(
             shapes=lambda decodes, planned: [self.shapes.get(one.session_id, NO_DRAFT) for one in decodes]
         )
-        rounds: Any = SimpleNamespace(table=self.table, launch=self._launch, read=self._read)
+        rounds: Any = SimpleNamespace(
+            table=self.table, begin=lambda: None, launch=self._launch, read=self._read
+        )
         self.loop = DecodeLoop(
             rounds, prefill, planner, neighbours, neighbours, neighbours, neighbours, metrics, lookahead
         )
@@ -104,7 +109,7 @@ class LoopWorld:
     def prepare(self, entries: Sequence[Entry]) -> PreparedDrafts:
         ids = " ".join(str(entry.sequence.session_id) for entry in entries)
         self.log.append(f"prepare {ids}")
-        return PreparedDrafts(entries, None, may_run_ahead=self.may_run_ahead)
+        return PreparedDrafts(entries, None, may_run_ahead=self.may_run_ahead, catches_up=self.catches_up)
 
     def launched(self) -> None:
         self.log.append("launched")
@@ -136,7 +141,13 @@ class LoopWorld:
             return None
         return advance(sequence, list(emitted))
 
-    def emit(self, sequence: EngineSequence, step: Advance, trace: RoundTrace | None = None) -> None:
+    def emit(
+        self,
+        sequence: EngineSequence,
+        step: Advance,
+        trace: RoundTrace | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
         self.log.append(f"emit {sequence.session_id} {step.kept}")
         if trace is not None:
             self.traces.append(trace)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 from unittest import mock
 
+import torch
 from hypothesis import strategies as st
 
 from outrider.services.target.engine.advance import Advance
@@ -23,13 +24,17 @@ from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import Round
 from outrider.services.target.policy.controller import RowBound
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.offered_shapes import cut
+from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence as Row
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import LogitRules, TokenLogprob
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.drafter import DrafterState, ProposalRow
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.device_toys import AnswerDrafter
+from support.played_graphs import PlayedGraphs
 from support.target_harness import Harness, Node, make_harness
 
 T = TypeVar("T")
@@ -50,6 +55,16 @@ SAMPLINGS = (
     SamplingParams(temperature=1.0, top_p=0.8, seed=5),
     SamplingParams(temperature=1.3, min_p=0.1, seed=6),
     SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, seed=7),
+    SamplingParams(temperature=0.0, rules=LogitRules(1.2, 0.7, 1.3)),
+    SamplingParams(
+        temperature=0.8,
+        top_p=0.95,
+        seed=8,
+        rules=LogitRules(-0.5, 0.4, logit_bias=((3, 4.0), (7, -100.0)), bad_words=((3, 3), (5,), (3, 9, 3))),
+    ),
+    SamplingParams(
+        temperature=1.0, seed=9, rules=LogitRules(0.0, 1.5, 0.8, allowed_token_ids=tuple(range(0, 64, 3)))
+    ),
 )
 BROKEN_CHANCE = 0.3
 """Probability that a drafter on the host answers with a random tree, or with no tree."""
@@ -87,6 +102,7 @@ class Machine:
     Attributes:
         spare_slots: Number of slots of the pool beyond those of the longest request.
         prefill_budget: Largest number of prompt tokens in a step while others decode.
+        prefill_sizes: Numbers of rows of the recorded passes over prompts.
         refuse_every: Refuse every n-th session that drafts on the device; 0 refuses none.
         losses: Steps at which the drafter loses a session.
         down: Steps from the first to the second, during which the drafter is down.
@@ -98,6 +114,7 @@ class Machine:
     spare_slots: int
     prefill_chunk: int
     prefill_budget: int
+    prefill_sizes: tuple[int, ...]
     max_packed_rows: int
     features: bool
     accuracy: float
@@ -141,6 +158,7 @@ def machines() -> st.SearchStrategy[Machine]:
         spare_slots=st.sampled_from([0, 8, 20, 40, 1000]),
         prefill_chunk=st.sampled_from([3, 16, 512]),
         prefill_budget=st.sampled_from([1, 5, 64]),
+        prefill_sizes=st.sampled_from([(), (8,), (4, 16, 64)]),
         max_packed_rows=st.sampled_from([2048, 2048, 2048, 40, 8]),
         features=st.booleans(),
         accuracy=st.sampled_from([0.4, 0.8, 1.0]),
@@ -184,7 +202,11 @@ class Service:
             page_size=machine.page_size,
             num_pages=-(-(LONGEST + machine.spare_slots) // machine.page_size),
             prefill_chunk=machine.prefill_chunk,
+            graphs=PromptGraphs(),
+            prefill_sizes=machine.prefill_sizes,
         )
+        for size in machine.prefill_sizes:
+            self.harness.runner.capture_prefill(size)
         # Slots that no one has written contain large numbers, so that reading them changes tokens.
         for plane in self.harness.runner.pool.planes():
             plane.normal_(0.0, 1e3)
@@ -196,13 +218,16 @@ class Service:
         committer = mock.patch.object(loop._prefill, "_committer", _Counting(loop._committer, self.prefilled))
         launch = mock.patch.object(loop._rounds, "launch", self._checked(loop._rounds.launch))
         budget = mock.patch.object(engine._budget, "tokens", return_value=self.machine.prefill_budget)
-        choices = [mock.patch.object(controller, name, self._choose) for name in ("choose", "choose_common")]
+        choice = mock.patch.object(controller, "choose", self._choose)
+        recorded = self.harness.runner._recorded
+        assert recorded is not None
+        prompts = mock.patch.object(recorded, "run", self._noted(recorded.run))
         with ExitStack() as patches:
             patches.enter_context(committer)
             patches.enter_context(launch)
             patches.enter_context(budget)
-            for choice in choices:
-                patches.enter_context(choice)
+            patches.enter_context(choice)
+            patches.enter_context(prompts)
             last = max(one.joins + max((one.cancels or (0,))[0], sum(one.pauses or (0,))) for one in asked)
             step = 0
             while step <= last or engine.has_work():
@@ -294,8 +319,21 @@ class Service:
 
         return checked
 
+    def _noted(
+        self, run: Callable[[Sequence[PrefillChunk], bool], torch.Tensor]
+    ) -> Callable[[Sequence[PrefillChunk], bool], torch.Tensor]:
+        """Return `PrefillGraph.run` that notes what it packs."""
+
+        def noted(chunks: Sequence[PrefillChunk], captures: bool) -> torch.Tensor:
+            self.seen["recorded prompts"] += 1
+            self.seen["packed prompts"] += len(chunks) > 1
+            self.seen["recorded chunks behind others"] += any(chunk.start for chunk in chunks)
+            return run(chunks, captures)
+
+        return noted
+
     def _choose(
-        self, rows: Sequence[RowBound], batch_size: int = 0, other_nodes: int = 0
+        self, rows: Sequence[RowBound], others: Sequence[DraftShape], path: DraftPath
     ) -> list[DraftShape]:
         """Choose shapes at random in the controller's place."""
         chosen = []
@@ -312,6 +350,13 @@ class Service:
         return [(self._rng.randrange(VOCAB), self._rng.randrange(index + 1)) for index in range(count)]
 
 
+class PromptGraphs(PlayedGraphs):
+    """Records passes over prompts. Rounds run unrecorded."""
+
+    def due(self, key: Hashable, counted_as: Hashable | None = None) -> bool:
+        return False
+
+
 class _Counting(Committer):
     """A committer that counts the tokens that prefills emit."""
 
@@ -322,6 +367,12 @@ class _Counting(Committer):
     def accept(self, sequence: Row, emitted: Sequence[int]) -> Advance | None:
         return self._inner.accept(sequence, emitted)
 
-    def emit(self, sequence: Row, step: Advance, trace: RoundTrace | None = None) -> None:
+    def emit(
+        self,
+        sequence: Row,
+        step: Advance,
+        trace: RoundTrace | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
         self._counts[sequence.request.request_id] += len(step.kept)
-        self._inner.emit(sequence, step, trace)
+        self._inner.emit(sequence, step, trace, logprobs)

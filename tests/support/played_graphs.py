@@ -53,13 +53,20 @@ class Observed(GraphObserver):
 
 
 class BoundedGraphs(GraphCache):
-    """Keeps and drops graphs as on CUDA. `captured` lists the key of every capture, also of repeated ones."""
+    """Keeps and drops graphs as on CUDA.
+
+    `captured` lists the key of every capture, also of repeated ones, and `warm_up_runs` the runs before each.
+    """
 
     def __init__(self, max_late_graphs: int) -> None:
         self.observer = Observed()
-        super().__init__("cpu", observer=self.observer, max_late_graphs=max_late_graphs)
+        # On a busy machine, a pass on the CPU can take any time.
+        super().__init__(
+            "cpu", observer=self.observer, max_late_graphs=max_late_graphs, most_late_s=float("inf")
+        )
         self.enabled = True
         self.captured: list[Hashable] = []
+        self.warm_up_runs: list[int] = []
 
     @property
     def pool(self) -> object:
@@ -70,8 +77,9 @@ class BoundedGraphs(GraphCache):
         super().run(key, record)
         return record()
 
-    def _captured(self, key: Hashable, record: Callable[[], Any]) -> RecordedGraph | None:
+    def _captured(self, key: Hashable, record: Callable[[], Any], warm_up_runs: int) -> RecordedGraph | None:
         self.captured.append(key)
+        self.warm_up_runs.append(warm_up_runs)
         self._pool = self._pool or object()
         graph: Any = SimpleNamespace(replay=lambda: None)
         return RecordedGraph(len(self.captured), graph, self._pool, record())

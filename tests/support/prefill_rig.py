@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 
 from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.request import GenerationRequest, SpeculationLimits
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence
@@ -18,11 +20,38 @@ from outrider.shared.spec.drafter import FeatureSpec
 from support.target_harness import Collector
 
 SIZES = (4, 8, 32)
+SLOTS = 4
 PAGE_SIZE = 4
 UNTOUCHED = 7.0
-CASES = [(1, []), (4, []), (5, []), (31, [6, 8]), (32, [])]
-"""Prompt lengths, and the positions at which each prompt is cut into chunks."""
-SAMPLINGS = [SamplingParams(0.0), SamplingParams(0.9, seed=(1 << 64) - 3, choice_index=2)]
+SAMPLINGS = (
+    SamplingParams(0.0),
+    SamplingParams(0.9, seed=(1 << 64) - 3, choice_index=2),
+    SamplingParams(1.2, top_p=0.7, top_k=9, seed=4),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts and the passes that prefill them.
+
+    Attributes:
+        lengths: Lengths of the prompts.
+        passes: The chunks ``(prompt, start, stop)`` of each pass.
+    """
+
+    lengths: tuple[int, ...]
+    passes: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+CASES = (
+    Case((1,), (((0, 0, 1),),)),
+    Case((4,), (((0, 0, 4),),)),
+    Case((32,), (((0, 0, 32),),)),
+    Case((31,), (((0, 0, 6),), ((0, 6, 8),), ((0, 8, 31),))),
+    Case((5, 9, 1), (((0, 0, 5), (1, 0, 9), (2, 0, 1)),)),
+    Case((1, 1, 1, 1), (((0, 0, 1), (3, 0, 1), (1, 0, 1), (2, 0, 1)),)),
+    Case((40, 3, 30), (((0, 0, 29), (1, 0, 3)), ((2, 0, 11), (0, 29, 40)), ((2, 11, 30),))),
+)
 
 
 def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) -> ModelRunner:
@@ -31,6 +60,7 @@ def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) ->
     runner = ModelRunner(
         decoder, pool, create_backend("auto", decoder.device), graphs=graphs, prefill_sizes=sizes
     )
+    runner.use_slots(SlotTable(SLOTS, 2, pool, 32, decoder.config.vocab_size))
     runner.set_feature_spec(
         FeatureSpec(aux_layer_ids=(1, 3), feature_size=2 * decoder.config.hidden_size, fingerprint="raw")
     )
@@ -40,40 +70,50 @@ def make_runner(decoder: Decoder, graphs: GraphCache, sizes: tuple[int, ...]) ->
 
 
 def make_sequence(
-    runner: ModelRunner, length: int, sampling: SamplingParams, mode: SpeculationMode
+    runner: ModelRunner, index: int, length: int, sampling: SamplingParams, mode: SpeculationMode
 ) -> Sequence:
-    """Make a sequence with a synthetic prompt, and a lease whose slots differ from the token indices."""
+    """Make a sequence with a synthetic prompt, a slot, and a lease whose slots differ from token indices."""
     vocab = runner.decoder.config.vocab_size
-    request = GenerationRequest(
-        "x", [(5 * i + 3) % vocab for i in range(length)], 4, sampling, SpeculationLimits().resolve(mode)
-    )
-    sequence = Sequence(request, Collector(), session_id=1, page_size=PAGE_SIZE, follow=True)
+    prompt = [((5 + index) * i + 3) % vocab for i in range(length)]
+    request = GenerationRequest("x", prompt, 4, sampling, SpeculationLimits().resolve(mode))
+    sequence = Sequence(request, Collector(), session_id=1 + index, page_size=PAGE_SIZE, follow=True)
     runner.pool.lease(9)
     sequence.lease = runner.pool.lease(length + 8)
+    sequence.slot = SLOTS - 1 - index
     return sequence
 
 
-def prefill(runner: ModelRunner, sequence: Sequence, cuts: list[int]) -> list[int]:
-    """Prefill a prompt in chunks and return the chosen tokens."""
-    pairs = itertools.pairwise([0, *cuts, sequence.committed_len])
-    return [token for start, stop in pairs for token in runner.prefill([PrefillChunk(sequence, start, stop)])]
+def prefill(
+    runner: ModelRunner, case: Case, samplings: Seq[SamplingParams], modes: Seq[SpeculationMode]
+) -> list[list[int]]:
+    """Prefill the prompts of a case and return the tokens that each pass has chosen."""
+    sequences = [
+        make_sequence(runner, index, length, samplings[index % len(samplings)], modes[index % len(modes)])
+        for index, length in enumerate(case.lengths)
+    ]
+    return [
+        runner.prefill([PrefillChunk(sequences[index], start, stop) for index, start, stop in chunks])
+        for chunks in case.passes
+    ]
 
 
 def check_same(
     plain: ModelRunner,
     padded: ModelRunner,
-    length: int,
-    cuts: list[int],
-    sampling: SamplingParams,
-    mode: SpeculationMode,
+    case: Case,
+    samplings: Seq[SamplingParams],
+    modes: Seq[SpeculationMode],
 ) -> None:
-    """Check that the two runners choose the same token and store the same values."""
-    tokens = [
-        prefill(runner, make_sequence(runner, length, sampling, mode), cuts) for runner in (plain, padded)
-    ]
+    """Check that the two runners choose the same tokens and store the same values."""
+    tokens = [prefill(runner, case, samplings, modes) for runner in (plain, padded)]
     assert tokens[0] == tokens[1]
-    assert len(tokens[0]) == 1
+    assert sum(len(chosen) for chosen in tokens[0]) == len(case.lengths)
     for expected, found in zip(plain.pool.planes(), padded.pool.planes(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    stored = bool((padded.pool.planes()[-1] != UNTOUCHED).any())
-    assert stored is (mode is SpeculationMode.ON)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
+    features = padded.pool.planes()[-1].flatten(0, 1)  # [slots, feature size]
+    stored = int((features != UNTOUCHED).any(-1).sum())
+    assert stored == sum(
+        length
+        for index, length in enumerate(case.lengths)
+        if modes[index % len(modes)] is not SpeculationMode.OFF
+    )

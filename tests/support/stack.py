@@ -289,7 +289,10 @@ def separate(
 
 
 def child_pid(parent: int, service: str) -> int:
-    """Return the id of the `outrider serve SERVICE` process that is a child of `parent`."""
+    """Return the id of the `outrider serve SERVICE` process that is a child of `parent` and serves.
+
+    A standby process does not serve. Its standard input is a pipe.
+    """
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
@@ -300,6 +303,7 @@ def child_pid(parent: int, service: str) -> int:
                     and service in command
                     and int(status[1]) == parent
                     and status[0] != "Z"
+                    and not os.readlink(entry / "fd" / "0").startswith("pipe:")
                 ):
                     return int(entry.name)
     raise ProcessLookupError(service)

@@ -13,7 +13,9 @@ from outrider.kernels.philox import gumbel_noise
 from outrider.kernels.verify.filters import filter_logits
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.engine.recorder import Recorder
 from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.policy.fixed_share import FixedShare
 from outrider.services.target.request import (
     Event,
     FailedEvent,
@@ -27,6 +29,7 @@ from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams, TokenLogprob
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
@@ -41,6 +44,7 @@ from outrider.shared.spec.drafter import (
 )
 from outrider.shared.spec.tree import DraftBatch, mask_words
 from support.compute_device import DEVICE
+from support.rule_oracle import ruled
 
 Node = tuple[int, int]
 """Token and parent index of a draft node. The root is node 0 and is not listed."""
@@ -54,6 +58,8 @@ class Collector:
     finished: dict[str, FinishedEvent] = field(default_factory=dict)
     failed: dict[str, FailedEvent] = field(default_factory=dict)
     rounds: dict[str, list[RoundTrace]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     deliveries: int = 0
 
     def deliver(self, events: Sequence[Event]) -> None:
@@ -64,6 +70,8 @@ class Collector:
             if isinstance(event, TokensEvent):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
                 self.rounds.setdefault(event.request_id, []).extend(event.rounds)
+                self.logprobs.setdefault(event.request_id, []).extend(event.logprobs)
+                self.prompt_logprobs.setdefault(event.request_id, []).extend(event.prompt_logprobs)
             elif isinstance(event, FinishedEvent):
                 self.finished[event.request_id] = event
             else:
@@ -219,6 +227,13 @@ def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], Proposal
     return plan
 
 
+class EveryRow(FixedShare):
+    """Lets every row of a fixed shape draft, however long its round takes."""
+
+    def choose(self, rows: list[int], base_s: float, round_s: Callable[[Sequence[int]], float]) -> set[int]:
+        return set(rows)
+
+
 @dataclass
 class Harness:
     """An engine with a toy model. `run` steps the engine until it is idle."""
@@ -243,6 +258,7 @@ class Harness:
         ignore_eos: bool = False,
         deadline: float | None = None,
         priority: int = 0,
+        logprobs: LogprobParams = NO_LOGPROBS,
     ) -> int:
         depth, topk, max_nodes = shape or (None, None, None)
         request = GenerationRequest(
@@ -255,6 +271,7 @@ class Harness:
             ignore_eos=ignore_eos,
             deadline=deadline,
             priority=priority,
+            logprobs=logprobs,
         )
         return self.engine.submit(request, self.sink)
 
@@ -287,17 +304,25 @@ def make_harness(
     plan: LoopPlan | None = None,
     graphs: GraphCache | None = None,
     attention: AttentionBackend | None = None,
+    recorder: Recorder | None = None,
+    prefill_sizes: Sequence[int] = (),
+    bounds_fixed_trees: bool = False,
     **limits: int,
 ) -> Harness:
     """Make an engine that has no thread of its own.
 
-    By default, the engine reads each round before it launches the next.
+    By default, the engine reads each round before it launches the next, and every row of a fixed shape gets
+    its tree. With `bounds_fixed_trees`, measured times decide which of these rows draft (`FixedShare`), as
+    in production. Then the rounds differ from run to run.
     """
     pool = decoder.make_pool(num_pages, page_size)
-    runner = ModelRunner(decoder, pool, attention or create_backend("auto", decoder.device), graphs=graphs)
+    attention = attention or create_backend("auto", decoder.device)
+    runner = ModelRunner(decoder, pool, attention, graphs=graphs, prefill_sizes=prefill_sizes)
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
     engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
-    engine = TargetEngine(runner, scheduler, drafter, engine_limits, plan=plan)
+    engine = TargetEngine(runner, scheduler, drafter, engine_limits, plan=plan, recorder=recorder)
+    if not bounds_fixed_trees:
+        engine._planner._share = EveryRow()
     return Harness(engine, scheduler, runner, Collector())
 
 
@@ -316,11 +341,8 @@ def load_toy(path: Path) -> Decoder:
     return load_decoder(path, DEVICE, torch.float32)
 
 
-def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
-    """Return the scores ``[V]``, i.e. the logits after filters and noise; their argmax is the next token.
-
-    One pass over all of `tokens` computes the scores.
-    """
+def next_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logits ``[n, V] fp32`` after each token, from one pass over all of `tokens`."""
     pool = decoder.make_pool(-(-len(tokens) // 16), 16)
     lease = pool.lease(len(tokens))
     assert lease is not None
@@ -331,7 +353,24 @@ def next_scores(decoder: Decoder, tokens: Sequence[int], sampling: SamplingParam
         torch.arange(len(tokens), device=decoder.device),
     )
     with torch.inference_mode():
-        scores = decoder.logits(decoder.forward(ids, positions, attention, pool).hidden[-1:]).float().cpu()
+        return decoder.logits(decoder.forward(ids, positions, attention, pool).hidden).float().cpu()
+
+
+def next_scores(
+    decoder: Decoder,
+    tokens: Sequence[int],
+    sampling: SamplingParams,
+    prompt_len: int | None = None,
+    stops: Sequence[int] = (),
+) -> torch.Tensor:
+    """Return the scores ``[V]``: the logits after rules, filters and noise. Their argmax is the next token.
+
+    One pass over all of `tokens`, the prompt and the output so far, computes the scores. `prompt_len` is None
+    for a request without rules. `stops` are the tokens that end the text.
+    """
+    scores = next_logits(decoder, tokens)[-1:]
+    if prompt_len is not None:
+        scores = ruled(scores[0], tokens[:prompt_len], tokens[prompt_len:], sampling.rules, stops)[None]
     if sampling.temperature > 0:
         row = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
         filters = [torch.tensor([getattr(sampling, name)], dtype=dtype) for name, dtype in row.items()]
@@ -365,11 +404,8 @@ def assert_same_tokens(
     at = first_difference(expected, found)
     if at is None:
         return
-    best = (
-        next_scores(decoder, [*prompt, *expected[:at]], sampling or SamplingParams(temperature=0.0))
-        .topk(2)
-        .values
-    )
+    params = sampling or SamplingParams(temperature=0.0)
+    best = next_scores(decoder, [*prompt, *expected[:at]], params, len(prompt)).topk(2).values
     gap = float(best[0] - best[1])
     print(f"near-tie at token {at}: {expected[at]} or {found[at]}, top-two gap {gap:.2e}")
     assert gap < 1e-4, (

@@ -19,8 +19,8 @@ import torch
 
 from outrider.services.draft.growth.draft_model import DraftModel
 from outrider.services.draft.growth.extend_graph import ExtendGraph
+from outrider.services.draft.growth.growth_memory import GrowthMemory
 from outrider.services.draft.growth.page_tables import PageTable
-from outrider.services.draft.growth.session_batch import GrowthMemory
 from outrider.services.draft.growth.tree_grower import (
     GrownTrees,
     GrowthInputs,

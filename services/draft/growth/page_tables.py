@@ -26,13 +26,11 @@ class PageTable:
 
     Attributes:
         tensor: ``[bs, width] int32``.
-        lent: True while rounds that stay on the device read the table.
     """
 
     def __init__(self, bs: int, width: int, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.tensor = torch.zeros((bs, width), dtype=torch.int32, device=device)
-        self.lent = False
         self._host = np.zeros((bs, width), dtype=np.int32)
         self._written: list[tuple[PageLease | None, int]] = [(None, 0)] * bs
         self._staged: torch.Tensor | None = None
@@ -83,7 +81,7 @@ class PageTables:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._tables: dict[tuple[int, int], list[PageTable]] = {}
+        self._tables: dict[tuple[int, int], PageTable] = {}
 
     def width_for(self, num_tokens: int) -> int | None:
         """Return the width of a table for a sequence of this length; None if the pool is too small."""
@@ -95,10 +93,7 @@ class PageTables:
         return min(self._pool.pages_for(tokens), self._pool.num_pages)
 
     def find(self, bs: int, width: int) -> PageTable:
-        """Return a table that no running rounds read. Consecutive rounds get the same table."""
-        tables = self._tables.setdefault((bs, width), [])
-        for table in tables:
-            if not table.lent:
-                return table
-        tables.append(PageTable(bs, width, self._pool.device))
-        return tables[-1]
+        """Return the table of this size. Rounds of equal sizes use it in turn, in stream order."""
+        if (bs, width) not in self._tables:
+            self._tables[bs, width] = PageTable(bs, width, self._pool.device)
+        return self._tables[bs, width]

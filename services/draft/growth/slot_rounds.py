@@ -1,8 +1,8 @@
-"""Drafts for sessions whose newest tokens and features are in the slots of a target in the same process.
+"""Drafts for sessions whose newest tokens and features are on the device, and reach the host one round late.
 
-In every round, some sessions draft and others do not. The input of a round is the tokens and features that
-the previous round chose. They are on the device, and the host learns the tokens one round late. Meanwhile,
-the fields of a session mean:
+The input of a round is the tokens and features that the previous round chose. They are in the slots of a
+target in the same process, or in the state that a target in another process has sent. Meanwhile, the fields
+of a session mean:
 
     tokens       tokens of the rounds that the host has read
     cached_rows  number of rows that the rounds read so far have written to the KV
@@ -16,8 +16,8 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from outrider.kernels.packed_round import GroupRows
+from outrider.services.draft.growth.growth_memory import GrowthMemory
 from outrider.services.draft.growth.page_tables import PageTable
-from outrider.services.draft.growth.session_batch import GrowthMemory
 from outrider.services.draft.growth.tree_grower import GrowthInputs, GrowthSize
 from outrider.services.draft.sessions.feature_queue import FeatureQueue
 from outrider.services.draft.sessions.session import RowSource, Session
@@ -28,7 +28,7 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
 class SlotRounds:
-    """Drafts for sessions whose state stays on the target's device (`shared.spec.device_drafter`).
+    """Prepares rounds of sessions whose newest rows are on the device (`shared.spec.device_drafter`).
 
     Args:
         memory: Resources shared by all rounds.
@@ -58,14 +58,20 @@ class SlotRounds:
         memory, bounded, longest = self._memory, shape.bounded(), 1
         leases: list[PageLease | None] = []
         refused: list[int] = []
-        for index, (session, upper) in enumerate(zip(sessions, committed_upper, strict=True)):
-            needed = memory.tokens_needed(upper, bounded)
+        needs = [memory.tokens_needed(upper, bounded) for upper in committed_upper]
+        # If one lease grows, grow every lease. The table is rewritten anyway, and the spare pages then avoid
+        # further rewrites for many rounds.
+        grows = any(
+            session is not None and session.lease is not None and not memory.holds(session.lease, needed)
+            for session, needed in zip(sessions, needs, strict=True)
+        )
+        for index, (session, needed) in enumerate(zip(sessions, needs, strict=True)):
             lease = None if session is None else session.lease
             if (
                 session is None
                 or lease is None
                 or memory.tables.width_for(needed) is None
-                or not memory.reserve(lease, needed)
+                or not memory.reserve(lease, needed, grows=grows)
             ):
                 refused.append(index)
                 leases.append(None)
@@ -121,6 +127,10 @@ class SessionGroup(SeatedGroup):
         self._budgets = budgets
         self.refused = refused
         self.key: Hashable = table.tensor.data_ptr()
+
+    def stage(self) -> None:
+        """Prepare the copy of the page table, which `load` then only enqueues."""
+        self._table.update(self._leases, later=True)
 
     def load(self) -> None:
         self._table.update(self._leases)

@@ -20,7 +20,7 @@ from outrider.draft.v1 import draft_pb2
 from outrider.kernels.round_trade import admit_counts, pack_trees
 from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.growth.draft_graph import DeviceGrowth
-from outrider.services.draft.growth.session_batch import SessionBatch
+from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.growth.tree_grower import max_round_rows
 from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.round_buffers import RoundBuffers
@@ -54,7 +54,7 @@ class PeerBatch:
         batches: All batches, with the graphs that they share.
         message: The RoundsEnter message.
         sessions: The sessions of the message's rows, with the message's tokens already appended.
-        rounds: The rounds of these sessions on the device.
+        slots: Prepares the rounds of these sessions.
         buffers: Buffers of this size.
         before: The sessions' prefix hashes before the message's tokens were appended.
     """
@@ -64,16 +64,18 @@ class PeerBatch:
         batches: PeerBatches,
         message: draft_pb2.RoundsEnter,
         sessions: Sequence[Session],
-        rounds: SessionBatch,
+        slots: SlotRounds,
         buffers: RoundBuffers,
         before: Sequence[int],
     ) -> None:
         self.id = message.rounds
         self._batches = batches
         self._sessions: list[Session | None] = list(sessions)
-        self._rounds = rounds
+        self._slots = slots
         self._buffers = buffers
         self._size = kind_of(message)
+        self._shape = DraftShape(message.shape.depth, message.shape.topk, message.shape.max_nodes)
+        self._group = self._seat([session.committed_len for session in sessions])
         self._untold = [
             (row.base_len, prefix_hash) for row, prefix_hash in zip(message.rows, before, strict=True)
         ]
@@ -84,10 +86,12 @@ class PeerBatch:
     def ready(self, message: draft_pb2.RoundsNext) -> bool:
         """Prepare the round that `message` announces; return False if there is no memory for the round."""
         self._tell(message.chosen)
-        if len(message.committed_upper) != len(self._sessions) or not self._rounds.reserve(
-            message.committed_upper
-        ):
+        if len(message.committed_upper) != len(self._sessions):
             return False
+        self._group = self._seat(message.committed_upper)
+        if any(self._sessions[row] is not None for row in self._group.refused):
+            return False
+        self._group.stage()
         self.prepare()
         self._next = message
         return True
@@ -101,7 +105,7 @@ class PeerBatch:
         exchange.take(message, buffers.blob, buffers.expected, STATE_LIMIT_S)
         # Write the pages after the wait. If target and draft share a GPU by time-slicing, a copy before the
         # wait would cost the target a time-slice.
-        self._rounds.write()
+        self._group.load()
         self._batches.graphs.run(self._key, self._round)
         exchange.give(message, buffers.trees.blob)
         self._batches.tried.add(self._key)
@@ -118,7 +122,7 @@ class PeerBatch:
         """Make the rows of sessions that have ended idle."""
         for row, session in enumerate(self._sessions):
             if session is not None and not followed(session):
-                self._rounds.retire([row])
+                session.engaged = False
                 self._sessions[row] = None
 
     def leave(self, chosen: Sequence[draft_pb2.RoundTokens]) -> list[Session]:
@@ -154,7 +158,7 @@ class PeerBatch:
 
     @property
     def _key(self) -> Hashable:
-        return (*self._size, self._rounds.key)
+        return (*self._size, self._group.key)
 
     def _round(self) -> None:
         """Run one round. All its tensors stay at fixed addresses."""
@@ -162,17 +166,27 @@ class PeerBatch:
         # If the state did not arrive in time, the blob still contains an earlier round. The round then stores
         # and drafts nothing.
         admit_counts(buffers.number, buffers.expected, buffers.state.counts)
-        trees, out = self._rounds.draft(buffers.state), buffers.trees
+        trees, out = self._group.draft(buffers.rows), buffers.trees
         pack_trees(trees.num_nodes, trees.tokens, trees.parents, out.num_nodes, out.tokens, out.parents)
 
     def _tell(self, chosen: Sequence[draft_pb2.RoundTokens]) -> None:
         for outcome in chosen:
             tokens = iter(outcome.token_ids)
-            self._rounds.committed([[next(tokens) for _ in range(count)] for count in outcome.counts])
+            per_row = [[next(tokens) for _ in range(count)] for count in outcome.counts]
+            for session, chosen_tokens in zip(self._sessions, per_row, strict=True):
+                if session is not None and chosen_tokens:
+                    self._slots.committed(session, chosen_tokens, drafted=True)
             self._num_told += 1
 
+    def _seat(self, committed_upper: Sequence[int]) -> SessionGroup:
+        columns = max_round_rows(self._shape.bounded())
+        batch_size = self._buffers.state.bs
+        return self._slots.seat(self._sessions, committed_upper, self._shape, batch_size, columns)
+
     def _end(self) -> None:
-        self._rounds.leave()
+        for session in self._sessions:
+            if session is not None:
+                session.engaged = False
         self._sessions = [None] * len(self._sessions)
 
 
@@ -244,8 +258,8 @@ class PeerBatches:
         for session, row in rows:
             tell_pending(session, row, self._now())
         load_sampling(buffers.state, sessions)
-        session_rounds = SessionBatch(rounds.memory, sessions, shape, buffers.state, self._now)
-        self._rounds = PeerBatch(self, message, sessions, session_rounds, buffers, before)
+        slots = SlotRounds(rounds.memory, self._now)
+        self._rounds = PeerBatch(self, message, sessions, slots, buffers, before)
         self._peer = peer
         self._rounds.prepare()
         self._served.add((kind_of(message), length_class_of(message)))
@@ -264,9 +278,7 @@ class PeerBatches:
         ):
             return
         buffers = self._buffers_for(message, rounds)
-        PeerBatch(
-            self, message, (), SessionBatch(rounds.memory, (), shape, buffers.state, self._now), buffers, ()
-        ).prepare()
+        PeerBatch(self, message, (), SlotRounds(rounds.memory, self._now), buffers, ()).prepare()
 
     def warming(self, peer: PeerId, message: draft_pb2.RoundsEnter) -> bool:
         """True if rows of these sessions have not arrived yet. False if a session is unknown."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.kernels.packed_round import GroupRows
 from outrider.shared.spec.resident import RoundState, TreesBlob
 
 
@@ -19,6 +20,20 @@ class RoundBuffers:
     number: torch.Tensor  # the round number in the header of `blob`
     expected: torch.Tensor  # [1] int32, the current round; a state with another number drafts nothing
     trees: TreesBlob  # the trees to send
+
+    @property
+    def rows(self) -> GroupRows:
+        """The received state as the input of a draft."""
+        state = self.state
+        return GroupRows(
+            state.committed_lens,
+            state.counts,
+            state.tokens,
+            state.features,
+            state.temperature,
+            state.seeds,
+            state.choices,
+        )
 
     @classmethod
     def make(cls, message: draft_pb2.RoundsEnter, dtype: torch.dtype, device: torch.device) -> RoundBuffers:

@@ -74,12 +74,12 @@ class DraftLoop(Steppable):
         self._commands.append(command)
         self._thread.wake()
 
-    def later(self, command: Callable[[], object]) -> None:
-        """Queue `command` to run when there is no other work and no session is open.
+    def later(self, *commands: Callable[[], object]) -> None:
+        """Queue commands to run, one by one, when there is no other work and no session is open.
 
-        The command may never run. Called on the engine thread.
+        The commands may never run. Called on the engine thread.
         """
-        self._later.append(command)
+        self._later.extend(commands)
 
     def run_here(self, command: Callable[[], object]) -> None:
         """Run `command` on the caller's thread if the engine thread is idle; otherwise submit it.

@@ -223,7 +223,7 @@ class DraftProtocol:
     def lend(self, name: str, tensor: torch.Tensor) -> None:
         """Receive a tensor that the draft borrows. Called on the engine thread.
 
-        When the last tensor has arrived, the warm-up starts.
+        When the last tensor has arrived, the warm-up starts. Its further work runs while no session is open.
 
         Raises:
             OutriderError: The warm-up failed; see `warm_up`.
@@ -232,7 +232,7 @@ class DraftProtocol:
         self._engine.strategy.lend(name, tensor)
         self._lender = self._asked_to_lend
         if missed and not self._engine.strategy.missing():
-            warm_up(self._engine, self.device, tiles=self._tiles)
+            self.loop.later(*warm_up(self._engine, self.device, tiles=self._tiles))
 
     def info(self) -> draft_pb2.GetInfoReply:
         """Describe the draft, its KV pool and its metrics. Called on the engine thread."""

@@ -93,7 +93,9 @@ class HeadStrategy(PagedStrategy, HasProducts):
                 head.device,
             )
             firsts, lasts = order.split_with_sizes([len(chunks) + 1, len(chunks)])
-            ends = Ends(replace(batch, query_start=firsts.to(torch.int32), max_query_len=1), lasts)
+            ends = Ends(
+                replace(batch, query_start=firsts.to(torch.int32), max_query_len=1, host_lens=None), lasts
+            )
         self._attention.plan(batch)
         states = head.forward(
             host[0], features, head.rotation(host[1]), self._attention, self._pool, None, ends

@@ -31,6 +31,8 @@ from outrider.shared.nn.layers.rope import Rotation
 from outrider.shared.nn.open import read_model_config
 
 COUNT = "num_nextn_predict_layers"
+EXPORTED = "NextN"
+"""Suffix of the architecture's name in a folder with nothing but an MTP layer, as SGLang exports it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ class MtpWeights:
             CheckpointError: There are no MTP layers, or one is incomplete or has unused tensors. The message
                 names the key or tensor.
         """
-        config = read_model_config(path)
+        config = read_mtp_config(path)
         with CheckpointReader(path, device=device, dtype=dtype) as reader:
             dialect, numbers = _find_layers(path, reader)
             with torch.inference_mode():
@@ -172,6 +174,28 @@ class MtpWeights:
             reader.finish(ignored=[*others, *copies, "*rotary_emb.inv_freq"])
             fingerprint = f"{config.fingerprint[:32]}{reader.fingerprint[:32]}"
         return cls(config, dialect, layers, prefixes, fingerprint)
+
+
+def read_mtp_config(path: Path) -> ModelConfig:
+    """Return the configuration of the model that the MTP layers in a folder belong to.
+
+    SGLang's exporter (``export_deepseek_nextn.py``) writes a folder with one MTP layer, which it numbers as
+    layer 0 of a model of one layer. In such a model, layer 0 would be dense. The MTP layer is like the last
+    layers of the original model, which are sparse. The returned configuration therefore has the dense layers
+    and one sparse layer.
+
+    Raises:
+        CheckpointError: The configuration cannot be read. The message names the key.
+    """
+    source = path / CONFIG_FILE
+    raw = read_json(source)
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names or not str(names[0]).endswith(EXPORTED):
+        return read_model_config(path)
+    reader = ConfigReader(raw, source)
+    layers = reader.count("first_k_dense_replace", 0) + 1
+    original = {"architectures": [str(names[0]).removesuffix(EXPORTED)], "num_hidden_layers": layers}
+    return ModelConfig.parse(raw | original, source=source)
 
 
 def _find_layers(path: Path, reader: CheckpointReader) -> tuple[MtpDialect, list[int]]:

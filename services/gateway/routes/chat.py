@@ -31,6 +31,7 @@ from outrider.services.gateway.routes.context import (
     ignored_header,
     timeout_of,
 )
+from outrider.services.gateway.routes.logprobs import chat_reply_logprobs, chunk_logprobs
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
 from outrider.services.gateway.schemas.chat import ChatRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
@@ -72,6 +73,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
             form.with_ids,
             body.continuous_usage,
             turn.reader,
+            chunk_logprobs(core, job),
         )
         return EventStream(stream_chunks(core, job, head, shape), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
@@ -138,7 +140,7 @@ class _Form:
             {
                 "index": index,
                 "message": self._message(answer),
-                "logprobs": None,
+                "logprobs": chat_reply_logprobs(self.turn.core, self.job, one),
                 "finish_reason": finish_name(one.finished, answer),
                 **choice_extras(one, len(completions) == 1, trace, self.with_ids),
             }

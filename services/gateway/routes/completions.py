@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from outrider.services.gateway.render import (
     reply_speculation,
     usage_object,
 )
-from outrider.services.gateway.request import Completion, merge_usage
+from outrider.services.gateway.request import Completion, Usage, merge_usage
 from outrider.services.gateway.routes.context import (
     ERROR_RESPONSES,
     ReplyHead,
@@ -30,6 +31,7 @@ from outrider.services.gateway.routes.context import (
     ignored_header,
     timeout_of,
 )
+from outrider.services.gateway.routes.logprobs import completion_chunk_logprobs, completion_reply_logprobs
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
 from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
@@ -65,11 +67,47 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     head = ReplyHead.new("cmpl", "text_completion", model, body.reply_id, core.client.info)
     with_ids = bool(body.return_token_ids) or core.codec is None
     if body.stream:
-        shape = StreamShape(_choice, opening, body.include_usage, with_ids, body.continuous_usage)
+        shape = StreamShape(
+            _choice,
+            opening,
+            body.include_usage,
+            with_ids,
+            body.continuous_usage,
+            logprobs=completion_chunk_logprobs(core, job),
+        )
         return EventStream(stream_chunks(core, job, head, shape), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
-    texts = [(echoes[index // n] if echoes else "") + one.text for index, one in enumerate(completions)]
-    return JsonResponse(_reply(core, job, head, completions, texts, with_ids), headers=headers)
+    usage = merge_usage([one.finished for one in completions], n)
+    kept = best_choices(completions, n, body.n or 1)
+    echoes = [echoes[index // n] for index in kept if echoes]
+    completions = [completions[index] for index in kept]
+    texts = [(echoes[index] if echoes else "") + one.text for index, one in enumerate(completions)]
+    scored = body.logprobs is not None
+    return JsonResponse(_reply(core, job, head, completions, texts, usage, with_ids, scored), headers=headers)
+
+
+def best_choices(completions: Sequence[Completion], generated: int, wanted: int) -> list[int]:
+    """Return the indices of the best answers to each prompt, best first.
+
+    The best answers have the highest mean logprob per token. If all are wanted, they keep their order.
+
+    Args:
+        completions: The answers, grouped by prompt.
+        generated: Number of answers per prompt.
+        wanted: Number of answers per prompt to return.
+    """
+    if generated == wanted:
+        return list(range(len(completions)))
+    kept: list[int] = []
+    for first in range(0, len(completions), generated):
+        group = range(first, first + generated)
+        kept += sorted(group, key=lambda index: -_mean_logprob(completions[index]))[:wanted]
+    return kept
+
+
+def _mean_logprob(one: Completion) -> float:
+    found = [each.logprob for each in one.logprobs]
+    return sum(found) / len(found) if found else -math.inf
 
 
 def check_texts(core: GatewayCore, batch: Sequence[str | list[int]], field: str) -> None:
@@ -112,17 +150,20 @@ def _reply(
     head: ReplyHead,
     completions: list[Completion],
     texts: list[str],
+    usage: Usage,
     with_ids: bool,
+    scored: bool,
 ) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
     choices = [
         _choice(index, Text(texts[index]), finish_name(one.finished, Answer()))
+        | {"logprobs": completion_reply_logprobs(core, job, one) if scored else None}
         | choice_extras(one, len(completions) == 1, trace, with_ids)
         for index, one in enumerate(completions)
     ]
     return head.object_of(
         choices=choices,
-        usage=usage_object(merge_usage([one.finished for one in completions], job.parameters.n or 1)),
+        usage=usage_object(usage),
         **reply_speculation(completions, trace, core.client.info),
         metadata=metadata_object(core.client.info, completions[0].seed),
     )

@@ -15,10 +15,11 @@ from outrider.services.gateway.errors import JsonResponse
 from outrider.services.gateway.generation import collect
 from outrider.services.gateway.guards.parsed_body import ParsedBodyRoute
 from outrider.services.gateway.parameters import NATIVE, NATIVE_TEXT
-from outrider.services.gateway.render import speculation_object, trace_object
+from outrider.services.gateway.render import decision_object, speculation_object, trace_object
 from outrider.services.gateway.request import Chunk, Completion, Finished, Started
 from outrider.services.gateway.routes.completions import check_texts, encode_batch
 from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, ignored_header, timeout_of
+from outrider.services.gateway.routes.logprobs import native_meta
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
@@ -53,19 +54,21 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     as_list = body.is_batch or sequences > 1
     rids = _rids(body.rid, as_list, [one.n or 1 for one in per_prompt or [parameters] * len(batch)])
     job = Job(prompts, sequences, parameters, surface, timeout_of(request), rids, per_prompt)
+    with_text = bool(body.return_text_in_logprobs)
     if body.stream:
-        return EventStream(_stream(core, job, as_list), core.settings.keep_alive_s, headers)
+        return EventStream(_stream(core, job, as_list, with_text), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
-    replies = [
-        _reply(core, one, rids[index], parameters.speculation.trace) for index, one in enumerate(completions)
-    ]
+    replies = [_reply(core, job, one, rids[index], with_text) for index, one in enumerate(completions)]
     return JsonResponse(replies if as_list else replies[0], headers=headers)
 
 
-async def _stream(core: GatewayCore, job: Job, as_list: bool) -> AsyncGenerator[dict[str, Any], None]:
+async def _stream(
+    core: GatewayCore, job: Job, as_list: bool, with_text: bool
+) -> AsyncGenerator[dict[str, Any], None]:
     texts: dict[int, str] = {}
     ids: dict[int, list[int]] = {}
     started: dict[int, Started] = {}
+    chunks: dict[int, list[Chunk]] = {}
     async with aclosing(core.generate(job)) as events:
         async for one in events:
             index = one.index
@@ -73,8 +76,12 @@ async def _stream(core: GatewayCore, job: Job, as_list: bool) -> AsyncGenerator[
             match one.event:
                 case Started() as start:
                     started[index], texts[index], ids[index] = start, "", []
+                    chunks[index] = []
                     continue
-                case Chunk(text=text, token_ids=token_ids, rounds=rounds):
+                case Chunk(text=text, token_ids=token_ids, rounds=rounds) as chunk:
+                    chunks[index].append(chunk)
+                    if not (text or token_ids or rounds):
+                        continue
                     texts[index] += text
                     ids[index] += token_ids
                     meta = {
@@ -89,6 +96,7 @@ async def _stream(core: GatewayCore, job: Job, as_list: bool) -> AsyncGenerator[
                 case Finished() as end:
                     meta = _meta(core, end, job.rids[index], started[index].seed)
                     extra = {"speculation": speculation_object(end.speculation)}
+            meta |= native_meta(core, job, started[index].prompt_ids, chunks[index], with_text)
             yield {
                 "text": texts[index],
                 "output_ids": list(ids[index]),
@@ -116,11 +124,13 @@ def _rids(rid: str | list[str] | None, as_list: bool, choices: Sequence[int]) ->
     return tuple(f"{name}-{index}" for index in range(sum(choices))) if as_list else (name,)
 
 
-def _reply(core: GatewayCore, one: Completion, rid: str, trace: bool) -> dict[str, Any]:
+def _reply(core: GatewayCore, job: Job, one: Completion, rid: str, with_text: bool) -> dict[str, Any]:
+    trace = job.parameters.speculation.trace
     return {
         "text": one.text,
         "output_ids": one.token_ids,
-        "meta_info": _meta(core, one.finished, rid, one.seed),
+        "meta_info": _meta(core, one.finished, rid, one.seed)
+        | native_meta(core, job, one.prompt_ids, one.chunks, with_text),
         "speculation": speculation_object(one.finished.speculation, one.rounds if trace else None),
     }
 
@@ -220,6 +230,7 @@ async def server_info(request: Request) -> Response:
                     "kv_pages_total": stats.pages_total,
                     "kv_pages_free": stats.pages_free,
                     "kv_pages_held": stats.pages_held,
+                    "auto": decision_object(stats.auto),
                 }
             ],
         }

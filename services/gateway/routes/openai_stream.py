@@ -19,6 +19,10 @@ ChoiceOf = Callable[[int, Piece, str | None], dict[str, Any]]
 EMPTY = Text("")
 
 
+LogprobsOf = Callable[[int, Chunk], dict[str, Any] | None]
+"""Returns the `logprobs` object for (index, chunk), or None if the chunk has none."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamShape:
     """The format of a stream.
@@ -31,6 +35,8 @@ class StreamShape:
         with_ids: Whether to include token ids.
         continuous_usage: Whether every chunk contains the usage so far. Requires `include_usage`.
         reader: Returns the reader of one answer. Called when its sequence has started.
+        logprobs: Returns the `logprobs` object of a chunk of the sequence with this index. None if the client
+            wants no logprobs.
     """
 
     choice: ChoiceOf
@@ -39,6 +45,7 @@ class StreamShape:
     with_ids: bool
     continuous_usage: bool = False
     reader: Callable[[], AnswerReader] = plain_reader
+    logprobs: LogprobsOf | None = None
 
 
 class UsageSoFar:
@@ -88,10 +95,10 @@ async def stream_chunks(
                 case Chunk() as chunk:
                     usage.add(len(chunk.token_ids))
                     pieces = readers[one.index].push(chunk.text, len(chunk.token_ids))
-                    extras = _chunk_extras(chunk, shape)
+                    extras = _chunk_extras(one.index, chunk, shape)
                     if not pieces and not any(extras):
                         continue
-                    # Token ids and the trace are in the first chunk of several.
+                    # Token ids, logprobs and the trace are in the first chunk of several.
                     for piece in pieces or [EMPTY]:
                         choice = shape.choice(one.index, piece, None) | extras[0]
                         yield head.object_of(choices=[choice], **usage.fields(), **extras[1])
@@ -115,9 +122,13 @@ async def stream_chunks(
         yield head.object_of(choices=[], usage=usage_object(total, reasoning_tokens))
 
 
-def _chunk_extras(chunk: Chunk, shape: StreamShape) -> tuple[dict[str, Any], dict[str, Any]]:
+def _chunk_extras(index: int, chunk: Chunk, shape: StreamShape) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the additional fields of a chunk's choice, and of the chunk."""
-    ids = {"token_ids": list(chunk.token_ids)} if shape.with_ids and chunk.token_ids else {}
+    fields: dict[str, Any] = {}
+    if shape.with_ids and chunk.token_ids:
+        fields["token_ids"] = list(chunk.token_ids)
+    if shape.logprobs is not None and (logprobs := shape.logprobs(index, chunk)):
+        fields["logprobs"] = logprobs
     if not chunk.rounds:
-        return ids, {}
-    return ids, {"speculation": {"trace": [trace_object(one) for one in chunk.rounds]}}
+        return fields, {}
+    return fields, {"speculation": {"trace": [trace_object(one) for one in chunk.rounds]}}

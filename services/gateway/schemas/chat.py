@@ -6,12 +6,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.chat_messages import Message
-from outrider.services.gateway.schemas.common import ZERO, Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.common import Neutral, OpenAIRequest
 from outrider.services.gateway.schemas.template_options import TEMPLATE_OPTIONS, template_options
 from outrider.services.gateway.schemas.tools import Tool, ToolChoice, check_choice, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.logit_rules import LogprobParams
 
 
 class ChatRequest(OpenAIRequest):
@@ -19,8 +21,6 @@ class ChatRequest(OpenAIRequest):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIRequest.NEUTRAL,
-        "logprobs": (False,),
-        "top_logprobs": ZERO,
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -61,13 +61,28 @@ class ChatRequest(OpenAIRequest):
     prediction: Any = None
     verbosity: Any = None
 
-    logprobs: Neutral = None
-    top_logprobs: Neutral = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(
+        None, description="Number of alternatives per token, 0 to 20. Requires logprobs: true."
+    )
     functions: Neutral = None
     function_call: Neutral = None
     modalities: Neutral = None
     audio: Neutral = None
     web_search_options: Neutral = None
+
+    def wanted_logprobs(self) -> RequestedLogprobs:
+        """Return the logprobs that the client wants.
+
+        Raises:
+            InvalidRequestError: If top_logprobs is out of range, or set without logprobs.
+        """
+        top = check_top(self.top_logprobs, "top_logprobs")
+        if not self.logprobs:
+            if top:
+                raise InvalidRequestError("top_logprobs requires logprobs: true.", field="top_logprobs")
+            return NO_REQUESTED_LOGPROBS
+        return RequestedLogprobs(LogprobParams(top=top or 0), bool(self.return_tokens_as_token_ids))
 
     def token_limit(self) -> int | None:
         """Return the client's limit of new tokens, or None.

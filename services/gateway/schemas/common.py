@@ -7,8 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from outrider.services.gateway.parameters import Parameters
-from outrider.services.gateway.request import MAX_STOPS, RequestedSpeculation
+from outrider.services.gateway.request import RequestedSpeculation
+from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel, StrictModel
+from outrider.services.gateway.schemas.sampling_fields import SamplingFields
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SpeculationMode
 
@@ -54,7 +56,7 @@ def _one_or_many(value: object) -> object:
         return None
     many = [value] if isinstance(value, str) else value
     if not isinstance(many, list) or not all(isinstance(one, str) for one in many):
-        raise ValueError(f"must be a string or a list of up to {MAX_STOPS} strings")
+        raise ValueError("must be a string or a list of strings")
     return many
 
 
@@ -73,15 +75,10 @@ ZERO = (0, 0.0)
 ONE = (1, 1.0)
 
 
-class OpenAIRequest(NeutralOnly):
+class OpenAIRequest(NeutralOnly, SamplingFields):
     """Fields of the chat and text completions routes. None means that a field is absent."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "presence_penalty": ZERO,
-        "frequency_penalty": ZERO,
-        "repetition_penalty": ONE,
-        "min_tokens": ZERO,
-        "logit_bias": ({},),
         "response_format": ({"type": "text"},),
         "regex": (),
         "ebnf": (),
@@ -121,6 +118,12 @@ class OpenAIRequest(NeutralOnly):
     rid: str | None = Field(
         None, max_length=128, description="SGLang's name for a request id. It becomes the id of the reply."
     )
+    min_tokens: int | None = Field(
+        None, description="Number of tokens before which no stop token or stop string ends the answer."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Write the tokens of logprobs as token_id:N."
+    )
     request_id: str | None = Field(None, max_length=128, description="vLLM's name of `rid`.")
     sampling_seed: int | None = Field(None, description="SGLang's name of `seed`.")
     no_stop_trim: bool | None = Field(None, description="SGLang's name of `include_stop_str_in_output`.")
@@ -142,11 +145,6 @@ class OpenAIRequest(NeutralOnly):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
-    presence_penalty: Neutral = None
-    frequency_penalty: Neutral = None
-    repetition_penalty: Neutral = None
-    min_tokens: Neutral = None
-    logit_bias: Neutral = None
     response_format: Neutral = None
     regex: Neutral = None
     ebnf: Neutral = None
@@ -179,7 +177,13 @@ class OpenAIRequest(NeutralOnly):
             speculation=(self.speculation or SpeculationOptions()).params(),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
+            rules=self.rules(self.min_tokens),
+            logprobs=self.wanted_logprobs(),
         )
+
+    def wanted_logprobs(self) -> RequestedLogprobs:
+        """Return the logprobs that the client wants."""
+        return NO_REQUESTED_LOGPROBS
 
     def _seed(self) -> int | None:
         if self.seed is not None and self.sampling_seed not in (None, self.seed):

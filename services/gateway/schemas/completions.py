@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from pydantic import Field
+
+from outrider.services.gateway.parameters import Parameters
+from outrider.services.gateway.requested_rules import RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.common import Neutral, OpenAIRequest
+from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.logit_rules import LogprobParams
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
@@ -14,17 +21,46 @@ class CompletionRequest(OpenAIRequest):
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
         **OpenAIRequest.NEUTRAL,
-        "logprobs": (),
         "suffix": ("",),
-        "best_of": (1,),
     }
 
     prompt: Prompt
     echo: bool | None = None
 
-    logprobs: Neutral = None
+    logprobs: int | None = Field(None, description="Number of alternatives per token, 0 to 20.")
+    best_of: int | None = Field(
+        None, description="Generate this many answers and return the n with the highest mean logprob."
+    )
     suffix: Neutral = None
-    best_of: Neutral = None
+
+    def parameters(self) -> Parameters:
+        """Return the sampling, stopping and speculation parameters. `n` includes answers to choose from.
+
+        Raises:
+            InvalidRequestError: See `OpenAIRequest.parameters`. Also if best_of is invalid.
+        """
+        parameters = replace(super().parameters(), may_be_empty=bool(self.echo))
+        if self.best_of is None:
+            return parameters
+        if self.best_of < (self.n or 1):
+            raise InvalidRequestError(
+                f"best_of must be at least n, which is {self.n or 1}, not {self.best_of}.", field="best_of"
+            )
+        if self.stream and self.best_of > (self.n or 1):
+            raise InvalidRequestError("best_of above n does not allow stream: true.", field="best_of")
+        return replace(parameters, n=self.best_of)
+
+    def wanted_logprobs(self) -> RequestedLogprobs:
+        """Return the logprobs that the client wants, or that best_of needs.
+
+        Raises:
+            InvalidRequestError: If logprobs is out of range.
+        """
+        top = check_top(self.logprobs, "logprobs")
+        if top is None and self.best_of is not None and self.best_of > (self.n or 1):
+            return RequestedLogprobs(LogprobParams(top=0))
+        wanted = LogprobParams(top=top, prompt_top=top if self.echo else None)
+        return RequestedLogprobs(wanted, bool(self.return_tokens_as_token_ids))
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts as a batch. A single prompt is a batch of one."""

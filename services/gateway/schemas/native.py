@@ -7,29 +7,25 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from outrider.services.gateway.parameters import Parameters
+from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.common import (
-    ONE,
-    ZERO,
     Neutral,
     SpeculationOptions,
     StopStrings,
     TokenIds,
 )
+from outrider.services.gateway.schemas.sampling_fields import SamplingFields
 from outrider.services.gateway.schemas.tools import Tool
 from outrider.shared.base.errors import InvalidRequestError
+from outrider.shared.base.logit_rules import LogprobParams
 
 
-class NativeSamplingParams(NeutralOnly):
+class NativeSamplingParams(NeutralOnly, SamplingFields):
     """The `sampling_params` object, with SGLang's names and defaults."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "presence_penalty": ZERO,
-        "frequency_penalty": ZERO,
-        "repetition_penalty": ONE,
-        "min_new_tokens": ZERO,
-        "logit_bias": ({},),
         "json_schema": (),
         "regex": (),
         "ebnf": (),
@@ -54,11 +50,7 @@ class NativeSamplingParams(NeutralOnly):
     # True keeps the stop string in the text.
     no_stop_trim: bool | None = None
 
-    presence_penalty: Neutral = None
-    frequency_penalty: Neutral = None
-    repetition_penalty: Neutral = None
-    min_new_tokens: Neutral = None
-    logit_bias: Neutral = None
+    min_new_tokens: int | None = None
     json_schema: Neutral = None
     regex: Neutral = None
     ebnf: Neutral = None
@@ -75,11 +67,7 @@ class NativeRequest(NeutralOnly):
     """The request body. It contains either `text` or `input_ids`, as a single prompt or as a batch."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "return_logprob": (False,),
-        "logprob_start_len": (-1,),
-        "top_logprobs_num": ZERO,
         "token_ids_logprob": (),
-        "return_text_in_logprobs": (False, True),
         "return_hidden_states": (False,),
         "input_embeds": (),
         "image_data": (),
@@ -102,11 +90,13 @@ class NativeRequest(NeutralOnly):
     cache_salt: str | None = None
     speculation: SpeculationOptions | None = None
 
-    return_logprob: Neutral = None
-    logprob_start_len: Neutral = None
-    top_logprobs_num: Neutral = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(
+        None, ge=-1, description="First prompt token whose logprob to return; -1 for no prompt token."
+    )
+    top_logprobs_num: int | None = Field(None, description="Number of alternatives per token, 0 to 20.")
+    return_text_in_logprobs: bool | None = None
     token_ids_logprob: Neutral = None
-    return_text_in_logprobs: Neutral = None
     return_hidden_states: Neutral = None
     input_embeds: Neutral = None
     image_data: Neutral = None
@@ -184,7 +174,24 @@ class NativeRequest(NeutralOnly):
             speculation=(self.speculation or SpeculationOptions()).params(),
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
+            rules=given.rules(given.min_new_tokens),
+            logprobs=self.wanted_logprobs(),
+            may_be_empty=True,
         )
+
+    def wanted_logprobs(self) -> RequestedLogprobs:
+        """Return the logprobs that the client wants.
+
+        Raises:
+            InvalidRequestError: If top_logprobs_num is out of range.
+        """
+        top = check_top(self.top_logprobs_num, "top_logprobs_num") or 0
+        if not self.return_logprob:
+            return NO_REQUESTED_LOGPROBS
+        start = -1 if self.logprob_start_len is None else self.logprob_start_len
+        # As in SGLang, the token at the start itself has no logprob.
+        wanted = LogprobParams(top, None if start < 0 else top, 0 if start < 0 else start + 1)
+        return RequestedLogprobs(wanted)
 
 
 class TokenizeRequest(OpenModel):

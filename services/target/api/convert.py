@@ -12,6 +12,7 @@ import secrets
 import time
 
 from outrider.common.v1 import common_pb2
+from outrider.services.target.policy.verdict import Verdict
 from outrider.services.target.request import (
     Event,
     FinishedEvent,
@@ -26,6 +27,7 @@ from outrider.shared.base.generation import (
     SpeculationMode,
 )
 from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
+from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto, rules_from_proto
 from outrider.target.v1 import target_pb2
 
 MAX_REQUEST_ID_LENGTH = 256
@@ -93,6 +95,7 @@ def request_from_proto(
         ignore_eos=message.ignore_eos,
         deadline=time.monotonic() + message.timeout_ms / 1e3 if message.timeout_ms else None,
         priority=message.priority,
+        logprobs=logprobs_from_proto(message.logprobs),
     )
 
 
@@ -104,6 +107,7 @@ def _sampling(options: common_pb2.SamplingOptions) -> SamplingParams:
         min_p=options.min_p,
         seed=options.seed if options.HasField("seed") else secrets.randbits(64),
         choice_index=options.choice_index,
+        rules=rules_from_proto(options),
     )
 
 
@@ -111,12 +115,31 @@ def event_to_proto(event: Event) -> target_pb2.GenerateReply:
     """Convert an event to a message."""
     if isinstance(event, TokensEvent):
         delta = target_pb2.TokenDelta(
-            token_ids=event.token_ids, rounds=[round_to_proto(one) for one in event.rounds]
+            token_ids=event.token_ids,
+            rounds=[round_to_proto(one) for one in event.rounds],
+            logprobs=[logprob_to_proto(one) for one in event.logprobs],
+            prompt_logprobs=[logprob_to_proto(one) for one in event.prompt_logprobs],
         )
         return target_pb2.GenerateReply(request_id=event.request_id, delta=delta)
     if isinstance(event, FinishedEvent):
         return target_pb2.GenerateReply(request_id=event.request_id, finish=_finish(event))
     return target_pb2.GenerateReply(request_id=event.request_id, error=error_to_proto(event.error))
+
+
+def decision_to_proto(verdict: Verdict, looks_lost_s: float) -> target_pb2.AutoDecision:
+    """Convert the controller's last decision, and the seconds that looks have lost, to a message."""
+    return target_pb2.AutoDecision(
+        reason=verdict.reason.value,
+        shapes=[
+            target_pb2.ShapeRows(depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes, rows=rows)
+            for shape, rows in verdict.shapes.items()
+        ],
+        plain_rows=verdict.plain_rows,
+        batch_size=verdict.batch_size,
+        estimated_speedup=verdict.speedup,
+        round_ms=None if verdict.round_s is None else verdict.round_s * 1e3,
+        looks_lost_ms=looks_lost_s * 1e3,
+    )
 
 
 def _finish(event: FinishedEvent) -> target_pb2.Finish:

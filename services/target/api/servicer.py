@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from outrider.services.target.api.convert import event_to_proto, request_from_proto
+from outrider.services.target.api.convert import decision_to_proto, event_to_proto, request_from_proto
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.request import Event, EventSink, FailedEvent, SpeculationLimits, TokensEvent
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
@@ -220,6 +220,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             rounds=stats.rounds,
             speculation=report_to_proto(stats.speculation.report(stats.speedup_estimate)),
             prometheus_text=serving.engine.prometheus_text(),
+            auto=decision_to_proto(stats.verdict, stats.looks_lost_s),
         )
 
     async def GetTensor(
@@ -300,4 +301,9 @@ class _Session:
 
 
 def _size(events: Iterable[Event]) -> int:
-    return sum(TOKEN_BYTES * len(event.token_ids) for event in events if isinstance(event, TokensEvent))
+    return sum(
+        TOKEN_BYTES * len(event.token_ids)
+        + sum(TOKEN_BYTES * (1 + len(one.top)) for one in (*event.logprobs, *event.prompt_logprobs))
+        for event in events
+        if isinstance(event, TokensEvent)
+    )

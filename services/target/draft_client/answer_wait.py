@@ -2,7 +2,10 @@
 
 - A row whose answer is late gets no drafts in this round. The reason is "warming" if the draft has never
   answered for the row's session, and "late" otherwise.
-- The draft counts as faulty if a late row has no deadline, or if the draft has been silent for too long.
+- A row in mode `on` may wait longer than the round. The round goes on without the row, and the row waits
+  for its trees beside the next rounds. The reason is then `AWAITED`.
+- The draft counts as faulty if the wait of a row in mode `on` is over, or if the draft has been silent for
+  too long.
 - Otherwise, the circuit breaker counts a miss if the draft has answered for the late row's session before.
 """
 
@@ -11,14 +14,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from outrider.services.target.draft_client.breaker import Breaker
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.session import DraftSession
-from outrider.shared.spec.drafter import ProposalRow
+from outrider.shared.spec.drafter import AWAITED, ProposalRequest, ProposalRow
 
 _log = logging.getLogger("outrider.target.draft")
+
+Awaited = tuple[ProposalRow, DraftSession]
+"""A row that awaits a tree, and its session."""
 
 
 class AnswerWait:
@@ -30,7 +37,7 @@ class AnswerWait:
         connection: Function that returns the current connection, or None.
         take_reply: Function that waits up to the given number of seconds for a message and processes the
             message.
-        on_fault: Called when the draft is faulty.
+        on_fault: Called when the draft is faulty, with the seconds that rows without a deadline have waited.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class AnswerWait:
         breaker: Breaker,
         connection: Callable[[], Connection | None],
         take_reply: Callable[[Connection, float], bool],
-        on_fault: Callable[[], None],
+        on_fault: Callable[[float], None],
     ) -> None:
         self._deadlines = deadlines
         self._breaker = breaker
@@ -47,53 +54,82 @@ class AnswerWait:
         self._take_reply = take_reply
         self._on_fault = on_fault
 
-    def run(self, awaited: list[tuple[ProposalRow, DraftSession]], deadline_s: float | None) -> bool:
-        """Process messages until every awaited row has an answer or its deadline has passed.
+    def run(self, awaited: Seq[Awaited], request: ProposalRequest) -> bool:
+        """Process messages until every awaited row has an answer, or the round must go on.
 
         Returns:
             False if a late answer counts against the draft.
         """
-        started = time.monotonic()
+        started, deadline_s = time.monotonic(), request.deadline_s
+        if self._breaker.opening_budget.empty_s(started):
+            for _row, session in awaited:
+                session.in_vain = session.in_vain or not session.warm
+        others_wait = not self._breaker.budget.empty_s(started)
         while (connection := self._connection()) is not None:
-            open_rows = [
-                (row, session)
-                for row, session in awaited
-                if session.wanted is not None and session.tree is None
-            ]
-            if not open_rows:
+            still_open = [one for one in awaited if one[1].wanted is not None and one[1].tree is None]
+            if not still_open:
                 break
             pong_s = connection.last_sign_s
-            until = max(
-                self._deadlines.until(row, session, started, deadline_s, pong_s) for row, session in open_rows
-            )
-            remaining = until - time.monotonic()
+            patient = [session for row, session in still_open if _is_patient(row, deadline_s)]
+            others = request.has_other_rows or len(patient) < len(request.rows)
+            ends = [
+                self._deadlines.auto_until(session, started, deadline_s)
+                for row, session in still_open
+                if deadline_s is not None and not row.must_wait
+            ]
+            for session in patient:
+                of_round = self._deadlines.round_until(
+                    session, started, has_others=others, others_wait=others_wait
+                )
+                ends.append(min(of_round, self._deadlines.row_until(session, pong_s)))
+            remaining = max(ends) - time.monotonic()
             if remaining <= 0:
-                return self._give_up(open_rows, deadline_s is None, pong_s)
+                return self._give_up(still_open, deadline_s, pong_s, started, others=others)
             self._take_reply(connection, remaining)
         return True
 
     def _give_up(
-        self, open_rows: list[tuple[ProposalRow, DraftSession]], patient: bool, pong_s: float
+        self,
+        still_open: Seq[Awaited],
+        deadline_s: float | None,
+        pong_s: float,
+        started: float,
+        *,
+        others: bool,
     ) -> bool:
         """End a wait in which answers were missing. Return False if one of them counts against the draft."""
         now = time.monotonic()
-        for _row, session in open_rows:
-            session.reason = "late" if session.warm else "warming"
-            session.wanted = None
-            session.in_vain = not session.warm
-        if (
-            patient
-            or any(row.must_wait for row, _session in open_rows)
-            or self._deadlines.is_over(now, pong_s)
-        ):
+        # 1. Rows in mode `on` may wait on, beside the next rounds.
+        waiting = [
+            session
+            for row, session in still_open
+            if _is_patient(row, deadline_s) and now < self._deadlines.row_until(session, pong_s)
+        ]
+        late = [one for one in still_open if one[1] not in waiting]
+        for session in waiting:
+            session.reason = AWAITED
+        for _row, session in late:
+            session.give_up()
+        # 2. Others have waited in vain. Opening a session may take long, so that counts separately.
+        if others:
+            is_open = any(session.warm for _row, session in still_open)
+            budget = self._breaker.budget if is_open else self._breaker.opening_budget
+            budget.spend(now - started, now)
+        # 3. Judge the draft.
+        overdue = [session for row, session in late if _is_patient(row, deadline_s)]
+        if overdue or self._deadlines.is_over(now, pong_s):
+            waited_s = now - min((session.asked_s for session in overdue), default=now)
             _log.warning(
-                "the draft has owed an answer for %.1f s; decoding without drafts until it shows life",
-                self._deadlines.fault_deadline_s,
+                "the draft has owed an answer for %.2f s; decoding without drafts until it shows life",
+                waited_s or self._deadlines.fault_deadline_s,
             )
-            self._on_fault()
+            self._on_fault(waited_s)
             return False
-        # Opening a session may take long, so only a late answer for an open session counts as a miss.
-        late = any(session.warm for _row, session in open_rows)
-        if late:
+        missed = any(session.warm for _row, session in late)
+        if missed:
             self._breaker.miss(now)
-        return not late
+        return not missed
+
+
+def _is_patient(row: ProposalRow, deadline_s: float | None) -> bool:
+    return row.must_wait or deadline_s is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from outrider.services.target.draft_client.wait_budget import WaitBudget
+
 MISSES_TO_OPEN = 3
 FIRST_BACKOFF_S = 0.1
 LAST_SLOW_BACKOFF_S = 0.2
@@ -13,6 +15,16 @@ LAST_FAULTY_BACKOFF = 10.0
 Because of this length, rows without a deadline lose less than a tenth of their time to a draft that only
 answers pings.
 """
+SHARE, CAPACITY_S = 0.02, 0.15
+"""Share of the time that rows with a deadline, and rows without drafts, may lose to an open session; and what
+they may lose at once, in seconds."""
+OPENING_SHARE = 0.01
+"""Share of the time that these rows may lose to sessions that the draft has not opened yet."""
+PATIENT_SHARE = 0.1
+"""Share of the time that rows without a deadline may lose."""
+PATIENT_CAPACITY = 0.25
+"""Time that rows without a deadline may lose at once, as a multiple of the fault deadline. A single fault
+never counts more."""
 
 
 class BreakerState(Enum):
@@ -31,14 +43,20 @@ class BreakerState(Enum):
 class Breaker:
     """Stops requests to a draft after three missed deadlines in a row, or immediately after a fault.
 
-    After a back-off, an answered ping makes the breaker half-open. An answer in time closes the breaker.
+    After a back-off, an answered ping makes the breaker half-open. An answer in time then closes the breaker.
 
     A draft that misses a deadline may only be too slow to be worth waiting for, so rows without a deadline
     still wait for this draft. These rows stop waiting only if the draft is `faulty`.
 
     The first fault may be a short pause of the draft, so the draft is tried again as soon as it answers a
-    ping. Each further fault without an answer in between costs another fault deadline. From the second fault
-    on, the back-off is therefore at least one fault deadline, and each further fault doubles the back-off.
+    ping. Each further fault without an answer in between costs another wait. From the second fault on, the
+    back-off is therefore at least one fault deadline, and each further fault doubles the back-off.
+
+    A draft that answers for a while after each pause, and then stops again, never has two faults in a row.
+    Its misses and faults are limited by budgets of lost time (`WaitBudget`): one for rows with a deadline,
+    together with rows that need no tree, and one for rows without a deadline. The back-off lasts at least
+    until the budget is positive again. A third budget limits the waits for first trees of new sessions. It
+    does not open the breaker, because such trees may take long.
 
     `sign_of_life` may be called from any thread, because it only changes OPEN to HALF_OPEN.
 
@@ -51,6 +69,8 @@ class Breaker:
         faulty: True from a fault until the next answer or new connection.
         faults: Number of faults since the last answer, over all connections.
         fault_deadline_s: The constructor's argument.
+        budget: What rows with a deadline, and rows without drafts, may lose to open sessions.
+        opening_budget: What they may lose to sessions that the draft has not opened yet.
     """
 
     def __init__(self, fault_deadline_s: float) -> None:
@@ -58,46 +78,75 @@ class Breaker:
         self.faulty = False
         self.faults = 0
         self.fault_deadline_s = fault_deadline_s
+        self.budget = WaitBudget(SHARE, CAPACITY_S)
+        self.opening_budget = WaitBudget(OPENING_SHARE, CAPACITY_S)
+        self._patient_capacity_s = PATIENT_CAPACITY * fault_deadline_s
+        self._patient_budget = WaitBudget(PATIENT_SHARE, self._patient_capacity_s)
         self._misses = 0
         self._backoff_s = FIRST_BACKOFF_S
         self._closed_until = 0.0
 
     def miss(self, now: float) -> None:
-        """Record that a deadline passed without an answer."""
+        """Record that a deadline passed without an answer. The caller has taken the wait from `budget`."""
         self._misses += 1
+        empty_s = self.budget.empty_s(now)
         if self.state is BreakerState.HALF_OPEN:
             self._backoff_s = max(self._backoff_s, min(2 * self._backoff_s, LAST_SLOW_BACKOFF_S))
-        elif self._misses < MISSES_TO_OPEN:
+        elif self._misses < MISSES_TO_OPEN and not empty_s:
             return
-        self._open(now)
+        self._open(now, max(self._backoff_s, empty_s))
 
-    def trip(self, now: float) -> None:
-        """Record a fault of the draft and open the breaker immediately."""
+    def trip(self, now: float, waited_s: float = 0.0) -> None:
+        """Record a fault of the draft and open the breaker immediately.
+
+        Args:
+            now: The time of a monotonic clock.
+            waited_s: Seconds that rows without a deadline have waited in vain.
+        """
         self.faulty = True
         self.faults += 1
         if self.faults > 1:
             grown = max(2 * self._backoff_s, self.fault_deadline_s)
             self._backoff_s = min(grown, LAST_FAULTY_BACKOFF * self.fault_deadline_s)
-        self._open(now)
+        self._patient_budget.spend(min(waited_s, self._patient_capacity_s), now)
+        self._open(now, max(self._backoff_s, self._patient_budget.empty_s(now)))
 
     @property
     def refuses_all(self) -> bool:
         """True if even rows without a deadline must not wait for the draft."""
         return self.faulty and self.state is BreakerState.OPEN
 
-    def _open(self, now: float) -> None:
+    def refuses(self, *, must_wait: bool, is_first: bool) -> str:
+        """Return the reason why a row gets no trees now, or an empty string.
+
+        Args:
+            must_wait: True if the row has no deadline.
+            is_first: True if no other row of the round has requested trees.
+        """
+        if self.state is BreakerState.HALF_OPEN and not is_first:
+            return "half_open"
+        return "late" if self.state is BreakerState.OPEN and not must_wait else ""
+
+    def _open(self, now: float, backoff_s: float) -> None:
         self._misses = 0
-        self._closed_until = now + self._backoff_s
+        self._closed_until = now + backoff_s
         self.state = BreakerState.OPEN
 
-    def success(self) -> None:
-        """Record an answer in time, and close the breaker."""
-        self.reset()
+    def success(self, now: float) -> None:
+        """Record an answer in time, and close the breaker, unless its back-off lasts.
+
+        Rows without a deadline may get answers while the draft is too slow for the other rows.
+        """
+        self._misses = 0
         self.faults = 0
+        if self.state is BreakerState.OPEN and now < self._closed_until:
+            return
+        self.state = BreakerState.CLOSED
+        self.faulty = False
         self._backoff_s = FIRST_BACKOFF_S
 
     def reset(self) -> None:
-        """Close the breaker for a new connection, possibly to another draft. Keep `faults`."""
+        """Close the breaker for a new connection, possibly to another draft. Keep `faults` and budgets."""
         self._misses = 0
         self.faulty = False
         self.state = BreakerState.CLOSED

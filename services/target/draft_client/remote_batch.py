@@ -14,6 +14,7 @@ a round through the host.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.kernels.tree_check import tree_check
+from outrider.services.target.draft_client.answer_times import AnswerTimes
 from outrider.services.target.draft_client.fences import fence_to_proto
 from outrider.services.target.draft_client.session import DraftSession
 from outrider.services.target.draft_client.transport.exchange import Exchange
@@ -103,7 +105,7 @@ class RemoteBatch(ExchangedBatch):
         shape: The shape of every tree.
         buffer: Receives the trees.
         vocab_size: The target's vocabulary size.
-        patience_s: Longest wait for the trees of a round.
+        times: Measured times of rounds, which limit the waits for trees.
         numbers: Issues round numbers.
         left: Called at the end of the batch with the RoundsLeave message for the draft.
 
@@ -113,7 +115,8 @@ class RemoteBatch(ExchangedBatch):
             time that the draft still needs to prepare.
         ended: True if the draft wants this batch to end or does not know this batch.
         num_exchanged: Number of rounds exchanged so far.
-        patient: True if the wait for the last round's trees was allowed to take the full `patience_s`.
+        patient: True if only rows without a deadline have waited for the last round's trees.
+        limit_s: The limit of that wait, in seconds.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class RemoteBatch(ExchangedBatch):
         buffer: TreesBuffer,
         *,
         vocab_size: int,
-        patience_s: float,
+        times: AnswerTimes,
         numbers: ExchangeNumbers,
         left: Callable[[draft_pb2.RoundsLeave], None] = lambda _message: None,
     ) -> None:
@@ -133,13 +136,15 @@ class RemoteBatch(ExchangedBatch):
         self.ended = False
         self.num_exchanged = 0
         self.patient = False
+        self.limit_s = 0.0
         self.key: Hashable = ("remote", buffer.trees.blob.data_ptr())
         self._channel = channel
         self._sessions: list[DraftSession | None] = list(sessions)
         self._shape = shape
         self._buffer = buffer
         self._vocab_size = vocab_size
-        self._patience_s = patience_s
+        self._times = times
+        self._read_at: float | None = None
         self._numbers = numbers
         self._left = left
         self._upper: Sequence[int] = ()
@@ -170,6 +175,10 @@ class RemoteBatch(ExchangedBatch):
             [session.features for session in pending] if state.features.shape[2] else (),
         )
 
+    @property
+    def others_s(self) -> float:
+        return self._times.others_s
+
     def reserve(self, committed_upper: Sequence[int]) -> bool:
         """Note the bounds for the next RoundsNext.
 
@@ -191,11 +200,13 @@ class RemoteBatch(ExchangedBatch):
             chosen=self._take_untold(len(self._untold)),
         )
         self.num_exchanged += 1
-        self.patient = limit_s is None or limit_s >= self._patience_s
+        self.patient = limit_s is None
         if limit_s is not None and not self.answered:
             limit_s = max(limit_s, ENTER_LIMIT_S)
-        limit_s = self._patience_s if limit_s is None else min(limit_s, self._patience_s)
-        self._channel.exchange(message, state, self._buffer.trees.blob, self._buffer.expected, limit_s, ahead)
+        self.limit_s = self._times.limit_s if limit_s is None else min(limit_s, self._times.limit_s)
+        self._channel.exchange(
+            message, state, self._buffer.trees.blob, self._buffer.expected, self.limit_s, ahead
+        )
 
     def hand_over(self) -> None:
         if self._channel is not None:
@@ -225,6 +236,7 @@ class RemoteBatch(ExchangedBatch):
 
     def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
         self._num_committed += 1
+        self._measure()
         self._untold.append([list(tokens) for tokens in tokens_per_row])
         for session, tokens in zip(self._sessions, tokens_per_row, strict=True):
             if session is not None and tokens:
@@ -260,6 +272,13 @@ class RemoteBatch(ExchangedBatch):
         self._left(
             draft_pb2.RoundsLeave(rounds=self.id, chosen=self._take_untold(max(0, len(self._untold) - 1)))
         )
+
+    def _measure(self) -> None:
+        """Record the time since the previous round was read, which contains the wait for its trees."""
+        now, before = time.monotonic(), self._read_at
+        self._read_at = now
+        if before is not None and self._channel is not None and not self._channel.broken:
+            self._times.in_time(now - before)
 
     def _take_untold(self, count: int) -> list[draft_pb2.RoundTokens]:
         told, self._untold = self._untold[:count], self._untold[count:]

@@ -29,6 +29,7 @@ from outrider.services.target.draft_client.transport.create import carrier_of
 from outrider.services.target.draft_client.trees import fits
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.spec.drafter import (
+    AWAITED,
     Commits,
     DrafterState,
     FeatureSpec,
@@ -82,7 +83,7 @@ class RemoteDrafter(ExchangeDrafter):
         self._identity = identity
         self._patience = AnswerDeadlines(fault_deadline_s)
         self._breaker = Breaker(fault_deadline_s)
-        self._gate = Residency(device, identity.vocab_size, fault_deadline_s, self._fault)
+        self._gate = Residency(device, identity.vocab_size, self._patience.times, self._late_round)
         self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device, rounds))
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()
@@ -101,7 +102,9 @@ class RemoteDrafter(ExchangeDrafter):
     def state(self) -> DrafterState:
         if self._link.connection is None:
             return DrafterState.DOWN if self._link.ever_connected else DrafterState.CONNECTING
-        return DrafterState.DOWN if self._breaker.refuses_all else DrafterState.ON
+        if self._breaker.refuses_all:
+            return DrafterState.DOWN
+        return DrafterState.LATE if self._breaker.state is BreakerState.OPEN else DrafterState.ON
 
     def refusal(self) -> OutriderError | None:
         """Return why the draft and this target do not match; None if they match or no draft has answered."""
@@ -181,10 +184,7 @@ class RemoteDrafter(ExchangeDrafter):
             session = self._sessions.get(commit.fence.session_id)
             if session is None or not session.live:
                 continue
-            session.fence = commit.fence
-            session.token_ids.extend(commit.token_ids)
-            if commit.features is not None:
-                session.features.append(commit.features)
+            session.add(commit)
             if len(session.token_ids) > MAX_PENDING_TOKENS:
                 connection = self._usable()
                 if connection is None:
@@ -208,22 +208,26 @@ class RemoteDrafter(ExchangeDrafter):
             session = self._sessions.get(row.fence.session_id)
             if session is None:
                 continue
+            if session.wanted == row and connection is not None:
+                asked += 1  # an earlier round has requested the same tree
+                continue
             session.tree, session.wanted = None, None
             session.reason = self._obstacle(session, row, connection, asked)
             if session.reason:
                 continue
             asked += 1
+            now = time.monotonic()
             if not session.warm:
-                self._patience.asked(time.monotonic())
+                self._patience.asked(now)
             row_deadline_us = NO_DEADLINE_US if row.must_wait else deadline_us
-            frame.commits.append(session.take_request(row, row_deadline_us, features))
+            frame.commits.append(session.take_request(row, row_deadline_us, features, now))
 
         # 3. Send the frame.
         if connection is not None and frame.commits:
             send_frame(connection, frame, features)
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
-        """Wait at most until the deadline, and return one tree per row."""
+        """Wait as `AnswerWait` describes, and return one tree per row."""
         # 1. Announce the request, unless the engine has already announced it.
         if self._announced is not request:
             self.announce(request)
@@ -236,15 +240,15 @@ class RemoteDrafter(ExchangeDrafter):
             for row, session in rows
             if session is not None and session.wanted is not None and session.tree is None
         ]
-        in_time = not awaited or self._answers.run(awaited, request.deadline_s)
+        in_time = not awaited or self._answers.run(awaited, request)
         if in_time and any(session is not None and session.tree is not None for _row, session in rows):
-            self._breaker.success()
+            self._breaker.success(time.monotonic())
 
-        # 3. Collect the trees. A row without a tree gets a single-node tree.
+        # 3. Collect the trees. A row without a tree gets a single-node tree, and may still await its tree.
         trees: list[HostTree] = []
         for row, session in rows:
             tree = session.tree if session is not None else None
-            if session is not None:
+            if session is not None and session.reason != AWAITED:
                 session.tree, session.wanted = None, None
             trees.append(tree or HostTree.of_root(row.root_token))
         return pad_trees(trees, HOST, self._draft_ms)
@@ -253,12 +257,8 @@ class RemoteDrafter(ExchangeDrafter):
         """Return the lost sessions, except those refused recently. Return none without a connection."""
         if self._usable() is None:
             return ()
-        now = time.monotonic()
-        return [
-            session_id
-            for session_id, session in self._sessions.items()
-            if session.lost and session.rejected_until <= now
-        ]
+        now, sessions = time.monotonic(), self._sessions.items()
+        return [number for number, session in sessions if session.lost and session.rejected_until <= now]
 
     def fallback_reason(self, session_id: int) -> str:
         session = self._sessions.get(session_id)
@@ -284,13 +284,20 @@ class RemoteDrafter(ExchangeDrafter):
             self._go_over(None)
         return not connection.ended.is_set()
 
-    def _fault(self) -> None:
+    def _fault(self, waited_s: float = 0.0) -> None:
         """Stop requests to a faulty draft for a while. Reconnect after several faults in a row."""
-        self._breaker.trip(time.monotonic())
+        self._breaker.trip(time.monotonic(), waited_s)
         self._patience.owed_s = None
         if self._breaker.faults % FAULTS_TO_RECONNECT == 0 and self._connection is not None:
             _log.warning("%d faults of the draft in a row; reconnecting", self._breaker.faults)
             self._connection.close()
+
+    def _late_round(self, waited_s: float, patient: bool) -> None:
+        """Count a wait for a round on the device that has ended without trees."""
+        if patient:
+            self._fault(waited_s)
+        else:
+            self._breaker.budget.spend(waited_s, time.monotonic())
 
     def _drain(self) -> None:
         """Switch to the link's current connection and process all messages that have arrived."""
@@ -346,22 +353,16 @@ class RemoteDrafter(ExchangeDrafter):
             raise ProtocolError("the draft sent a second Hello", field="hello")
 
     def _opened(self, ack: draft_pb2.OpenAck) -> None:
-        session = self._sessions.get(ack.session_id)
-        if (
-            session is None
-            or not session.live
-            or session.acked
-            or session.fence.epoch != ack.epoch
-            or self._connection is None
-        ):
-            return
-        session.opened(self._connection, self._identity.target_id, ack.have_len)
+        session, connection = self._sessions.get(ack.session_id), self._connection
+        if session is not None and connection is not None and session.is_opened_by(ack):
+            session.opened(connection, self._identity.target_id, ack.have_len)
 
     def _take_tree(self, tree: draft_pb2.Tree) -> None:
         """Keep a tree that answers the current request. Drop late, repeated and outdated trees."""
         session = self._sessions.get(tree.fence.session_id)
         if session is None or not session.live or session.fence.epoch != tree.fence.epoch:
             return
+        self._patience.answered(session, time.monotonic())
         try:
             if session.take_tree(tree, self._identity.vocab_size):
                 self._bad_trees = 0
@@ -386,10 +387,9 @@ class RemoteDrafter(ExchangeDrafter):
             return DrafterState.DOWN.value
         if not session.live:
             return session.reason or "resync"
-        if self._breaker.state is BreakerState.HALF_OPEN and asked:
-            return "half_open"
-        if self._breaker.state is BreakerState.OPEN and not row.must_wait:
-            return "late"
+        refusal = self._breaker.refuses(must_wait=row.must_wait, is_first=not asked)
+        if refusal:
+            return refusal
         if not fits(row.shape, self._hello):
             return "shape_above_draft"
         if session.fence != row.fence:

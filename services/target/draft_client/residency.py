@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.answer_times import AnswerTimes
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.remote_batch import (
     ENTER_LIMIT_S,
@@ -39,17 +40,22 @@ class Residency:
     Args:
         device: The target's device.
         vocab_size: The target's vocabulary size.
-        patience_s: Longest time that the draft may take for any answer.
-        on_fault: Called when a wait that has no deadline returned no trees.
+        times: Measured times of answers, to which this class adds those of rounds. They limit the waits.
+        on_late: Called when the trees of a round were late, with the seconds of the wait, and True if only
+            rows without a deadline have waited.
     """
 
     def __init__(
-        self, device: torch.device, vocab_size: int, patience_s: float, on_fault: Callable[[], None]
+        self,
+        device: torch.device,
+        vocab_size: int,
+        times: AnswerTimes,
+        on_late: Callable[[float, bool], None],
     ) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._patience_s = patience_s
-        self._on_fault = on_fault
+        self._times = times
+        self._on_late = on_late
         self._numbers = ExchangeNumbers()
         self._buffers: dict[tuple[int, int], TreesBuffer] = {}
         self._sizes: list[draft_pb2.RoundsEnter] = []
@@ -184,7 +190,7 @@ class Residency:
     def _await_answer(
         self, connection: Connection, take_reply: Callable[[Connection, float], bool]
     ) -> draft_pb2.RoundsEntered | None:
-        until = time.monotonic() + min(ENTER_LIMIT_S, self._patience_s)
+        until = time.monotonic() + min(ENTER_LIMIT_S, self._times.limit_s)
         while self._answer is None and (remaining := until - time.monotonic()) > 0:
             if not take_reply(connection, remaining):
                 break
@@ -203,7 +209,7 @@ class Residency:
             shape,
             self._buffer(state.bs, shape.max_nodes),
             vocab_size=self._vocab_size,
-            patience_s=self._patience_s,
+            times=self._times,
             numbers=self._numbers,
             left=lambda message: self._leave(connection, message),
         )
@@ -218,8 +224,7 @@ class Residency:
         channel = connection.carrier.rounds
         if channel is not None and channel.broken and not connection.ended.is_set():
             self._pause("trees arrived late")
-            if rounds.patient:
-                self._on_fault()
+            self._on_late(rounds.limit_s, rounds.patient)
         elif rounds.num_exchanged >= GOOD_ROUNDS:
             self._pause_s = FIRST_PAUSE_S
 

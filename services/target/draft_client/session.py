@@ -11,7 +11,7 @@ from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.fences import fence_from_proto, fence_to_proto
 from outrider.services.target.draft_client.trees import check_tree
 from outrider.shared.base.errors import ProtocolError
-from outrider.shared.spec.drafter import ProposalRow, SequenceOpen
+from outrider.shared.spec.drafter import AWAITED, Commit, ProposalRow, SequenceOpen
 from outrider.shared.spec.fence import Fence
 from outrider.shared.spec.trees import HostTree
 
@@ -35,6 +35,8 @@ class DraftSession:
         token_ids: Tokens of the pending commits, i.e. those that were not sent yet.
         features: Feature rows of the pending commits.
         wanted: The request with the fence and shape that an answer must match. None if no answer is awaited.
+        asked_s: Time of the last request for a tree, from `time.monotonic()`.
+        owes: True if the wait for the last requested tree has ended without the tree.
         tree: The tree that answers the request; None before the answer.
         reason: The reason why the last proposal contained no drafts.
         rejected_until: Time until which the session must not be offered again to a draft that was full.
@@ -42,6 +44,7 @@ class DraftSession:
 
     __slots__ = (
         "acked",
+        "asked_s",
         "base_len",
         "features",
         "fence",
@@ -49,6 +52,7 @@ class DraftSession:
         "in_vain",
         "live",
         "lost",
+        "owes",
         "reason",
         "rejected_until",
         "token_ids",
@@ -69,6 +73,8 @@ class DraftSession:
         self.token_ids: list[int] = []
         self.features: list[torch.Tensor] = []
         self.wanted: ProposalRow | None = None
+        self.asked_s = 0.0
+        self.owes = False
         self.tree: HostTree | None = None
         self.reason = ""
         self.rejected_until = 0.0
@@ -76,16 +82,22 @@ class DraftSession:
     def lose(self, reason: str = "") -> None:
         """Discard all pending data. The engine reopens the session."""
         self.live, self.lost, self.warm, self.acked = False, True, False, False
-        self.in_vain = False
+        self.in_vain = self.owes = False
         self.wanted, self.tree = None, None
-        self.reason = reason or self.reason
+        self.reason = reason or ("resync" if self.reason == AWAITED else self.reason)
         self.held.clear()
         self.token_ids.clear()
         self.features.clear()
 
     def answered(self) -> None:
         """Record that the draft has sent a tree, even if late, so that waiting for this session is useful."""
-        self.warm, self.in_vain = True, False
+        self.warm, self.in_vain, self.owes = True, False, False
+
+    def give_up(self) -> None:
+        """Stop to wait for the requested tree."""
+        self.reason = "late" if self.warm else "warming"
+        self.wanted = None
+        self.in_vain, self.owes = not self.warm, True
 
     def can_enter(self, columns: int, feature_size: int) -> bool:
         """Return True if rounds on the device can start with the pending commits.
@@ -121,6 +133,13 @@ class DraftSession:
         self.lose(reason or "rejected")
         self.rejected_until = until
 
+    def add(self, commit: Commit) -> None:
+        """Append a commit to the pending ones."""
+        self.fence = commit.fence
+        self.token_ids.extend(commit.token_ids)
+        if commit.features is not None:
+            self.features.append(commit.features)
+
     def take_commit(self, frame_features: list[torch.Tensor]) -> draft_pb2.Commit:
         """Return the pending commits as one message, and append their feature rows to `frame_features`."""
         commit = draft_pb2.Commit(
@@ -137,10 +156,10 @@ class DraftSession:
         return commit
 
     def take_request(
-        self, row: ProposalRow, deadline_us: int, frame_features: list[torch.Tensor]
+        self, row: ProposalRow, deadline_us: int, frame_features: list[torch.Tensor], now: float
     ) -> draft_pb2.Commit:
         """Return the message of `take_commit`, with a request for a tree, and await this tree."""
-        self.wanted = row
+        self.wanted, self.asked_s, self.owes = row, now, False
         commit = self.take_commit(frame_features)
         shape = draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes)
         commit.shape.CopyFrom(shape)
@@ -157,6 +176,10 @@ class DraftSession:
             session_id=self.fence.session_id, epoch=self.fence.epoch, base=base, target_id=target_id
         )
         connection.carrier.send_rows(place, rows)
+
+    def is_opened_by(self, ack: draft_pb2.OpenAck) -> bool:
+        """Return True if the session waits for this answer to Open."""
+        return self.live and not self.acked and self.fence.epoch == ack.epoch
 
     def opened(self, connection: Connection, target_id: str, have_len: int) -> None:
         """Record that the draft has opened the session, and send the rows in `held`.

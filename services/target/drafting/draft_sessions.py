@@ -8,7 +8,14 @@ from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
-from outrider.shared.spec.drafter import Commit, Drafter, DrafterState, FeatureSpec, SequenceOpen
+from outrider.shared.spec.drafter import (
+    Commit,
+    Described,
+    Drafter,
+    DrafterState,
+    FeatureSpec,
+    SequenceOpen,
+)
 
 _log = logging.getLogger("outrider.target")
 
@@ -65,6 +72,14 @@ class DraftSessions:
         return True
 
     @property
+    def identity(self) -> str:
+        """What identifies the drafter, also after a restart. Empty before a drafter is known."""
+        if self._offered is None:
+            return ""
+        described = self._drafter.describe() if isinstance(self._drafter, Described) else ()
+        return "/".join((*described, self._offered.fingerprint))
+
+    @property
     def outdated(self) -> bool:
         """True if `refresh` would find another spec."""
         return self._drafter.feature_spec() is not self._offered
@@ -97,7 +112,9 @@ class DraftSessions:
         if self.misfit is not None:
             return "misfit"
         state = self._drafter.state()
-        if state is not DrafterState.ON:
+        if state is not DrafterState.ON and (
+            state is not DrafterState.LATE or sequence.controller_row is not None
+        ):
             return str(state.value)
         if not sequence.drafted or (self._wants_features and not sequence.has_features):
             return "no_features"

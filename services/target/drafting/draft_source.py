@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,14 +22,17 @@ class PreparedDrafts:
     """The drafting of a round.
 
     Attributes:
-        entries: The entries of the round, in which rows that get no tree have `NO_DRAFT`.
+        entries: The entries of the round, in which rows that get no tree have `NO_DRAFT`. Rows that still
+            await their trees are left out, so the round may be empty.
         enqueue: Enqueues the drafting. None if no row drafts.
         may_run_ahead: True if the next round can be enqueued before this round has been read.
+        catches_up: True if the drafter was given work on earlier tokens of some sequences.
     """
 
     entries: Seq[Entry]
     enqueue: Draft | None
     may_run_ahead: bool = True
+    catches_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +42,14 @@ class ProposalWait:
     Attributes:
         wait_s: Seconds for which the round waited for its trees.
         answer_s: Seconds from the announcement until the trees had arrived.
-        depth: Depth of the deepest tree that was requested. The answer may contain smaller trees.
+        requested: Number of sequences for which trees were requested, by the shape of the tree. The answer
+            may contain smaller trees.
         draft_s: Seconds for which the drafter has worked on the trees, as it reports.
     """
 
     wait_s: float
     answer_s: float
-    depth: int
+    requested: Mapping[DraftShape, int]
     draft_s: float = 0.0
 
 

@@ -122,9 +122,12 @@ class ExchangeSource(DraftSource):
         if self._exchange is None and drafting and not self._host.announced:
             self._exchange = self._enter(drafting)
         exchange = self._exchange
-        self._in_flight.append(exchange is not None)
         if exchange is None:
-            return self._host.prepare(entries)
+            prepared = self._host.prepare(entries)
+            if prepared.entries:
+                self._in_flight.append(False)
+            return prepared
+        self._in_flight.append(True)
         # 2. Exchange.
         places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
         members = [-1 if one is None else places[one.session_id] for one in exchange.members]
@@ -255,11 +258,12 @@ class ExchangeSource(DraftSource):
         self._tried.add(tried)
 
     def _wait_limit_s(self, exchange: _Exchange, batch_size: int) -> float | None:
-        """Return the limit of the device's wait for trees, in seconds; None for no limit."""
-        live = exchange.live
-        if any(sequence.controller_row is None for sequence in live):
-            return None
-        return self._controller.wait_cap_s([bound_of(sequence) for sequence in live], batch_size)
+        """Return the limit of the wait for trees, in seconds; None if only rows in mode `on` wait."""
+        auto = [sequence for sequence in exchange.live if sequence.controller_row is not None]
+        if len(auto) == len(exchange.live):
+            return self._controller.wait_cap_s([bound_of(sequence) for sequence in auto], batch_size)
+        # The device cannot leave out the rows in mode `on`, so other rows limit the wait for their trees.
+        return exchange.batch.others_s if batch_size > len(exchange.live) - len(auto) else None
 
     def _refresh(self, exchange: _Exchange) -> None:
         """Write the slots again if members have ended."""

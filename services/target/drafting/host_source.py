@@ -9,11 +9,16 @@ A round with such trees can start only after the host has read the previous roun
 The announcement is sent immediately after a round was read, because a draft in another process idles until
 the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter then
 learns their tokens later, in larger commits.
+
+If the trees of a row in mode `on` do not arrive as soon as usual, the round goes on without this row, and so
+do the next rounds, until the trees have arrived or the drafter gives the row up. So a stopped draft holds up
+only such rows.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence as Seq
 from collections.abc import Set
 from dataclasses import dataclass, replace
@@ -31,7 +36,15 @@ from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.upload import upload
-from outrider.shared.spec.drafter import Commit, Commits, Drafter, EagerDrafter, ProposalRequest, ProposalRow
+from outrider.shared.spec.drafter import (
+    AWAITED,
+    Commit,
+    Commits,
+    Drafter,
+    EagerDrafter,
+    ProposalRequest,
+    ProposalRow,
+)
 from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
 
 CATCH_UP_TOKENS = 128
@@ -98,6 +111,8 @@ class HostSource(DraftSource):
         self._told: dict[int, int] = {}
         # Sequences with new tokens since the last `read`, by session.
         self._moved: dict[int, Sequence] = {}
+        # Sessions that the last round has left out, because they await their trees.
+        self._left_out: set[int] = set()
         self._wait: ProposalWait | None = None
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
@@ -114,37 +129,48 @@ class HostSource(DraftSource):
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
         # 1. Request the trees, unless the early announcement has done so.
-        places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
         announced, self._announced = self._announced, None
-        proposal = None if announced is None else announced.among(places.keys())
+        present = {entry.sequence.session_id for entry in entries}
+        proposal = None if announced is None else announced.among(present)
         wanting = [(entry.sequence, entry.shape) for entry in entries if entry.shape.drafts]
         if not wanting:
             return PreparedDrafts(entries, None)
         if proposal is None:
             proposal = self._announce(wanting, len(entries))
-        # 2. Collect the trees. A row without a tree verifies its root alone.
+        # 2. Collect the trees. A row without a tree verifies its root alone, or is left out of the round.
         started, rows = time.monotonic(), proposal.request.rows
         drafts = self._drafter.propose(proposal.request)
         num_nodes, depths = drafts.num_nodes.tolist(), drafts.depths.amax(dim=1).tolist()
-        placed = [replace(entry, shape=NO_DRAFT) if entry.shape.drafts else entry for entry in entries]
-        members: list[int] = []
+        placed = {
+            entry.sequence.session_id: replace(entry, shape=NO_DRAFT) if entry.shape.drafts else entry
+            for entry in entries
+        }
+        resumed, self._left_out = self._left_out, set()
         for row, nodes, depth in zip(rows, num_nodes, depths, strict=True):
-            index = places[row.fence.session_id]
-            if nodes == 1:
-                reason = self._drafter.fallback_reason(row.fence.session_id) or "no_proposal"
-                self._planner.fell_back(entries[index].sequence, reason)
-                members.append(-1)
-            else:
+            session_id = row.fence.session_id
+            if nodes > 1:
                 # The shape of the answer, which may have fewer levels and nodes than requested.
                 shape = replace(row.shape, depth=depth, max_nodes=nodes)
-                placed[index] = replace(placed[index], shape=shape)
-                members.append(index)
-        self._measure(
-            proposal, time.monotonic() - started, drafts.draft_ms / 1e3, answered=max(num_nodes) > 1
-        )
-        if max(num_nodes) == 1:
-            return PreparedDrafts(placed, None, may_run_ahead=False)
-        return PreparedDrafts(placed, lambda: self._pack(drafts, members), may_run_ahead=False)
+                placed[session_id] = replace(placed[session_id], shape=shape)
+                continue
+            reason = self._drafter.fallback_reason(session_id) or "no_proposal"
+            if reason == AWAITED:
+                self._left_out.add(session_id)
+                del placed[session_id]
+            else:
+                self._planner.fell_back(placed[session_id].sequence, reason)
+        answered, wait_s = max(num_nodes) > 1, time.monotonic() - started
+        if not self._left_out and resumed.isdisjoint(row.fence.session_id for row in rows):
+            self._measure(proposal, wait_s, drafts.draft_ms / 1e3, answered=answered)
+        running = list(placed.values())
+        if not answered:
+            return PreparedDrafts(running, None, may_run_ahead=False)
+        indices = {session_id: index for index, session_id in enumerate(placed)}
+        members = [
+            indices[row.fence.session_id] if nodes > 1 else -1
+            for row, nodes in zip(rows, num_nodes, strict=True)
+        ]
+        return PreparedDrafts(running, lambda: self._pack(drafts, members), may_run_ahead=False)
 
     def launched(self) -> None:
         """Do nothing, because the trees have arrived before the launch."""
@@ -210,6 +236,7 @@ class HostSource(DraftSource):
 
     def abandon(self) -> None:
         self._announced, self._wait = None, None
+        self._left_out.clear()
         for by_session in (self._told, self._moved, self._planned):
             by_session.clear()
 
@@ -226,6 +253,7 @@ class HostSource(DraftSource):
                 for sequence, shape in wanting
             ],
             deadline_s=self._controller.wait_cap_s(auto, batch_size) if auto else None,
+            has_other_rows=batch_size > len(wanting),
         )
         announced_at = time.monotonic()
         self._drafter.announce(request)
@@ -268,7 +296,7 @@ class HostSource(DraftSource):
             # Without an answer, the draft would have needed longer than the measured time, so count that time
             # double.
             taken = time.monotonic() - proposal.announced_at
-            self._wait = ProposalWait(wait_s, taken, max(row.shape.depth for row in rows), draft_s)
+            self._wait = ProposalWait(wait_s, taken, Counter(row.shape for row in rows), draft_s)
             self._controller.costs.observe_answer(taken * (1.0 if answered else 2.0))
 
     def _pack(self, drafts: DraftBatch, members: list[int]) -> None:

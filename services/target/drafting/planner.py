@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.policy.controller import RowBound, SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
+from outrider.services.target.policy.fixed_share import FixedShare
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 OVER_BUDGET = "budget"
-"""Fallback reason of a row whose tree does not fit into `max_packed_rows`."""
+"""Fallback reason of a row whose tree does not fit into `max_packed_rows`, or would slow down other rows."""
 
 
 class DraftPlanner:
@@ -23,8 +26,7 @@ class DraftPlanner:
         controller: Chooses the shapes of rows in mode `auto`.
         metrics: Counts fallbacks.
         max_rows: Largest number of packed rows of a round.
-        on_device: Returns True if rounds are drafted on the device, before the previous round has been
-            read.
+        path: Returns where the trees of the next round come from.
     """
 
     def __init__(
@@ -34,14 +36,15 @@ class DraftPlanner:
         metrics: TargetMetrics,
         max_rows: int,
         *,
-        on_device: Callable[[], bool],
+        path: Callable[[], DraftPath],
     ) -> None:
         self._sessions = sessions
         self._controller = controller
         self._metrics = metrics
         self._max_rows = max_rows
-        self._on_device = on_device
+        self._path = path
         self._turn = 0
+        self._share = FixedShare()
 
     def shapes(self, decodes: Seq[Sequence], planned: Seq[DraftShape | None] = ()) -> list[DraftShape]:
         """Choose the shape of each row.
@@ -57,29 +60,75 @@ class DraftPlanner:
         known = planned or [None] * len(decodes)
         shapes = [shape or NO_DRAFT for shape in known]
         auto: list[int] = []
+        away = 0
         for index, sequence in enumerate(decodes):
             if known[index] is not None or not sequence.wants_drafts:
                 continue
             reason = self._sessions.obstacle(sequence)
             if reason:
                 self.fell_back(sequence, reason)
+                away += sequence.controller_row is not None
             elif sequence.controller_row is not None:
                 auto.append(index)
             else:
                 shapes[index] = sequence.request.speculation.shape.bounded()
         if auto:
-            other_nodes = sum(shape.max_nodes for shape in shapes) - len(auto)
+            chosen_here = set(auto)
+            others = [shape for index, shape in enumerate(shapes) if index not in chosen_here]
             rows = [bound_of(decodes[index]) for index in auto]
-            choose = self._controller.choose_common if self._on_device() else self._controller.choose
-            chosen = choose(rows, len(decodes), other_nodes)
+            chosen = self._controller.choose(rows, others, self._path())
             for index, shape in zip(auto, chosen, strict=True):
                 shapes[index] = shape.bounded() if shape.drafts else NO_DRAFT
+        elif away:
+            self._controller.draft_away(away, len(decodes))
+        if not planned or all(shape is None for shape in planned):
+            self._bound_fixed(decodes, shapes, auto)
         return self._within_budget(decodes, shapes, auto)
+
+    def expects_drafts(self, sequence: Sequence) -> bool:
+        """Return True if a sequence will probably draft in its first round."""
+        if sequence.controller_row is None:
+            return sequence.wants_drafts
+        return self._controller.would_draft(bound_of(sequence))
 
     def fell_back(self, sequence: Sequence, reason: str) -> None:
         """Count a round in which a row wanted drafts and gets none."""
         sequence.stats.fell_back(reason)
         self._metrics.fell_back(reason)
+
+    def _bound_fixed(self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int]) -> None:
+        """Bound the time that trees of fixed shapes add to a round of other rows. See `FixedShare`.
+
+        If all rows have fixed shapes, the rows with the smallest trees are the other rows.
+        """
+        # 1. Find the rows to bound.
+        of_auto = set(auto)
+        fixed = [index for index, shape in enumerate(shapes) if shape.drafts and index not in of_auto]
+        if len(fixed) == len(shapes):
+            smallest = min((shape.max_nodes for shape in shapes), default=0)
+            fixed = [index for index in fixed if shapes[index].max_nodes > smallest]
+        if not fixed:
+            return
+        # 2. Choose those that keep their trees.
+        places = {decodes[index].session_id: index for index in fixed}
+        bounded = set(fixed)
+        others = [shape for index, shape in enumerate(shapes) if index not in bounded]
+        nodes = sum(shape.max_nodes for shape in others) + len(fixed)
+        groups = Counter(shape for shape in others if shape.drafts)
+        costs, path = self._controller.costs, self._path()
+        if not costs.measured_plain:  # the estimate of a round without trees would be a guess
+            return
+
+        def round_s(session_ids: Seq[int]) -> float:
+            chosen = [shapes[places[one]] for one in session_ids]
+            more = sum(shape.max_nodes - 1 for shape in chosen)
+            return costs.round(len(shapes), nodes + more, groups + Counter(chosen), path)
+
+        drafting = self._share.choose(list(places), round_s([]), round_s)
+        for session_id, index in places.items():
+            if session_id not in drafting:
+                shapes[index] = NO_DRAFT
+                self.fell_back(decodes[index], OVER_BUDGET)
 
     def _within_budget(
         self, decodes: Seq[Sequence], shapes: list[DraftShape], auto: Seq[int]
@@ -107,4 +156,10 @@ def bound_of(sequence: Sequence) -> RowBound:
     """Return the draft bounds of a row in mode `auto`."""
     assert sequence.controller_row is not None
     bound, *chain = sequence.request.speculation.forms
-    return RowBound(sequence.controller_row, bound, sequence.remaining - 1, *chain)
+    return RowBound(
+        sequence.controller_row,
+        bound,
+        sequence.remaining - 1,
+        chain[0] if chain else NO_DRAFT,
+        sequence.committed_len,
+    )

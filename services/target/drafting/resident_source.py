@@ -5,7 +5,7 @@ the last round and grows the trees. The trees are written to the packed rows of 
 drafted before the host has read the previous round.
 
 A sequence that does not draft in a round costs the drafter nothing. Its feature rows stay in the target's
-feature plane. Before it drafts again, the drafter catches up on the rows that it lacks.
+feature plane, and its tokens are kept here. Before it drafts again, the drafter catches up on what it lacks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
 from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
+from outrider.services.target.drafting.planner import DraftPlanner
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
@@ -29,6 +30,9 @@ from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.device_drafter import DeviceDrafter, SeatedGroup
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+TOLD_TOGETHER = 64
+"""Number of tokens of a sequence without drafts of which the drafter is told together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class ResidentSource(DraftSource):
         drafter: Drafts in stream order.
         runner: The target's model and pool.
         rounds: Owns the slots and the packed trees.
-        fell_back: Called with a sequence and the reason why it does not draft in a round.
+        planner: Counts the rows that cannot draft in a round, and expects which sequences will draft.
     """
 
     def __init__(
@@ -54,16 +58,18 @@ class ResidentSource(DraftSource):
         drafter: DeviceDrafter,
         runner: ModelRunner,
         rounds: RoundRunner,
-        fell_back: Callable[[Sequence, str], None],
+        planner: DraftPlanner,
     ) -> None:
         self._drafter = drafter
         self._runner = runner
         self._rounds = rounds
-        self._fell_back = fell_back
+        self._planner = planner
         self._batch_sizes = batch_buckets(rounds.table.slots)
         self._groups: dict[tuple[int, int], _Group] = {}
         # Sessions that drafted in the last enqueued pass, so that their K/V lacks no row of earlier passes.
         self._continuous: set[int] = set()
+        # Tokens that the drafter was not told of yet, because their sequences do not draft.
+        self._untold: dict[int, list[int]] = {}
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         return [None] * len(decodes)
@@ -82,9 +88,13 @@ class ResidentSource(DraftSource):
             for entry in entries
             if entry.shape.drafts and entry.sequence.session_id not in self._continuous
         ]
+        most_rows = 0
         for sequence in behind:
-            if not self._supply(sequence, sequence.committed_len - 1):
+            rows = self._supply(sequence, sequence.committed_len - 1)
+            if rows is None:
                 drafting.discard(sequence.session_id)
+            else:
+                most_rows = max(most_rows, rows)
         self._drafter.catch_up([one.session_id for one in behind if one.session_id in drafting])
         self._continuous -= {entry.sequence.session_id for entry in entries}
         # 2. Seat the sessions of each shape.
@@ -103,7 +113,7 @@ class ResidentSource(DraftSource):
             for launch in launches:
                 launch()
 
-        return PreparedDrafts(placed, draft)
+        return PreparedDrafts(placed, draft, catches_up=most_rows > self._rounds.table.columns)
 
     def launched(self) -> None:
         """Do nothing, because the device needs no help."""
@@ -120,27 +130,35 @@ class ResidentSource(DraftSource):
         sequence = chunk.sequence
         if not sequence.drafted or sequence.remaining <= 1:
             return
-        if sequence.controller_row is None or self._continuous:
+        if self._planner.expects_drafts(sequence):
             stop = min(chunk.stop, sequence.committed_len - 1)
-            if self._supply(sequence, stop):
+            if self._supply(sequence, stop) is not None:
                 self._drafter.catch_up([sequence.session_id])
+                if sequence.controller_row is not None:
+                    sequence.controller_row.drafted_len = chunk.stop
 
     def first_token(self, sequence: Sequence, token: int) -> None:
-        self._drafter.committed(sequence.session_id, [token], drafted=False)
+        self._keep(sequence.session_id, [token])
 
     def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
+        session_id = entry.sequence.session_id
         # A session that has been opened again since has none of the round's rows.
-        drafted = entry.shape.drafts and entry.epoch == entry.sequence.epoch
-        self._drafter.committed(entry.sequence.session_id, kept, drafted=drafted)
+        if entry.shape.drafts and entry.epoch == entry.sequence.epoch:
+            self._tell(session_id)
+            self._drafter.committed(session_id, kept, drafted=True)
+        else:
+            self._keep(session_id, kept)
 
     def read(self, ended: Set[int]) -> None:
         """Do nothing, because the drafter has learnt everything in `committed`."""
 
     def ended(self, sequence: Sequence) -> None:
         self._continuous.discard(sequence.session_id)
+        self._untold.pop(sequence.session_id, None)
 
     def abandon(self) -> None:
         self._continuous.clear()
+        self._untold.clear()
 
     @torch.inference_mode()
     def capture(self, batch_size: int, shape: DraftShape) -> None:
@@ -153,19 +171,33 @@ class ResidentSource(DraftSource):
         key = _key(batch_size, columns, shape, seated)
         self._runner.graphs.capture(key, lambda: self._run(group, seated))
 
-    def _supply(self, sequence: Sequence, stop: int) -> bool:
-        """Send the drafter the stored feature rows that it lacks, up to `stop`.
+    def _keep(self, session_id: int, tokens: Seq[int]) -> None:
+        """Tell the drafter of tokens without drafts, at once if it follows closely, otherwise in batches."""
+        untold = self._untold.setdefault(session_id, [])
+        untold += tokens
+        if session_id in self._continuous or len(untold) >= TOLD_TOGETHER:
+            self._tell(session_id)
+
+    def _tell(self, session_id: int) -> None:
+        """Tell the drafter of all tokens that were kept."""
+        tokens = self._untold.pop(session_id, None)
+        if tokens:
+            self._drafter.committed(session_id, tokens, drafted=False)
+
+    def _supply(self, sequence: Sequence, stop: int) -> int | None:
+        """Send the drafter the tokens and stored feature rows that it lacks, the rows up to `stop`.
 
         Returns:
-            False if the drafter does not follow the sequence.
+            The number of feature rows. None if the drafter does not follow the sequence.
         """
+        self._tell(sequence.session_id)
         lacking = self._drafter.lacking(sequence.session_id)
         if lacking is None:
-            return False
+            return None
         if lacking.start < min(lacking.stop, stop):
             rows = self._runner.read_features(sequence, lacking.start, min(lacking.stop, stop))
             self._drafter.features(sequence.session_id, lacking.start, rows)
-        return True
+        return max(0, min(lacking.stop, stop) - lacking.start)
 
     def _seat(self, shape: DraftShape, members: list[int], placed: list[Entry]) -> Callable[[], None]:
         """Seat the sessions of one shape, and return a function that enqueues their drafts."""
@@ -199,10 +231,12 @@ class ResidentSource(DraftSource):
                 graphs.capture(key, lambda: self._run(group, seated))
             seated.load()
             group.members.copy_(places)
-            if recorded and graphs.replays(key):
+            if not recorded:
+                self._run(group, seated)
+            elif graphs.replays(key):
                 graphs.run(key, lambda: self._run(group, seated))
             else:
-                self._run(group, seated)
+                graphs.run_eagerly(key, lambda: self._run(group, seated))
 
         return launch
 
@@ -227,7 +261,7 @@ class ResidentSource(DraftSource):
     def _drop(self, placed: list[Entry], index: int, reason: str) -> None:
         """Let a row verify its root alone in this round."""
         placed[index] = replace(placed[index], shape=NO_DRAFT)
-        self._fell_back(placed[index].sequence, reason)
+        self._planner.fell_back(placed[index].sequence, reason)
 
     def _group(self, batch_size: int, columns: int) -> _Group:
         key = (batch_size, columns)

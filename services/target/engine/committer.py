@@ -9,7 +9,9 @@ from outrider.services.target.engine.advance import Advance, advance
 from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.model.outcome import FAILED_TOKEN
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.base.generation import RoundTrace
+from outrider.shared.base.logit_rules import TokenLogprob
 
 
 class Committer:
@@ -38,7 +40,29 @@ class Committer:
             return None
         return advance(sequence, list(emitted))
 
-    def emit(self, sequence: Sequence, step: Advance, trace: RoundTrace | None = None) -> None:
+    def emit(
+        self,
+        sequence: Sequence,
+        step: Advance,
+        trace: RoundTrace | None = None,
+        logprobs: Seq[TokenLogprob] = (),
+    ) -> None:
         """Pass accepted tokens to the client, and end the sequence if they are its last tokens."""
-        if self._output.tokens(sequence, step, trace):
+        if self._output.tokens(sequence, step, trace, logprobs):
             self._forget(sequence)
+
+    def emit_prompt(self, sequence: Sequence, logprobs: Seq[TokenLogprob]) -> None:
+        """Pass the logprobs of the next prompt tokens to the client."""
+        self._output.prompt_logprobs(sequence, logprobs)
+
+
+def no_token_error(sequence: Sequence) -> OutriderError:
+    """Return the error of a sequence for which no token could be chosen."""
+    if sequence.request.sampling.rules.forbids:
+        message = (
+            "No token is left to choose: allowed_token_ids, bad_words and min_tokens forbid every token "
+            "whose logit is finite. Other requests are not affected."
+        )
+        return InvalidRequestError(message, field="allowed_token_ids")
+    message = "The model computed NaN or infinity for this request. Other requests are not affected."
+    return OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error")

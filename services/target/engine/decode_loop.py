@@ -16,7 +16,7 @@ tokens are never emitted, billed or cached.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_source import DraftSource, ProposalWait
@@ -28,7 +28,9 @@ from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import FinishedRound, Round, RoundRunner
+from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import ExecutedRow, ExecutedStep, SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import Scheduler, StepPlan
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.generation import RoundTrace
@@ -76,6 +78,8 @@ class DecodeLoop:
         self._in_flight: deque[Round | PrefillPass] = deque()
         self._ahead = 0
         self._read_at = 0.0
+        # Numbers of the rounds in flight whose drafts include work on earlier tokens.
+        self._catching_up: set[int] = set()
         self.num_rounds = 0
 
     @property
@@ -100,11 +104,17 @@ class DecodeLoop:
             entries = [entry for entry in entries if not entry.sequence.passes_ahead]
         if not entries:
             return
+        self._rounds.begin()
         prepared = self._drafts.prepare(entries)
+        if not prepared.entries:
+            return
         for entry in prepared.entries:
             self._rounds.table.hold(entry.sequence)
         try:
-            self._in_flight.append(self._rounds.launch(prepared.entries, prepared.enqueue))
+            started = self._rounds.launch(prepared.entries, prepared.enqueue)
+            self._in_flight.append(started)
+            if prepared.catches_up:
+                self._catching_up.add(started.number)
         finally:
             self._drafts.launched()
         for entry in prepared.entries:
@@ -130,6 +140,7 @@ class DecodeLoop:
     def abandon(self) -> None:
         """Forget all passes after a failure that has ended all sequences."""
         self._in_flight.clear()
+        self._catching_up.clear()
         self._drafts.abandon()
 
     def _stays_ahead(self) -> bool:
@@ -196,21 +207,46 @@ class DecodeLoop:
             trace = None
             if sequence.request.speculation.trace:
                 trace = self._trace(finished, index, outcome, step, base_len, draft_s)
-            self._committer.emit(sequence, step, trace)
+            logprobs = finished.round.logprobs_of(index, len(step.kept))
+            self._committer.emit(sequence, step, trace, logprobs)
         # 4. Feed the timings to the controller and the metrics.
+        caught_up = finished.round.number in self._catching_up
+        self._catching_up.discard(finished.round.number)
         if executed:
-            self._observe(finished, executed, wait)
+            self._observe(finished, executed, wait, caught_up)
 
     def _observe(
-        self, finished: FinishedRound, executed: list[ExecutedRow], wait: ProposalWait | None
+        self,
+        finished: FinishedRound,
+        executed: list[ExecutedRow],
+        wait: ProposalWait | None,
+        caught_up: bool,
     ) -> None:
-        depth = max((entry.shape.depth for entry in finished.round.entries), default=0)
+        provisional = finished.round.provisional
         if wait is None:
+            groups = Counter(row.shape for row in executed if row.shape.drafts)
+            draft_s = finished.draft_s if groups else 0.0
             step = ExecutedStep(
-                executed, depth, 0.0 if depth else None, finished.verify_s, 0.0, finished.seconds
+                executed,
+                groups,
+                draft_s,
+                finished.verify_s,
+                finished.seconds,
+                DraftPath.DEVICE,
+                caught_up,
+                provisional,
             )
         else:
-            step = ExecutedStep(executed, wait.depth, wait.wait_s, finished.seconds, 0.0)
+            step = ExecutedStep(
+                executed,
+                wait.requested,
+                wait.wait_s,
+                finished.seconds,
+                wait.wait_s + finished.seconds,
+                DraftPath.HOST,
+                caught_up,
+                provisional,
+            )
         self._controller.observe(step)
         self._metrics.observe_round(step, finished.draft_s, wait.answer_s if wait else None)
 
@@ -235,11 +271,11 @@ class DecodeLoop:
 
 
 def _executed(entry: Entry, outcome: Outcome) -> ExecutedRow:
-    shape = entry.shape
+    sequence = entry.sequence
     return ExecutedRow(
-        entry.sequence.controller_row,
+        sequence.controller_row,
         outcome.num_nodes,
-        shape.depth,
+        entry.shape,
         len(outcome.accepted),
-        shape.drafts and shape.topk == 1,
+        SamplingKind.of(sequence.request.sampling),
     )

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.draft_source import DraftSource
@@ -21,7 +20,7 @@ from outrider.services.target.drafting.exchange_source import ExchangeSource
 from outrider.services.target.drafting.host_source import HostSource
 from outrider.services.target.drafting.planner import DraftPlanner
 from outrider.services.target.drafting.resident_source import ResidentSource
-from outrider.services.target.engine.committer import Committer
+from outrider.services.target.engine.committer import Committer, no_token_error
 from outrider.services.target.engine.decode_loop import DecodeLoop
 from outrider.services.target.engine.engine_stats import EngineStats
 from outrider.services.target.engine.expiry import Expiry
@@ -29,12 +28,14 @@ from outrider.services.target.engine.inbox import Cancel, Pause, Submit
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.engine.prefill import Prefill
-from outrider.services.target.engine.recordings import Recording, round_recordings
-from outrider.services.target.engine.rerecording import Rerecording
+from outrider.services.target.engine.recorder import Recorder
+from outrider.services.target.engine.recordings import Recordings
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.round_runner import RoundRunner
+from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.prefill_budget import PrefillBudget
 from outrider.services.target.request import EventSink, GenerationRequest
 from outrider.services.target.scheduling.limits import EngineLimits
@@ -46,7 +47,6 @@ from outrider.shared.engine.loop import Steppable
 from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.resident import ExchangeDrafter
-from outrider.shared.spec.tree import DraftShape
 
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
@@ -68,10 +68,12 @@ class TargetEngine(Steppable):
         controller: Chooses how much to draft. By default, the engine creates a new controller.
         wake: Wakes the engine thread.
         plan: Configures the decode loop.
+        recorder: Decides when CUDA graphs are recorded. By default, the engine creates a new recorder.
 
     Attributes:
         draining: True from the start of a shutdown. The engine then refuses new requests.
-        rerecording: Records CUDA graphs again after the draft has changed.
+        recorder: Decides when CUDA graphs are recorded.
+        recordings: Lists the CUDA graphs that can be recorded in advance.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class TargetEngine(Steppable):
         controller: SpeculationController | None = None,
         wake: Callable[[], None] = lambda: None,
         plan: LoopPlan | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.limits = limits
         self.metrics = metrics or TargetMetrics()
@@ -96,7 +99,7 @@ class TargetEngine(Steppable):
         self._drafter = drafter
         self._drafts = drafter.state() is not DrafterState.NONE
         self._sessions = DraftSessions(drafter, runner, scheduler)
-        self.rerecording = Rerecording(runner.graphs)
+        self.recorder = recorder or Recorder(runner.graphs)
         self._output = OutputProcessor(scheduler, self._sessions, self.metrics, self.controller)
         self._inbox: deque[Submit | Cancel | Pause] = deque()
         self._session_ids = itertools.count(1)
@@ -108,6 +111,10 @@ class TargetEngine(Steppable):
         self._source = self._make_source(plan)
         self._output.before_end = self._source.ended
         self._loop = self._make_loop(plan)
+        recorded = self._source if isinstance(self._source, ResidentSource | ExchangeSource) else None
+        self.recordings = Recordings(
+            runner, self._rounds, recorded, drafting=self._drafts, refresh=self._refresh
+        )
 
     # ---- any thread
 
@@ -166,7 +173,8 @@ class TargetEngine(Steppable):
             self._scheduler,
             self._drafter.state(),
             self._sessions.num_resyncs,
-            self.controller.speedup_estimate,
+            self.controller,
+            self.recorder.num_first + self.recorder.num_further,
         )
 
     def stats(self) -> EngineStats:
@@ -183,6 +191,8 @@ class TargetEngine(Steppable):
             rounds=self._loop.num_rounds,
             speculation=self._output.totals,
             speedup_estimate=self.controller.speedup_estimate,
+            verdict=self.controller.verdict,
+            looks_lost_s=self.controller.lost_s,
         )
 
     @property
@@ -190,9 +200,9 @@ class TargetEngine(Steppable):
         """Number of queued and running requests, including those in the inbox."""
         return len(self._live) + sum(isinstance(message, Submit) for message in tuple(self._inbox))
 
-    def ask_recorded(self) -> threading.Event:
-        """Return an event that is set once all graphs for the current draft are recorded. Thread-safe."""
-        asked = self.rerecording.ask()
+    def ask_recorded(self, *, for_all: bool = False) -> threading.Event:
+        """Return an event that is set once the first graphs, or all, are recorded. Thread-safe."""
+        asked = self.recorder.ask(for_all=for_all)
         self.wake()
         return asked
 
@@ -206,21 +216,6 @@ class TargetEngine(Steppable):
         self._output.start_counting()
         self._loop.num_rounds = 0
 
-    def recordings(self, batches: Seq[tuple[int, DraftShape]]) -> list[Recording]:
-        """Return functions that each record one CUDA graph of rounds with these batch sizes and tree shapes.
-
-        Call these functions on the engine thread, or before the engine thread runs.
-        """
-        self._refresh()
-        wanted = [(size, shape) for size, shape in batches if self._drafts or not shape.drafts]
-        drafts = self._source if isinstance(self._source, ResidentSource | ExchangeSource) else None
-        return list(round_recordings(self._rounds, drafts, wanted, captures=self._runner.captures))
-
-    def prefill_recording(self, size: int) -> Callable[[], None]:
-        """Return a function that records the pass over prompts of up to `size` tokens, as in `recordings`."""
-        self._refresh()
-        return lambda: self._runner.capture_prefill(size)
-
     # ---- engine thread
 
     @property
@@ -233,15 +228,18 @@ class TargetEngine(Steppable):
         if self._inbox or self._output.pending or self._loop.active or self._scheduler.has_work():
             return True
         return not self._live and (
-            self.rerecording.waiting or (self.rerecording.planned and self._sessions.outdated)
+            self.recorder.is_due() or (self.recorder.planned and self._sessions.outdated)
         )
 
     def next_wakeup(self) -> float | None:
-        """Return the time at which the engine must wake up, for a request's deadline or to poll the draft."""
-        if self._live or not self.rerecording.planned or self._drafter.state() is DrafterState.NONE:
+        """Return the time at which the engine must wake up: for a deadline, a recording, or a new draft."""
+        if self._live:
             return self._expiry.next_due
-        # Poll even while a draft is connected, because another draft may replace it.
-        return time.monotonic() + LOOK_S
+        due = [self._expiry.next_due, self.recorder.next_due]
+        if self.recorder.planned and self._drafter.state() is not DrafterState.NONE:
+            # Poll even while a draft is connected, because another draft may replace it.
+            due.append(time.monotonic() + LOOK_S)
+        return min((one for one in due if one is not None), default=None)
 
     def step(self) -> None:
         """Run one step for every request that can advance."""
@@ -255,21 +253,22 @@ class TargetEngine(Steppable):
 
     def _adopts_draft(self) -> bool:
         """Adopt a changed draft. Return True if this step has recorded one of the graphs for it instead."""
+        self.recorder.hear()
         if self._sessions.outdated:
             # Sequences may be prefilled again, to capture the features that the new draft needs.
             self._loop.drain()
             if self._refresh():
-                self.rerecording.renew()
-        if self._live or self._output.pending or not self.rerecording.waiting:
+                self.recorder.renew()
+        if self._live:
+            self.recorder.live()
+        if self._live or self._output.pending or not self.recorder.is_due():
             return False
-        self.rerecording.record_next()
+        self.recorder.record_next()
         return True
 
     def _schedule(self, now: float) -> StepPlan:
         """Plan the step, and open and close the drafter's sessions accordingly."""
-        prefilling = (one for one in self._scheduler.active if one.status is SequenceStatus.PREFILLING)
-        first = next(prefilling, None)
-        plan = self._scheduler.schedule(now, None if first is None else self._budget.tokens(first.cached_len))
+        plan = self._scheduler.schedule(now, self._prefill.limit(self._scheduler))
         for sequence in plan.retracted:
             self._source.ended(sequence)
         for sequence in self._sessions.follow(plan):
@@ -279,6 +278,8 @@ class TargetEngine(Steppable):
     def _refresh(self) -> bool:
         """Adopt the drafter's feature spec. Return True if it has changed."""
         changed = self._sessions.refresh()
+        if self._sessions.identity:
+            self.controller.adopt(self._sessions.identity)
         if changed:
             self._rounds.resize_features()
             for sequence in self._scheduler.active:
@@ -318,15 +319,17 @@ class TargetEngine(Steppable):
         drafter, ahead = self._drafter, plan.drafts_on_device
         seats = ahead and isinstance(drafter, DeviceDrafter) and drafter.device_resident
         exchanges = ahead and isinstance(drafter, ExchangeDrafter)
+
+        def path() -> DraftPath:
+            if seats:
+                return DraftPath.DEVICE
+            return DraftPath.EXCHANGE if exchanges and drafter.device_resident else DraftPath.HOST
+
         self._planner = DraftPlanner(
-            self._sessions,
-            self.controller,
-            self.metrics,
-            self._rounds.max_rows,
-            on_device=lambda: seats or (exchanges and drafter.device_resident),
+            self._sessions, self.controller, self.metrics, self._rounds.max_rows, path=path
         )
         if seats and isinstance(drafter, DeviceDrafter):
-            return ResidentSource(drafter, self._runner, self._rounds, self._planner.fell_back)
+            return ResidentSource(drafter, self._runner, self._rounds, self._planner)
         host = HostSource(
             drafter, self._sessions, self._planner, self._scheduler, self.controller, self._rounds
         )
@@ -337,10 +340,10 @@ class TargetEngine(Steppable):
 
     def _make_loop(self, plan: LoopPlan) -> DecodeLoop:
         committer = Committer(self._output, self._poisoned, self._forget)
-        prefill = Prefill(self._runner, self._rounds.table, self._source, committer, self._budget)
+        self._prefill = Prefill(self._runner, self._rounds.table, self._source, committer, self._budget)
         return DecodeLoop(
             self._rounds,
-            prefill,
+            self._prefill,
             self._planner,
             self._source,
             committer,
@@ -374,13 +377,13 @@ class TargetEngine(Steppable):
         if not self._drafts and sequence.speculates:
             sequence.stats.fell_back(NO_DRAFT_REASON)
         if sequence.wants_drafts and sequence.request.speculation.mode is SpeculationMode.AUTO:
-            sequence.controller_row = self.controller.new_row()
+            kind = SamplingKind.of(sequence.request.sampling)
+            sequence.controller_row = self.controller.new_row(kind)
         self._expiry.due_at(sequence.request.deadline)
 
     def _poisoned(self, sequence: Sequence) -> None:
         self._runner.scrub(sequence)
-        message = "The model computed NaN or infinity for this request. Other requests are not affected."
-        self._fail(sequence, OutriderError(message, code=ErrorCode.INTERNAL, reason="numerical_error"))
+        self._fail(sequence, no_token_error(sequence))
 
     def _fail(self, sequence: Sequence, error: OutriderError) -> None:
         self._output.fail(sequence, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.services.target.policy.speculation_stats import SpeculationStats
+from outrider.services.target.policy.verdict import Verdict
 from outrider.shared.spec.drafter import DrafterState
 
 
@@ -22,3 +23,5 @@ class EngineStats:
     rounds: int
     speculation: SpeculationStats
     speedup_estimate: float | None
+    verdict: Verdict
+    looks_lost_s: float

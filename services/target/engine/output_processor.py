@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.engine.advance import Advance
@@ -15,6 +16,7 @@ from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace
+from outrider.shared.base.logit_rules import TokenLogprob
 
 
 class OutputProcessor:
@@ -59,7 +61,13 @@ class OutputProcessor:
             for sink, events in batches.values():
                 sink.deliver(events)
 
-    def tokens(self, sequence: Sequence, step: Advance, trace: RoundTrace | None) -> bool:
+    def tokens(
+        self,
+        sequence: Sequence,
+        step: Advance,
+        trace: RoundTrace | None,
+        logprobs: Seq[TokenLogprob] = (),
+    ) -> bool:
         """Emit the tokens that a prefill or round kept. Return True if these tokens ended the sequence."""
         now = time.monotonic()
         if not sequence.first_token_at:
@@ -69,15 +77,18 @@ class OutputProcessor:
             self._metrics.more_tokens(len(step.kept), now - sequence.last_emit_at)
         sequence.last_emit_at = now
         self.generated_tokens += len(step.kept)
-        self._put(
-            sequence, TokensEvent(sequence.request.request_id, step.kept, () if trace is None else (trace,))
-        )
+        rounds = () if trace is None else (trace,)
+        self._put(sequence, TokensEvent(sequence.request.request_id, step.kept, rounds, logprobs))
         if step.finish is None:
             return False
         self._finish(
             sequence, step.finish, step.matched_token, sequence.committed_len - sequence.prompt_len, now
         )
         return True
+
+    def prompt_logprobs(self, sequence: Sequence, logprobs: Seq[TokenLogprob]) -> None:
+        """Emit the logprobs of the next prompt tokens."""
+        self._put(sequence, TokensEvent(sequence.request.request_id, (), prompt_logprobs=logprobs))
 
     def cancel(self, sequence: Sequence, keep_tokens: int | None) -> None:
         """End a sequence at the client's request, without billing for tokens after `keep_tokens`."""

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from outrider.services.target.drafting.draft_source import DraftSource
 from outrider.services.target.engine.committer import Committer
 from outrider.services.target.model.model_runner import ChosenTokens, ModelRunner
+from outrider.services.target.model.scores import ScoredPrompt, unpack_logprobs
+from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.policy.prefill_budget import PrefillBudget
-from outrider.services.target.scheduling.scheduler import PrefillChunk
+from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
+from outrider.shared.base.logit_rules import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +69,26 @@ class Prefill:
         self._committer = committer
         self._budget = budget
 
+    def limit(self, scheduler: Scheduler) -> int | None:
+        """Return how many prompt tokens the next step may compute while sequences decode.
+
+        The limit is the largest recorded size within the time budget, so that chunks need no padding. None
+        means that no prompt is left to compute.
+        """
+        stored = (one.cached_len for one in scheduler.active if one.status is SequenceStatus.PREFILLING)
+        context = next(stored, 0 if scheduler.waiting else None)
+        if context is None:
+            return None
+        tokens = self._budget.tokens(context)
+        return self._runner.recorded_rows(tokens) or tokens
+
     def launch(self, chunks: Seq[PrefillChunk]) -> PrefillPass:
         """Enqueue prompt chunks without waiting for them. Completed sequences can take part in rounds."""
         enqueued_at = time.monotonic()
-        chosen = self._runner.begin_prefill(chunks)
+        completed = [chunk.sequence for chunk in chunks if chunk.is_last]
+        chosen = self._runner.begin_prefill(chunks, self._rules_of(completed))
         for chunk in chunks:
             self._stored(chunk)
-        completed = [chunk.sequence for chunk in chunks if chunk.is_last]
         for sequence in completed:
             self._table.hold(sequence)
         self._table.seat(completed, chosen.on_device)
@@ -99,7 +115,10 @@ class Prefill:
         tokens = launched.chosen.wait()
         started = max(launched.enqueued_at, previous_end)
         self._budget.observe(launched.tokens, launched.longest, time.monotonic() - started)
-        for (sequence, residence), token in zip(launched.completed, tokens, strict=True):
+        for scored in launched.chosen.prompts:
+            if not scored.void:
+                self._emit_prompt(scored)
+        for index, ((sequence, residence), token) in enumerate(zip(launched.completed, tokens, strict=True)):
             if sequence.residence != residence or sequence.slot < 0:
                 continue
             sequence.tokens_ahead -= 1
@@ -109,7 +128,27 @@ class Prefill:
                 continue
             if step.finish is None:
                 self._drafts.first_token(sequence, token)
-            self._committer.emit(sequence, step)
+            self._committer.emit(sequence, step, logprobs=_first_logprob(launched.chosen, index, sequence))
+
+    def _rules_of(self, completed: Seq[Sequence]) -> SlotRules | None:
+        """Write the rules of the sequences. Return None if they have no rules."""
+        ruled = [sequence for sequence in completed if sequence.ruled]
+        if not ruled:
+            return None
+        for sequence in ruled:
+            self._table.rules.hold(sequence)
+        self._table.rules.flush()
+        return self._table.rules
+
+    def _emit_prompt(self, scored: ScoredPrompt) -> None:
+        """Emit the logprobs of prompt tokens that the client has not received."""
+        sequence = scored.sequence
+        top, known = sequence.request.logprobs.prompt_top, sequence.prompt_scored - scored.first
+        rows = scored.logprobs[max(0, known) :]
+        if top is None or not rows.shape[0]:
+            return
+        sequence.prompt_scored += rows.shape[0]
+        self._committer.emit_prompt(sequence, unpack_logprobs(rows, top))
 
     def _stored(self, chunk: PrefillChunk) -> None:
         """Note what a chunk stores."""
@@ -117,3 +156,11 @@ class Prefill:
         if self._runner.captures and sequence.wants_drafts and sequence.feature_len == chunk.start:
             sequence.feature_len = chunk.stop
         sequence.cached_len = chunk.stop
+
+
+def _first_logprob(chosen: ChosenTokens, index: int, sequence: Sequence) -> list[TokenLogprob]:
+    """Return the logprob of the first token after a prompt, if the client wants it."""
+    top = sequence.request.logprobs.top
+    if top is None or chosen.logprobs is None:
+        return []
+    return unpack_logprobs(chosen.logprobs[index : index + 1], top)

@@ -1,4 +1,4 @@
-"""Lists the CUDA graphs of the usual rounds, to record them at start-up or after a change of the draft."""
+"""Lists the CUDA graphs that can be recorded in advance: of rounds of equal requests, and of mixed rounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from outrider.services.target.model.packed_batch import SamplingMode, width_class
+from outrider.services.target.engine.recorder import Recording
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.packed_batch import WIDTHS, SamplingMode, width_class
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.spec.tree import DraftShape
@@ -21,16 +23,81 @@ class RecordedDrafts(Protocol):
 
 
 USUAL_MODES = (SamplingMode.NOISE, SamplingMode.GREEDY)
-"""Sampling modes whose graphs are recorded in advance. Other modes are recorded after some use."""
+"""Sampling modes of requests without filters, rules and logprobs."""
+MOST_MIXED_ROWS = 512
+"""Largest number of packed rows of a round with trees that is recorded in advance."""
+DENSE_ROWS = 64
+"""Number of rows up to which mixed rounds of every bucket are recorded in advance.
 
-Recording = tuple[str, Callable[[], None]]
-"""A description, and a function that records one graph or does nothing if the graph exists."""
+Above, a padding row costs little, so `WIDE_ROWS` suffice.
+"""
+WIDE_ROWS = (96, 128, 160, 192, 256, 320, 384, 448, 512)
+
+
+class Recordings:
+    """Lists the graphs of one engine. Call the listed functions on the engine thread, or before it runs.
+
+    Args:
+        runner: Records passes over prompts.
+        rounds: Records verify passes.
+        drafts: Records drafts. None if trees come from the host.
+        drafting: True if requests may draft.
+        refresh: Adopts a changed draft, whose features the graphs capture.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        rounds: RoundRunner,
+        drafts: RecordedDrafts | None,
+        *,
+        drafting: bool,
+        refresh: Callable[[], object],
+    ) -> None:
+        self._runner = runner
+        self._rounds = rounds
+        self._drafts = drafts
+        self._drafting = drafting
+        self._refresh = refresh
+
+    def rounds(
+        self, batches: Seq[tuple[int, DraftShape]], modes: Seq[SamplingMode] = USUAL_MODES
+    ) -> list[Recording]:
+        """List the graphs of rounds in which all sequences have the same tree shape.
+
+        Args:
+            batches: Batch sizes and shapes, in the order in which to record them.
+            modes: Sampling modes.
+        """
+        self._refresh()
+        wanted = [(size, shape) for size, shape in batches if self._drafting or not shape.drafts]
+        return list(
+            round_recordings(self._rounds, self._drafts, wanted, modes, captures=self._runner.captures)
+        )
+
+    def mixed(self) -> list[Recording]:
+        """List the graphs of rounds in which trees of several shapes and plain rows come together."""
+        self._refresh()
+        if not self._drafting:
+            return []
+        return list(mixed_recordings(self._rounds, captures=self._runner.captures))
+
+    def prompt(self, size: int) -> Recording:
+        """Return the recording of the pass over prompt chunks of up to `size` tokens."""
+        self._refresh()
+        return f"prompts of {size} tokens", lambda: self._runner.capture_prefill(size)
+
+    def whole_prompt(self, size: int) -> Recording:
+        """Return the recording of the pass over one prompt by a library, which does nothing without one."""
+        self._refresh()
+        return f"single prompts of {size} tokens", lambda: self._runner.capture_prefill(size, True)
 
 
 def round_recordings(
     rounds: RoundRunner,
     drafts: RecordedDrafts | None,
     batches: Seq[tuple[int, DraftShape]],
+    modes: Seq[SamplingMode] = USUAL_MODES,
     *,
     captures: bool,
 ) -> Iterator[Recording]:
@@ -40,6 +107,7 @@ def round_recordings(
         rounds: Records verify passes.
         drafts: Records drafts. None if trees come from the host.
         batches: Batch sizes and shapes, in the order in which to record them.
+        modes: Sampling modes.
         captures: True if feature rows are stored for a drafter.
     """
     seen: set[PassSize] = set()
@@ -55,8 +123,29 @@ def round_recordings(
             continue
         rows = rounds.buckets.size_for(batch_size * nodes)
         for capture in (True, False) if captures and not shape.drafts else (captures,):
-            for mode in USUAL_MODES:
+            for mode in modes:
                 size = PassSize(rows, width_class(nodes), mode, capture)
                 if size not in seen:
                     seen.add(size)
-                    yield f"rounds of {rows} rows", lambda size=size: rounds.capture(size)  # type: ignore[misc]
+                    yield _recording(rounds, size)
+
+
+def mixed_recordings(rounds: RoundRunner, *, captures: bool) -> Iterator[Recording]:
+    """Yield the recordings of rounds with trees, in all sampling modes but `FULL`, the largest first.
+
+    Larger rounds come first, so that smaller graphs can reuse their memory.
+
+    Args:
+        rounds: Records verify passes.
+        captures: True if feature rows are stored for a drafter.
+    """
+    most = min(MOST_MIXED_ROWS, rounds.max_rows)
+    for rows in reversed(rounds.buckets.sizes):
+        if 1 < rows <= most and (rows <= DENSE_ROWS or rows in WIDE_ROWS):
+            for mode in (SamplingMode.FILTERED, *USUAL_MODES):
+                for width in WIDTHS[1:]:
+                    yield _recording(rounds, PassSize(rows, width, mode, captures))
+
+
+def _recording(rounds: RoundRunner, size: PassSize) -> Recording:
+    return f"rounds of {size.rows} rows", lambda: rounds.capture(size)

@@ -44,6 +44,7 @@ class StatusLine:
             fields["accept_length"] = round(1 + accepted / draft_rounds, 2)
         fields["kv_usage"] = round(stats.pages_held / stats.pages_total, 3) if stats.pages_total else 0.0
         fields["speculation"] = stats.draft_state.value
+        fields["auto"] = stats.verdict.reason.value
         return fields
 
 

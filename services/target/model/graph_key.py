@@ -14,7 +14,7 @@ class GraphKey(NamedTuple):
 
     Attributes:
         kind: "draft" for the drafting of one tree shape, "verify" for a verify pass, "prefill" for a pass
-            over a prompt.
+            over prompt chunks, "prompt" for a pass over one prompt from its first token on.
         rows: Number of sequences of a draft, of packed rows of a verify pass, or of tokens of a prompt.
         width: Class of the widest tree of a verify pass, or number of columns of a draft's state.
         mode: The sampling mode. None if the graph serves every mode.
@@ -25,7 +25,7 @@ class GraphKey(NamedTuple):
             Such graphs become invalid when another draft connects. Graphs of plain decoding stay valid.
     """
 
-    kind: Literal["draft", "verify", "prefill"]
+    kind: Literal["draft", "verify", "prefill", "prompt"]
     rows: int
     width: int = 1
     mode: SamplingMode | None = None

@@ -6,13 +6,19 @@ The engine passes and receives only token ids, lengths, trees and feature rows.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
+import numpy as np
 import torch
 
+from outrider.kernels.token_logprobs import token_logprobs
 from outrider.services.target.model.graph_key import GraphKey
-from outrider.services.target.model.prefill_graph import PrefillGraph
+from outrider.services.target.model.prefill_graph import PrefillGraph, library_of
 from outrider.services.target.model.sampling import SamplingBatches
+from outrider.services.target.model.scores import ScoredPrompt, score_prompts
+from outrider.services.target.model.slot_rules import SlotRules
+from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.services.target.model.verify_pass import StepModel
 from outrider.services.target.scheduling.scheduler import PrefillChunk
@@ -26,31 +32,46 @@ from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.nn.feature_projector import FeatureProjector
 from outrider.shared.spec.drafter import FeatureSpec
 
+LIBRARY_ROWS = 1024
+"""Least number of rows of a pass that is not recorded because a library attends faster than our kernel.
+
+The host takes as long to launch the kernels of a pass as a large GPU takes to run them over this many rows.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """Chosen tokens that are being copied to the host.
+    """Chosen tokens and logprobs that are being copied to the host.
 
-    `wait` waits for the copy only, not for work that was enqueued after the copy.
+    `wait` waits for the copies only, not for work that was enqueued after them.
 
     Attributes:
         on_device: ``[n] int64``, the tokens on the device. Valid until the next recorded pass.
+        logprobs: ``[n, WORDS] int32`` in host memory, from `token_logprobs`. None if no client wants them.
+            Valid after `wait`.
+        prompts: Logprobs of prompt tokens in host memory, in the order of the chunks that have any. Valid
+            after `wait`.
     """
 
     on_device: torch.Tensor
+    logprobs: torch.Tensor | None
+    prompts: Seq[ScoredPrompt]
     _tokens: torch.Tensor
     _copied: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, chosen: torch.Tensor) -> ChosenTokens:
-        """Enqueue the copy of ``chosen [n] int64`` to the host."""
+    def of(
+        cls, chosen: torch.Tensor, logprobs: torch.Tensor | None = None, prompts: Seq[ScoredPrompt] = ()
+    ) -> ChosenTokens:
+        """Enqueue the copies to the host."""
         if not chosen.is_cuda:
-            return cls(chosen, chosen, None)
-        host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)
-        host.copy_(chosen, non_blocking=True)
+            return cls(chosen, logprobs, prompts, chosen, None)
+        host = _pinned(chosen)
+        logprobs = None if logprobs is None else _pinned(logprobs)
+        prompts = [replace(one, logprobs=_pinned(one.logprobs)) for one in prompts]
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return cls(chosen, host, copied)
+        return cls(chosen, logprobs, prompts, host, copied)
 
     def wait(self) -> list[int]:
         """Wait for the copy and return the tokens."""
@@ -69,8 +90,8 @@ class ModelRunner:
         synthetic: Replaces the model's choice of how many drafts a round accepts. Only benchmarks with random
             weights pass this argument.
         graphs: Records and replays passes. By default, nothing is recorded.
-        prefill_sizes: Numbers of rows, ascending, of the passes over short prompts that may be recorded. By
-            default, no such pass is recorded.
+        prefill_sizes: Numbers of rows, ascending, of the passes over prompts that may be recorded, once there
+            are slots (see `use_slots`). By default, no such pass is recorded.
     """
 
     def __init__(
@@ -89,7 +110,8 @@ class ModelRunner:
         self.attention = attention
         self.device = pool.device
         self.graphs = graphs or GraphCache(pool.device, enabled=False)
-        self._recorded = PrefillGraph(self.step_model, self.graphs, prefill_sizes)
+        self._prefill_sizes = prefill_sizes
+        self._recorded: PrefillGraph | None = None
         self._sampling = SamplingBatches(pool.device)
         self._projector: FeatureProjector | None = None
         self._aux_layer_ids: tuple[int, ...] = ()
@@ -136,47 +158,112 @@ class ModelRunner:
         return self.begin_prefill(chunks).wait()
 
     @torch.inference_mode()
-    def begin_prefill(self, chunks: Seq[PrefillChunk]) -> ChosenTokens:
+    def begin_prefill(self, chunks: Seq[PrefillChunk], rules: SlotRules | None = None) -> ChosenTokens:
         """Enqueue prompt chunks in one pass without waiting for rounds in flight.
 
         Attention is causal within each chunk. The pass stores K/V, and feature rows for sequences that want
         them.
 
+        Args:
+            chunks: The chunks, at most one per sequence.
+            rules: The rules of the slots. The rules of sequences whose prompts end must be written. None if
+                no sequence has rules.
+
         Returns:
             The token at index committed_len for each chunk that completes its prompt, in order.
         """
-        return ChosenTokens.of(self._prefilled(chunks))
+        finished = [chunk.sequence for chunk in chunks if chunk.is_last]
+        capture = self.captures and any(chunk.sequence.wants_drafts for chunk in chunks)
+        prompts: Seq[ScoredPrompt] = ()
+        if self._recorded is not None and self._replays(self._recorded, chunks):
+            hidden = self._recorded.run(chunks, capture)
+        else:
+            hidden, prompts = self._unrecorded(chunks, capture)
+        if not finished:
+            return ChosenTokens.of(self._int64([]), None, prompts)
+        return self._choose(hidden, finished, rules, prompts)
 
-    def _prefilled(self, chunks: Seq[PrefillChunk]) -> torch.Tensor:
-        """Enqueue the pass of `begin_prefill` and return its tokens on the device, ``[n] int64``."""
-        if self._recorded.takes(chunks):
-            token = self._recorded.run(chunks[0], self.captures and chunks[0].sequence.wants_drafts)
-            return token if chunks[0].is_last else token[:0]
-        sequences = [chunk.sequence for chunk in chunks]
+    def _choose(
+        self,
+        hidden: torch.Tensor,
+        finished: list[Sequence],
+        rules: SlotRules | None,
+        prompts: Seq[ScoredPrompt],
+    ) -> ChosenTokens:
+        """Choose the first token after each prompt, from ``hidden [n, hidden_size]``."""
+        sampling = self._sampling.rows(finished, [1] * len(finished))
+        positions = self._int64([sequence.committed_len for sequence in finished])
+        if rules is None or not any(sequence.ruled for sequence in finished):
+            return ChosenTokens.of(self.decoder.choose(hidden, sampling, positions), None, prompts)
+        sampling = replace(sampling, all_greedy=False, rules=rules.prompt_rows(finished))
+        logits = self.decoder.logits(hidden)
+        chosen = self.decoder.choose_from(logits, sampling, positions)
+        tops = [-1 if one.request.logprobs.top is None else one.request.logprobs.top for one in finished]
+        wanted = upload(tops, torch.int32, self.device)
+        rows = torch.arange(len(finished), device=self.device)
+        return ChosenTokens.of(chosen, token_logprobs(logits, rows, chosen, wanted), prompts)
+
+    def _replays(self, recorded: PrefillGraph, chunks: Seq[PrefillChunk]) -> bool:
+        """Return True if a recorded pass over these chunks is the fastest.
+
+        Long passes take longer on the device than on the host, so they are not recorded if a library's
+        attention is faster. The shapes of a library's attention depend on the chunks.
+        """
+        if recorded.takes_whole(chunks):
+            return recorded.takes(chunks)
+        rows = sum(chunk.stop - chunk.start for chunk in chunks)
+        return recorded.takes(chunks) and (rows < LIBRARY_ROWS or not self._by_library(chunks))
+
+    def _by_library(self, chunks: Seq[PrefillChunk]) -> bool:
+        """Return True if a library would attend from some of these chunks in an unrecorded pass."""
+        library, kept = library_of(self.attention), self.decoder.cached
+        return library is not None and library.takes(
+            [(chunk.start, chunk.stop - chunk.start) for chunk in chunks], kept.num_heads * kept.head_dim
+        )
+
+    def _unrecorded(self, chunks: Seq[PrefillChunk], capture: bool) -> tuple[torch.Tensor, Seq[ScoredPrompt]]:
+        """Enqueue one pass over chunks of any size.
+
+        Returns:
+            ``[n, hidden_size]``, the last hidden states of the n chunks that complete their prompts, and the
+            logprobs of the chunks' tokens where they were requested.
+        """
         starts = [chunk.start for chunk in chunks]
         counts = [chunk.stop - chunk.start for chunk in chunks]
-        token_ids = [token for chunk in chunks for token in chunk.sequence.tokens[chunk.start : chunk.stop]]
-        positions = [index for chunk in chunks for index in range(chunk.start, chunk.stop)]
-        capture = self.captures and any(sequence.wants_drafts for sequence in sequences)
-        batch = build_batch(self.pool, _leases(sequences), starts, counts)
+        # The device waits for these arrays, and numpy makes them faster than Python.
+        token_ids = np.concatenate(
+            [np.array(chunk.sequence.tokens[chunk.start : chunk.stop], dtype=np.int64) for chunk in chunks]
+        )
+        positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        batch = build_batch(self.pool, _leases([chunk.sequence for chunk in chunks]), starts, counts)
         output = self._forward(self._int64(token_ids), self._int64(positions), batch, capture)
         if capture:
             self._store_prefill_features(output, chunks, batch.slots)
-        last = [chunk.is_last for chunk in chunks]
-        if not any(last):
-            return self._int64([])
-        ends = [end for end, keep in zip(_ends(counts), last, strict=True) if keep]
-        finished = [chunk.sequence for chunk in chunks if chunk.is_last]
-        hidden = output.hidden[self._int64([end - 1 for end in ends])]
-        sampling = self._sampling.rows(finished, [1] * len(finished))
-        return self.decoder.choose(
-            hidden, sampling, self._int64([sequence.committed_len for sequence in finished])
-        )
+        ends = [end - 1 for end, chunk in zip(accumulate(counts), chunks, strict=True) if chunk.is_last]
+        hidden = output.hidden[self._int64(ends)] if ends else output.hidden[:0]
+        return hidden, score_prompts(self.decoder, output.hidden, chunks)
+
+    def use_slots(self, table: SlotTable) -> None:
+        """Let passes over prompts of sequences with slots be recorded. The passes read the slots' pages."""
+        self._recorded = PrefillGraph(self.step_model, self.graphs, self._prefill_sizes, table)
+
+    def recorded_rows(self, most: int) -> int | None:
+        """Return the largest recorded size of at most `most` rows, or None if there is none."""
+        return None if self._recorded is None else self._recorded.largest(most)
 
     @torch.inference_mode()
-    def capture_prefill(self, size: int) -> None:
-        """Record the pass over prompts of up to `size` tokens before the first request."""
-        self._recorded.capture(size)
+    def capture_prefill(self, size: int, whole: bool = False) -> None:
+        """Record the pass over prompt chunks of up to `size` tokens. `use_slots` comes first.
+
+        Args:
+            size: Number of rows.
+            whole: True for the pass over one prompt from its first token on, by a library, if there is one.
+        """
+        assert self._recorded is not None, "there are no slots yet"
+        if whole:
+            self._recorded.capture_whole(size)
+        else:
+            self._recorded.capture(size)
 
     @torch.inference_mode()
     def read_features(self, sequence: Sequence, start: int, stop: int) -> torch.Tensor:
@@ -208,8 +295,14 @@ class ModelRunner:
             output, slots = _output_rows(output, rows), slots[rows]
         self.pool.store_features(self._projector(output), slots)
 
-    def _int64(self, values: Seq[int]) -> torch.Tensor:
+    def _int64(self, values: Seq[int] | np.ndarray) -> torch.Tensor:
         return upload(values, torch.int64, self.device)
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """Enqueue the copy of a tensor to pinned host memory."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
 def _output_rows(output: DecoderOutput, rows: torch.Tensor) -> DecoderOutput:
@@ -218,12 +311,3 @@ def _output_rows(output: DecoderOutput, rows: torch.Tensor) -> DecoderOutput:
 
 def _leases(sequences: Seq[Sequence]) -> list[PageLease]:
     return [sequence.lease for sequence in sequences if sequence.lease is not None]
-
-
-def _ends(counts: Seq[int]) -> list[int]:
-    ends: list[int] = []
-    total = 0
-    for count in counts:
-        total += count
-        ends.append(total)
-    return ends

@@ -20,10 +20,18 @@ from outrider.shared.spec.tree import DraftShape, mask_words
 
 
 class SamplingMode(Enum):
-    """The sampling code that a round needs. A CUDA graph contains the code of a single mode."""
+    """The sampling code that a round needs. A CUDA graph contains the code of a single mode.
+
+    Attributes:
+        GREEDY: All sequences are greedy.
+        NOISE: Some sequences are sampled.
+        FILTERED: Some of the sampled sequences have top-k, top-p or min-p.
+        FULL: Some sequences have rules (`kernels/logit_rules`) or want logprobs. Filters are included.
+    """
 
     GREEDY = "greedy"
     NOISE = "noise"
+    FILTERED = "filtered"
     FULL = "full"
 
     @classmethod
@@ -31,11 +39,12 @@ class SamplingMode(Enum):
         """Return the cheapest mode that serves all sequences."""
         mode = cls.GREEDY
         for sequence in sequences:
+            if sequence.ruled:
+                return cls.FULL
             params = sequence.request.sampling
-            if params.temperature > 0:
-                if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-                    return cls.FULL
-                mode = cls.NOISE
+            if params.temperature > 0 and mode is not cls.FILTERED:
+                filtered = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+                mode = cls.FILTERED if filtered else cls.NOISE
         return mode
 
 

@@ -1,123 +1,246 @@
-"""Replays CUDA graphs for short prompts, whose many small kernels take longer to launch than to run.
+"""Replays CUDA graphs for prompt chunks, whose many small kernels take longer to launch than to run.
 
-Prompts are padded to a few sizes, and each size is recorded once. Longer prompts are not recorded, because
-their kernels run longer than they take to launch. Several prompts together run as one unrecorded pass.
+Several chunks share a pass. Their rows are packed, and padded at the end to one of a few sizes, each of which
+is recorded once. A graph serves any number of chunks and any contexts: attention plans its work on the
+device, from lengths and from the slots' page tables.
+
+    rows      | chunk of slot 3 | chunk of slot 0 | padding, which belongs to no slot |
+
+A graph ends with the hidden states of the chunks' last rows. Tokens are chosen after the graph, and only for
+complete prompts, so all sampling modes share the graphs.
+
+A prompt that comes alone has graphs of its own where a library attends faster than our kernel.
 """
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.model.graph_key import GraphKey
-from outrider.services.target.model.packed_batch import SamplingMode
+from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.verify_pass import StepModel
 from outrider.services.target.scheduling.scheduler import PrefillChunk
-from outrider.shared.attn.padded import PaddedRows
+from outrider.shared.attn.base import AttentionBackend, AttentionBatch
+from outrider.shared.attn.chunks import ChunkAttention
+from outrider.shared.attn.triton import KernelAttention
+from outrider.shared.attn.whole_prompt import WholePromptAttention
+from outrider.shared.engine.buckets import bucket
 from outrider.shared.engine.graphs import GraphCache
-from outrider.shared.engine.recorded_rows import RecordedRows
+from outrider.shared.kv.pool import KVPool
 
-LONGEST_CONTEXT = 1024
-"""Number of context tokens that the page table covers. Attention is always planned for this length."""
-_EXTRA_WORDS = 8
-"""int32 words: two each for seed, position and feature-slot mask, one each for temperature and choice."""
+_log = logging.getLogger("outrider.target")
+
+PREFILL_SIZES = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+"""Numbers of rows of the recorded passes over prompts.
+
+Padding is at most a quarter of a pass of more than 384 rows. Longer chunks need no graphs, because the device
+takes longer to run their kernels than the host takes to launch them.
+"""
+WHOLE_PROMPT_SIZES = tuple(size for size in PREFILL_SIZES if size >= 512)
+"""Numbers of rows of the recorded passes over one whole prompt with a library's attention."""
+_ALIGNED = 4
+"""int32 words to whose multiples tensors are aligned. Triton compiles other kernels for other addresses."""
 
 
-class PrefillGraph(RecordedRows["_Inputs"]):
-    """Runs single prompt chunks through graphs. Engine thread only, under inference mode.
+def fitting(sizes: Seq[int], most: int) -> tuple[int, ...]:
+    """Return the ascending `sizes` that passes over at most `most` rows need."""
+    return tuple(size for index, size in enumerate(sizes) if not index or sizes[index - 1] < most)
+
+
+class PrefillGraph:
+    """Runs packed prompt chunks through graphs. Engine thread only, under inference mode.
 
     Args:
         model: Returns the model to run, with or without feature rows.
         graphs: Records and replays the passes.
         sizes: Numbers of rows of the recorded passes, ascending.
+        table: The slots, whose page tables the passes read.
     """
 
-    def __init__(self, model: Callable[[bool], StepModel], graphs: GraphCache, sizes: Seq[int]) -> None:
-        super().__init__(graphs, sizes)
+    def __init__(
+        self, model: Callable[[bool], StepModel], graphs: GraphCache, sizes: Seq[int], table: SlotTable
+    ) -> None:
         self._model = model
+        self._graphs = graphs
+        self._sizes = tuple(sizes)
+        self._table = table
+        self._inputs: dict[int, _Inputs] = {}
 
     def takes(self, chunks: Seq[PrefillChunk]) -> bool:
-        """Return True if one pass over these chunks has a graph."""
-        if len(chunks) != 1 or SamplingMode.of([chunks[0].sequence]) is SamplingMode.FULL:
-            return False
-        return self._takes(chunks[0].start, chunks[0].stop - chunks[0].start)
+        """Return True if a graph is recorded for one pass over these chunks."""
+        size = bucket(self._sizes, sum(chunk.stop - chunk.start for chunk in chunks))
+        return (
+            size is not None
+            and self._graphs.replays(self._key(size))
+            and all(chunk.sequence.slot >= 0 for chunk in chunks)
+            # The logprobs of a prompt need the hidden states of all rows.
+            and all(chunk.sequence.request.logprobs.prompt_top is None for chunk in chunks)
+        )
 
-    def run(self, chunk: PrefillChunk, features: bool) -> torch.Tensor:
-        """Enqueue a chunk that `takes` accepts. Store its K/V and, if `features` is True, its feature rows.
+    def takes_whole(self, chunks: Seq[PrefillChunk]) -> bool:
+        """Return True if a graph with a library's attention is recorded for this chunk, one from token 0."""
+        if len(chunks) != 1 or chunks[0].start:
+            return False
+        size = bucket(self._sizes, chunks[0].stop)
+        return size is not None and self._graphs.replays(self._key(size, whole=True))
+
+    def largest(self, rows: int) -> int | None:
+        """Return the largest size of at most `rows` rows with a graph, or None if there is none."""
+        for size in reversed(self._sizes[: bisect_right(self._sizes, rows)]):
+            if self._graphs.replays(self._key(size)):
+                return size
+        return None
+
+    def run(self, chunks: Seq[PrefillChunk], captures: bool) -> torch.Tensor:
+        """Enqueue chunks that `takes` accepts. Store their K/V, and feature rows where they are wanted.
+
+        Args:
+            chunks: The chunks of one pass, of different sequences with slots.
+            captures: True to store the feature rows of sequences that want drafts.
 
         Returns:
-            A copy of the token after the chunk, ``[1] int64``. This token is valid only for the last chunk of
-            a prompt.
+            ``[n, hidden_size]``, the last hidden states of the n chunks that complete their prompts, in
+            order. Valid until the next recorded pass.
         """
-        size = self._size_for(chunk.stop - chunk.start)
-        self._at(size).load(chunk, features)
-        chosen: torch.Tensor = self._run(size)
-        return chosen.clone()
+        size = bucket(self._sizes, sum(chunk.stop - chunk.start for chunk in chunks))
+        assert size is not None, "no pass is this large; call `takes` first"
+        for chunk in chunks:
+            self._table.hold(chunk.sequence)
+        self._table.flush()
+        inputs, whole = self._at(size), self.takes_whole(chunks)
+        complete = inputs.load(chunks, captures)
+        hidden: torch.Tensor = self._graphs.run(self._key(size, whole), lambda: self._pass(inputs, whole))
+        return hidden[:complete]
 
     def capture(self, size: int) -> None:
-        """Record the pass of one size before the first request."""
-        self._record(size)
+        """Record the pass of one size over padding rows, which store nothing."""
+        self._record(size, whole=False)
 
-    def _key(self, size: int) -> GraphKey:
-        return GraphKey("prefill", size, draft_dependent=self._model(True).projector is not None)
+    def capture_whole(self, size: int) -> None:
+        """Record the pass over one prompt of up to `size` tokens. Do nothing without a library."""
+        if library_of(self._model(False).attention) is None:
+            return
+        try:
+            self._record(size, whole=True)
+        except RuntimeError:  # for example too little memory
+            _log.exception("prompts of %d tokens have no graph with the library's attention", size)
 
-    def _make_inputs(self, size: int) -> _Inputs:
-        return _Inputs(size, self._model(False))
+    def _record(self, size: int, whole: bool) -> None:
+        inputs = self._at(size)
+        inputs.load((), False)
+        self._graphs.capture(self._key(size, whole), lambda: self._pass(inputs, whole))
 
-    def _pass(self, inputs: _Inputs) -> torch.Tensor:
-        return inputs.step(self._model(True))
+    def _pass(self, inputs: _Inputs, whole: bool) -> torch.Tensor:
+        model = self._model(True)
+        if whole:
+            library = library_of(model.attention)
+            assert library is not None, "the library was there when the pass was recorded"
+            model = replace(model, attention=WholePromptAttention(library.tile, inputs.pages, inputs.length))
+        return inputs.step(model)
+
+    def _key(self, size: int, whole: bool = False) -> GraphKey:
+        dependent = self._model(True).projector is not None
+        return GraphKey("prompt" if whole else "prefill", size, draft_dependent=dependent)
+
+    def _at(self, size: int) -> _Inputs:
+        found = self._inputs.get(size)
+        if found is None:
+            found = self._inputs[size] = _Inputs(size, self._table, self._model(False).pool)
+        return found
+
+
+def library_of(attention: AttentionBackend) -> ChunkAttention | None:
+    """Return the library by which this backend attends from long prompts, or None."""
+    return attention.chunks if isinstance(attention, KernelAttention) else None
 
 
 class _Inputs:
-    """The inputs of the pass of one size."""
+    """The inputs of the pass of one size, at fixed addresses. One copy from the host fills them.
 
-    def __init__(self, size: int, model: StepModel) -> None:
-        pool = model.pool
-        self.rows = PaddedRows(size, -(-LONGEST_CONTEXT // pool.page_size), pool, _EXTRA_WORDS)
-        seed, position, hidden_slots, temperature, choice = self.rows.extra.split_with_sizes([2, 2, 2, 1, 1])
-        self._position = position.view(torch.int64)
-        self._hidden_slots = hidden_slots.view(torch.int64)
+    Args:
+        size: Rows of the pass.
+        table: The slots.
+        pool: The pool that stores the rows' K/V.
+    """
+
+    def __init__(self, size: int, table: SlotTable, pool: KVPool) -> None:
+        self._size = size
+        self._pool = pool
+        most = min(size, table.slots)  # chunks
+        # The padding rows form a sequence of their own, without a slot.
+        pages = -(-size // pool.page_size)
+        words = [2 * size, 2 * size, size, size, most, most + 1, most + 1, most + 1, most + 2, pages]
+        places = [-(-count // _ALIGNED) * _ALIGNED for count in words]
+        bounds = np.cumsum(places[:-1]).tolist()
+        self._host = np.zeros(sum(places), dtype=np.int32)
+        host = [part[:count] for part, count in zip(np.split(self._host, bounds), words, strict=True)]
+        self._slots, self._feature_slots = (part.view(np.int64) for part in host[:2])
+        self._columns = host[2:]
         with torch.inference_mode(False):
-            off, one = (
-                torch.zeros(1, dtype=torch.int32, device=pool.device),
-                torch.ones(1, device=pool.device),
-            )
-        self._sampling = SamplingTensors(
-            temperature=temperature.view(torch.float32),
-            top_k=off,
-            top_p=one,
-            min_p=off.view(torch.float32),
-            seeds=seed.view(torch.int64),
-            choices=choice,
-            all_greedy=False,
-            any_filter=False,
+            self._buffer = torch.zeros(len(self._host), dtype=torch.int32, device=pool.device)
+        parts = [part[:count] for part, count in zip(self._buffer.tensor_split(bounds), words, strict=True)]
+        self.feature_slots = parts[1].view(torch.int64)
+        self.tokens, self.positions, self.last, prefixes, lengths, owners, starts, self.pages = parts[2:]
+        self.length = lengths[:1]
+        self.batch = AttentionBatch(
+            page_table=table.page_table,
+            prefix_lens=prefixes,
+            kv_lens=lengths,
+            query_start=starts,
+            ancestors=None,
+            slots=parts[0].view(torch.int64),
+            max_query_len=size,
+            max_kv_len=table.page_table.shape[1] * pool.page_size,
+            table_rows=owners,
+            ragged=True,
         )
 
-    def load(self, chunk: PrefillChunk, features: bool) -> None:
-        """Upload the inputs of a chunk."""
-        sequence = chunk.sequence
-        assert sequence.lease is not None
-        params, extra = sequence.request.sampling, np.zeros(_EXTRA_WORDS, dtype=np.int32)
-        extra[:2].view(np.uint64)[0] = params.seed
-        extra[2:6].view(np.int64)[:] = sequence.committed_len, 0 if features else -1
-        extra[6:7].view(np.float32)[0] = params.temperature
-        extra[7] = params.choice_index
-        self.rows.load(sequence.lease, sequence.tokens[chunk.start : chunk.stop], chunk.start, extra)
+    def load(self, chunks: Seq[PrefillChunk], captures: bool) -> int:
+        """Upload the inputs of some chunks, and return how many of them complete their prompts."""
+        tokens, positions, last, prefixes, lengths, owners, starts, pages = self._columns
+        self._host[:] = 0
+        self._slots[:] = self._feature_slots[:] = -1
+        owners[:] = -1
+        row = complete = 0
+        for index, chunk in enumerate(chunks):
+            sequence, stop = chunk.sequence, row + chunk.stop - chunk.start
+            assert sequence.lease is not None, "a sequence with a slot has a lease"
+            self._slots[row:stop] = self._pool.slot_array(sequence.lease, chunk.start, chunk.stop)
+            if captures and sequence.wants_drafts:
+                self._feature_slots[row:stop] = self._slots[row:stop]
+            tokens[row:stop] = sequence.tokens[chunk.start : chunk.stop]
+            positions[row:stop] = np.arange(chunk.start, chunk.stop)
+            prefixes[index], lengths[index], owners[index] = chunk.start, chunk.stop, sequence.slot
+            row = stop
+            starts[index + 1] = row
+            if chunk.is_last:
+                last[complete] = row - 1
+                complete += 1
+        starts[len(chunks) + 1 :] = self._size
+        if chunks and chunks[0].sequence.lease is not None:
+            first = chunks[0].sequence.lease.pages[: len(pages)]
+            pages[: len(first)] = first
+        source = torch.from_numpy(self._host)
+        # The host does not wait for a copy from pinned memory, and torch keeps that memory until the copy is
+        # done. pin_memory() has copied the array, so the array itself may change right away.
+        self._buffer.copy_(source.pin_memory() if self._buffer.is_cuda else source, non_blocking=True)
+        return complete
 
     def step(self, model: StepModel) -> torch.Tensor:
-        """Run the pass and return the token after the last row, ``[1] int64``."""
-        rows, projector = self.rows, model.projector
-        model.attention.plan(rows.batch)
+        """Run the pass and return the hidden states of the chunks' last rows, ``[chunks, hidden_size]``."""
+        projector = model.projector
+        model.attention.plan(self.batch)
         aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
         output = model.decoder.forward(
-            rows.tokens, rows.positions, model.attention, model.pool, aux_layer_ids
+            self.tokens, self.positions, model.attention, model.pool, aux_layer_ids
         )
         if projector is not None:
-            # The mask is 0 or -1. A mask of 0 keeps the KV slots. A mask of -1 makes each of them -1, so that
-            # no features are stored.
-            model.pool.store_some_features(projector(output), rows.batch.slots | self._hidden_slots)
-        return model.decoder.choose(output.hidden[-1:], self._sampling, self._position)
+            model.pool.store_some_features(projector(output), self.feature_slots)
+        return output.hidden.index_select(0, self.last)

@@ -12,12 +12,14 @@ features are stored. All mixtures of requests therefore share a few graphs.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from outrider.kernels.token_logprobs import WORDS
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.outcome import Outcome
@@ -29,14 +31,22 @@ from outrider.services.target.model.packed_batch import (
     width_class,
 )
 from outrider.services.target.model.result_ring import ResultRing
+from outrider.services.target.model.scores import unpack_logprobs
 from outrider.services.target.model.slot_table import SlotTable
 from outrider.services.target.model.verify_pass import PassSize, verify_pass
 from outrider.shared.base.generation import TraceNode
+from outrider.shared.base.logit_rules import TokenLogprob
+
+MOST_PADDING = 4
+"""Largest number of rows of a recorded round, as a multiple of the rows of a round that may replay it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
     """Times at three moments of a round: its begin, the end of drafting, and its end.
+
+    Drafting includes the work on tokens that the drafter has missed. A round without drafts begins when its
+    verify pass does.
 
     On a GPU, they are events on the device. On a CPU, they are seconds of `time.monotonic`.
     """
@@ -63,6 +73,9 @@ class Round:
         nodes: ``[4, M] int32`` in host memory: tokens, parents, depths and log-probabilities of the trees.
             None if no client wants a trace.
         marks: Times of the round.
+        provisional: True if a piece ran kernel by kernel that will soon be recorded, so that later rounds of
+            the same kind take less time.
+        logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
     """
 
     number: int
@@ -72,6 +85,17 @@ class Round:
     result: torch.Tensor
     nodes: torch.Tensor | None
     marks: Marks
+    provisional: bool = False
+    logprobs: torch.Tensor | None = None
+
+    def logprobs_of(self, index: int, count: int) -> list[TokenLogprob]:
+        """Return the logprobs of the first `count` tokens that the round chose for an entry."""
+        top = self.entries[index].sequence.request.logprobs.top
+        if top is None:
+            return []
+        assert self.logprobs is not None, "the round was launched without logprobs"
+        start = self.starts[index]
+        return unpack_logprobs(self.logprobs[start : start + count], top)
 
     def trace_of(self, index: int, num_nodes: int) -> list[TraceNode]:
         """Return the tree of an entry for the client. Requires `nodes`."""
@@ -131,14 +155,16 @@ class RoundRunner:
         pages: int,
         recorded_entries: int | None = None,
     ) -> None:
-        self.table = SlotTable(slots, columns, runner.pool, pages)
+        self.table = SlotTable(slots, columns, runner.pool, pages, runner.decoder.config.vocab_size)
+        runner.use_slots(self.table)
         self.buckets = RowBuckets.up_to(max_rows)
         self.batch = PackedBatch(max_rows, slots, columns, max_nodes, runner.device)
         self._runner = runner
         self._graphs = runner.graphs
         self.recorded_entries = slots if recorded_entries is None else recorded_entries
-        self._rings: dict[tuple[int, int], ResultRing] = {}
+        self._rings: dict[tuple[str, int, int], ResultRing] = {}
         self._last_read = 0.0
+        self._begun: float | torch.cuda.Event | None = None
         self._count = 0
 
     @property
@@ -162,10 +188,12 @@ class RoundRunner:
 
     def replays(self, entries: Seq[Entry]) -> bool:
         """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
-        key = self._key(self.size_of(entries))
-        return not self._graphs.enabled or (
-            self._graphs.replays(key) and len(entries) <= self.recorded_entries
-        )
+        size = self._recorded_size(self.size_of(entries))
+        return not self._graphs.enabled or (size is not None and len(entries) <= self.recorded_entries)
+
+    def begin(self) -> None:
+        """Mark the begin of the next round, before its drafts are prepared."""
+        self._begun = self._mark()
 
     @torch.inference_mode()
     def launch(self, entries: Seq[Entry], draft: Callable[[], None] | None) -> Round:
@@ -175,31 +203,42 @@ class RoundRunner:
             entries: The sequences. Their slots and pages must have been written to the slot table.
             draft: Enqueues the drafts, which `PackedBatch.trees` then contains. None without drafts.
         """
-        launched_at, size = time.monotonic(), self.size_of(entries)
+        launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
+        recorded, provisional_runs = len(entries) <= self.recorded_entries, graphs.provisional_runs
+        if recorded:
+            if graphs.due(self._key(size)) and not graphs.holds(self._key(size)):
+                self.capture(size)  # before the entries are loaded, because a recording runs the pass
+            size = self._recorded_size(size) or size
         key = self._key(size)
-        recorded = len(entries) <= self.recorded_entries
-        if recorded and self._graphs.due(key) and not self._graphs.holds(key):
-            self.capture(size)  # before the entries are loaded, because a recording runs the pass
         self.table.flush()
         self.batch.load(entries, size.rows)
-        begun = drafted = self._mark()
+        begun, self._begun = self._begun, None
         if draft is not None:
             draft()
-            drafted = self._mark()
-        if recorded and self._graphs.replays(key):
-            self._graphs.run(key, lambda: self._verify(size))
-        else:
+        drafted = self._mark()
+        if draft is None or begun is None:
+            begun = drafted
+        if not recorded:
             self._verify(size)
+        elif graphs.replays(key):
+            graphs.run(key, lambda: self._verify(size))
+        else:
+            graphs.run_eagerly(key, lambda: self._verify(size))
         traced = any(entry.sequence.request.speculation.trace for entry in entries)
         nodes = self._post_nodes(size.rows) if traced else None
+        scored = size.mode is SamplingMode.FULL
         self._count += 1
         starts, total = [], 0
         for entry in entries:
             starts.append(total)
             total += entry.rows
         result = self._ring(size.rows).take()
+        logprobs = self._logprobs_ring(size.rows).take() if scored else None
         marks = Marks(begun, drafted, self._mark())
-        return Round(self._count, tuple(entries), starts, launched_at, result, nodes, marks)
+        provisional = graphs.provisional_runs > provisional_runs
+        return Round(
+            self._count, tuple(entries), starts, launched_at, result, nodes, marks, provisional, logprobs
+        )
 
     def read(self, launched: Round) -> FinishedRound:
         """Wait for a round and return its result."""
@@ -219,23 +258,44 @@ class RoundRunner:
         self.batch.make_idle(size.rows)
         self._graphs.capture(self._key(size), lambda: self._verify(size))
         self._ring(size.rows).recorded()
+        if size.mode is SamplingMode.FULL:
+            self._logprobs_ring(size.rows).recorded()
+
+    def _recorded_size(self, size: PassSize) -> PassSize | None:
+        """Return the smallest recorded size that serves rounds of this size; None if there is none.
+
+        Padding a round with idle rows takes less time than launching its kernels one by one.
+        """
+        sizes = self.buckets.sizes
+        for rows in sizes[bisect_left(sizes, size.rows) :]:
+            if rows > MOST_PADDING * size.rows or not self._graphs.enabled:
+                return None
+            if self._graphs.replays(self._key(padded := replace(size, rows=rows))):
+                return padded
+        return None
 
     def _verify(self, size: PassSize) -> None:
-        packed = verify_pass(self._runner.step_model(size.capture), self.table, self.batch, size)
-        self._ring(size.rows).post(packed)
+        result = verify_pass(self._runner.step_model(size.capture), self.table, self.batch, size)
+        self._ring(size.rows).post(result.packed)
+        if result.logprobs is not None:
+            self._logprobs_ring(size.rows).post(result.logprobs)
 
     def _post_nodes(self, rows: int) -> torch.Tensor:
-        ring = self._ring_of(4, self.max_rows)
+        ring = self._ring_of("nodes", 4, self.max_rows)
         ring.post(self.batch.nodes)
         return ring.take()
 
     def _ring(self, rows: int) -> ResultRing:
-        return self._ring_of(self.batch.results(rows), 2 + 2 * self.table.columns)
+        return self._ring_of("result", self.batch.results(rows), 2 + 2 * self.table.columns)
 
-    def _ring_of(self, rows: int, columns: int) -> ResultRing:
-        if (rows, columns) not in self._rings:
-            self._rings[rows, columns] = ResultRing(rows, columns, self._runner.device)
-        return self._rings[rows, columns]
+    def _logprobs_ring(self, rows: int) -> ResultRing:
+        return self._ring_of("logprobs", rows, WORDS)
+
+    def _ring_of(self, content: str, rows: int, columns: int) -> ResultRing:
+        key = content, rows, columns
+        if key not in self._rings:
+            self._rings[key] = ResultRing(rows, columns, self._runner.device)
+        return self._rings[key]
 
     def _mark(self) -> float | torch.cuda.Event:
         if self._runner.device.type != "cuda":

@@ -17,6 +17,7 @@ import torch
 
 from outrider.kernels.packed_round import SlotState
 from outrider.kernels.verify import SamplingTensors
+from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
@@ -34,16 +35,19 @@ class SlotTable:
         columns: R, the largest number of tokens that a round may choose for a slot.
         pool: The KV pool whose pages the page table names.
         pages: Columns of the page table.
+        vocab_size: Size of the vocabulary.
 
     Attributes:
+        rules: Penalties, biases, forbidden tokens and wanted logprobs of the slots.
         state: The state between two rounds.
         features: ``[slots, R, feature_size]``; the feature rows of the tokens of the last round.
         sampling: The sampling parameters of each slot.
         page_table: ``[slots, pages] int32``.
     """
 
-    def __init__(self, slots: int, columns: int, pool: KVPool, pages: int) -> None:
+    def __init__(self, slots: int, columns: int, pool: KVPool, pages: int, vocab_size: int) -> None:
         self._pool = pool
+        self.rules = SlotRules(slots, vocab_size, pool.device)
         self.columns = columns
         device = pool.device
         with torch.inference_mode(False):
@@ -105,6 +109,7 @@ class SlotTable:
         owner = sequence.session_id, sequence.residence
         if self._owners[slot] != owner:
             self._set_parameters(sequence)
+            self.rules.hold(sequence)
             self._owners[slot], self._num_written[slot] = owner, 0
             self._new_pages.pop(slot, None)
         assert sequence.lease is not None, "a sequence with a slot has a lease"
@@ -115,6 +120,7 @@ class SlotTable:
     def flush(self) -> None:
         """Upload everything that `hold` has noted, in stream order."""
         device = self._pool.device
+        self.rules.flush()
         if self._stale:
             self._parameters.copy_(upload(self._host, torch.int32, device), non_blocking=True)
             self._stale = False
@@ -150,6 +156,7 @@ class SlotTable:
         self.state.committed_lens.index_copy_(0, slots, lengths)
         self.state.tokens[:, 0].index_copy_(0, slots, tokens.clamp(min=0).to(torch.int32))
         self.state.counts.index_copy_(0, slots, (tokens >= 0).to(torch.int32))
+        self.rules.count_first(list(sequences), tokens)
         fed = [one for one in sequences if one.has_features]
         if fed and self._pool.feature_size:
             last = [self._last_row(one) for one in fed]

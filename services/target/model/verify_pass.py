@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.kernels.packed_round import accept_entries, place_entries
+from outrider.kernels.logit_rules import RuleRows, locate_rules, record_outputs
+from outrider.kernels.packed_round import PackedTrees, PlacedEntries, accept_entries, place_entries
+from outrider.kernels.token_logprobs import token_logprobs
 from outrider.kernels.verify import SamplingTensors
 from outrider.services.target.model.packed_batch import PackedBatch, SamplingMode
 from outrider.services.target.model.slot_table import SlotTable
@@ -49,7 +51,22 @@ class PassSize:
     capture: bool
 
 
-def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: PassSize) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """The result of a verify pass for the host. B is the number of entries that may be real.
+
+    Attributes:
+        packed: ``[B, 2 + 2 R] int32``: the number of accepted nodes or -1, the number of nodes, the path, and
+            the emitted tokens.
+        logprobs: ``[M, token_logprobs.WORDS] int32``. Row ``starts[e] + c`` belongs to the token at column c
+            of entry e. None unless the sampling mode is `FULL`.
+    """
+
+    packed: torch.Tensor
+    logprobs: torch.Tensor | None
+
+
+def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: PassSize) -> PassResult:
     """Verify the trees of a round, compact the accepted K/V, store features, and update the slots.
 
     Args:
@@ -59,8 +76,7 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
         size: Sizes of the pass.
 
     Returns:
-        ``[B, 2 + 2 R] int32`` for the host: the number of accepted nodes or -1, the number of nodes, the
-        path, and the emitted tokens. B is the number of entries that may be real.
+        The result for the host.
     """
     # 1. Locate the rows.
     entries, trees, pool = batch.entries(size.rows), batch.trees(size.rows), model.pool
@@ -85,7 +101,13 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
     aux_layer_ids = tuple(projector.spec.aux_layer_ids) if projector else ()
     model.attention.plan(attention_batch)
     output = model.decoder.forward(trees.tokens, placed.positions, model.attention, pool, aux_layer_ids)
-    chosen = model.decoder.choose(output.hidden, _sampling(placed.sampling, size.mode), placed.next_positions)
+    sampling, logits = _sampling(placed.sampling, size.mode), None
+    if size.mode is SamplingMode.FULL:
+        sampling = replace(sampling, rules=_rules(table, entries.starts, trees, placed))
+        logits = model.decoder.logits(output.hidden)
+        chosen = model.decoder.choose_from(logits, sampling, placed.next_positions)
+    else:
+        chosen = model.decoder.choose(output.hidden, sampling, placed.next_positions)
     if not alone and model.synthetic is not None:
         chosen = model.synthetic.packed(
             chosen, trees, entries.starts, placed.next_positions, placed.sampling.seeds
@@ -103,17 +125,45 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
             placed.table_rows,
         )
 
-    # 4. Compute and store the feature rows of the accepted nodes.
+    # 4. Count the chosen tokens for the rules of later rounds, and compute the logprobs that clients want.
+    logprobs = None
+    if logits is not None:
+        outputs = record_outputs(
+            table.rules.state,
+            entries.starts,
+            placed.table_rows,
+            placed.cached_lens,
+            accepted.packed,
+            size.rows,
+        )
+        logprobs = token_logprobs(logits, outputs.rows, chosen[outputs.rows], outputs.tops)
+
+    # 5. Compute and store the feature rows of the accepted nodes.
     if projector is not None:
         picked = _picked(output, accepted.feature_rows, projector.spec.final_hidden)
         pool.scatter_features(
             projector.parts(picked), accepted.feature_slots, accepted.feature_places, table.features
         )
-    return accepted.packed
+    return PassResult(accepted.packed, logprobs)
 
 
 def _sampling(rows: SamplingTensors, mode: SamplingMode) -> SamplingTensors:
-    return replace(rows, all_greedy=mode is SamplingMode.GREEDY, any_filter=mode is SamplingMode.FULL)
+    filters = mode in (SamplingMode.FILTERED, SamplingMode.FULL)
+    return replace(rows, all_greedy=mode is SamplingMode.GREEDY, any_filter=filters)
+
+
+def _rules(table: SlotTable, starts: torch.Tensor, trees: PackedTrees, placed: PlacedEntries) -> RuleRows:
+    return locate_rules(
+        table.rules.state,
+        starts,
+        placed.table_rows,
+        placed.cached_lens,
+        trees.tokens,
+        trees.parents,
+        trees.depths,
+        trees.num_nodes,
+        table.columns,
+    )
 
 
 def _picked(output: DecoderOutput, rows: torch.Tensor, final_hidden: bool) -> DecoderOutput:

@@ -33,7 +33,7 @@ from torch.distributed import DistError
 from outrider.services.target.parallel.weights import Folder, RandomWeights, Weights, head_reader
 from outrider.services.target.ranks import Ranks
 from outrider.services.target.settings import TargetSettings
-from outrider.services.target.startup.numerics import layer_rounding, prepare_attention, prepare_decoder
+from outrider.services.target.startup.numerics import layer_rounding, prepare_rank
 from outrider.services.target.startup.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.base.errors import ConfigurationError, OutriderError, UnavailableError
@@ -254,8 +254,7 @@ def run_rank(order: Order, ranks: Ranks) -> int:
     try:
         decoder = _load_rank(order, ranks, device)
         connection.report(RankReport(ReportKind.DONE, decoder.fingerprint))
-        prepare_decoder(settings, decoder)
-        attention = prepare_attention(settings, decoder)
+        attention = prepare_rank(settings, decoder)
     except Exception as error:
         report_failure(connection, error)
         return 1

@@ -1,348 +1,400 @@
 """Chooses how many tokens each `auto` request drafts in the next round, from none to the largest shape.
 
-Objective: the most expected tokens per second of the whole batch,
+Objective: the most expected tokens per second of the whole batch. `partition` finds the best division of the
+rows among tree shapes and plain decoding. It needs two estimates, which the controller learns from executed
+rounds (`observe`): `RoundCosts` estimates seconds, and `DrafterAcceptance` estimates tokens. Nothing is
+assumed of a drafter that was not measured yet: its first rounds are looks.
 
-    sum of expected tokens over all rows
-    ------------------------------------------------------------------------------------
-    wait for the proposal (depth)  +  verify pass (batch size, total nodes)  +  overhead
+A decision is kept for several rounds, because a change of shape needs other graphs, and ends the rounds of a
+remote draft. Estimates become outdated, so a decision may include a look (`looks`): a few rows draft with a
+shape that is not in use, or all rows decode plainly for a few rounds. The time that looks lose is bounded
+over the whole server.
 
-Numerator and denominator are estimated from executed steps (`observe`). `Acceptances` in `cost_model`
-estimates the expected tokens from the numbers of accepted drafts. `StepCosts` in `cost_model` estimates the
-seconds from measured times. The controller runs no model, so it is tested against synthetic machines.
-
-The choice depends on where the trees of a round come from:
-
-- From the host: `choose` picks the best common depth and cuts it to each row's bound. A row drafts nothing if
-  its nodes cost more time than its expected tokens save.
-- From a drafter on the device: `choose_common` picks one shape for all rows with equal bounds
-  (`batch_choice`). Each shape of a round is a draft piece of its own, so few shapes are best.
-
-Estimates become outdated, so the controller also explores:
-
-- Probe: while drafting does not pay, one row drafts occasionally. The gap doubles after each probe.
-- Plain step: while rows draft, a rare plain step measures the plain cost again.
-- Form: trees and chains are compared regularly. The worse form is tried occasionally, and the gap doubles
-  after each trial (`FormChoice`).
-- Growth: a step has at most twice the rows of the largest measured step. Rows above this limit get no drafts,
-  so that an unexpectedly slow step stays short.
+What is learnt of a drafter is kept when requests end, and when a draft with the same identity comes back. The
+controller runs no model, so it is tested against synthetic machines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.services.target.policy.batch_choice import (
-    ADVANTAGE,
-    FIRST_PROBE_GAP,
-    LAST_PROBE_GAP,
-    PROBE_DEPTH,
-    SMALL_STEP_ROWS,
-    BatchChoice,
-    Company,
-    PlainProbe,
-)
-from outrider.services.target.policy.cost_model import Acceptances, StepCosts
-from outrider.services.target.policy.offered_shapes import cut, nodes_of
-from outrider.services.target.policy.row_choice import (
-    ROUNDS_PER_CHOICE,
-    ExecutedRow,
-    ExecutedStep,
-    FormChoice,
-    RowBound,
-    RowState,
-)
+from outrider.services.target.policy.acceptance import DrafterAcceptance, SamplingKind
+from outrider.services.target.policy.cost_model import SHORTEST_S, DraftPath, RoundCosts
+from outrider.services.target.policy.expectations import Expectations, Tokens, expected_tokens
+from outrider.services.target.policy.looks import LOOK_ROUNDS, LOOK_ROWS, Looks
+from outrider.services.target.policy.offered_shapes import cut
+from outrider.services.target.policy.partition import Others, Partition, Partitions
+from outrider.services.target.policy.row_state import ExecutedRow, ExecutedStep, RowBound, RowState
+from outrider.services.target.policy.verdict import DecisionLog, Reason, Verdict
+from outrider.services.target.policy.wait_cap import wait_cap_s
 from outrider.shared.engine.buckets import power_of_2
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 __all__ = ["ExecutedRow", "ExecutedStep", "RowBound", "RowState", "SpeculationController"]
 
-WAIT_SHARE = 0.75
-"""Maximum wait for proposals, as a share of the time that the proposals can save."""
-P99_MULTIPLE = 2.0
-"""Maximum wait for proposals, as a multiple of the 99th percentile of measured proposal times."""
-UNMEASURED_WAIT_S = 0.1
-"""Maximum wait in seconds while fewer than `ANSWERS_TO_JUDGE` proposals have been measured."""
-ANSWERS_TO_JUDGE = 8
-"""Number of proposals that are measured before the measured times limit the wait.
+ROUNDS_PER_CHOICE = 8
+"""Number of rounds for which a decision is kept while rows draft."""
+PLAIN_ROUNDS_PER_CHOICE = 4
+FIRST_PLAIN_ROUNDS = 2
+"""Number of plain rounds that measure a new batch size. The second is chosen before the first ends."""
+ADVANTAGE = 1.01
+"""Least expected rate of other shapes, as a multiple of the rate of the shapes in use."""
+EXCHANGE_ADVANTAGE = 1.03
+"""The same if a change of shape ends the rounds of a remote draft."""
+SURPRISE = 1.5
+"""A round that takes longer than this multiple of its estimate ends the decision."""
+MOST_DRAFTERS = 8
+"""Number of drafters whose acceptance is kept."""
+LOOKS_APART = 64
+"""Number of tokens to catch up on that weigh as much as one earlier look, when a look chooses its rows."""
 
-The first proposals are slow because caches and buffers of target and draft are cold.
-"""
 
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Best depths of the `auto` rows for one form.
+@dataclass(slots=True)
+class _Decision:
+    """A choice for the next rounds.
 
     Attributes:
-        bounds: The largest shape of each row in this form.
-        depths: The chosen depth of each row. 0 stands for no drafts.
-        useful: The greatest depth that is useful for each row.
-        rate: Expected tokens per second of the batch.
+        number: Identifies the decision.
+        partition: The best partition, which applies to all rows that the look leaves out.
+        look: The shape that is looked at; `NO_DRAFT` for a plain round; None without a look.
+        path: Where the trees come from.
+        bucket: Bucket of the batch size.
+        rounds_left: Number of rounds for which the decision still holds.
     """
 
-    bounds: list[DraftShape]
-    depths: list[int]
-    useful: list[int]
-    rate: float
+    number: int
+    partition: Partition
+    look: DraftShape | None
+    path: DraftPath
+    bucket: int
+    rounds_left: int
+
+    def looked(self, step: ExecutedStep) -> bool:
+        """Return True if a round was part of this decision's look."""
+        if self.look is None:
+            return False
+        drafted = {row.shape for row in step.rows if row.state is not None and row.shape.drafts}
+        if not self.look.drafts:
+            return not drafted
+        return any(
+            shape not in self.partition.shapes and (shape.topk == 1) is (self.look.topk == 1)
+            for shape in drafted
+        )
 
 
 class SpeculationController:
-    """Chooses draft shapes and learns from executed steps. One instance per engine. Engine thread only."""
+    """Chooses draft shapes and learns from executed rounds. One instance per engine. Engine thread only.
 
-    def __init__(self) -> None:
-        self.costs = StepCosts()
-        self.acceptance = Acceptances()
-        self._shadows: dict[int, PlainProbe] = {}
-        self._commons: dict[tuple[int, tuple[DraftShape, ...]], BatchChoice] = {}
-        # The choices that the last `choose_common` has used.
-        self._used: list[BatchChoice] = []
+    Args:
+        log: Logs decisions. By default, to the target's log.
+
+    Attributes:
+        costs: What rounds cost.
+        verdict: The last decision, which other threads may read.
+    """
+
+    def __init__(self, log: DecisionLog | None = None) -> None:
+        self.costs = RoundCosts()
+        self.verdict = Verdict()
+        self._log = log or DecisionLog()
+        self._identity = ""
+        self._drafter = DrafterAcceptance()
+        self._drafters = {self._identity: self._drafter}
+        self._looks = Looks()
+        self._decision: _Decision | None = None
+        self._previous: _Decision | None = None
+        self._count = 0
         self._draft_rate: float | None = None
-        self._probe_gap = FIRST_PROBE_GAP
-        self._since_probe = 0
-        self._form = FormChoice()
-        self._form_left = 0
+
+    def adopt(self, identity: str) -> None:
+        """Learn about another drafter from now on. What is known of the last few drafters is kept.
+
+        Args:
+            identity: Identifies the drafter, also after a restart.
+        """
+        if identity == self._identity:
+            return
+        self._identity = identity
+        self._drafter = self._drafters.pop(identity, DrafterAcceptance())
+        self._drafters[identity] = self._drafter
+        while len(self._drafters) > MOST_DRAFTERS:
+            del self._drafters[next(iter(self._drafters))]
+        self._end_decision()
 
     def forget_acceptance(self) -> None:
         """Discard learned acceptance but keep learned costs, because warm-up text is unlike real requests."""
-        self.acceptance = Acceptances()
+        self._drafter = DrafterAcceptance()
+        self._drafters = {self._identity: self._drafter}
+        self._looks = Looks()
         self._draft_rate = None
-        self._probe_gap, self._since_probe = FIRST_PROBE_GAP, 0
-        self._form, self._form_left = FormChoice(), 0
-        self._commons.clear()
-        self._used.clear()
+        self.verdict = Verdict()
+        self._end_decision()
 
-    def new_row(self) -> RowState:
-        """Return the state of a new request. Its prior is the acceptance of all requests."""
-        return RowState(self.acceptance)
+    def new_row(self, kind: SamplingKind = SamplingKind.GREEDY) -> RowState:
+        """Return the state of a new request. Its prior is the drafter's acceptance for its kind."""
+        return RowState(self._drafter, kind)
 
-    def choose(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
-        """Choose a shape for each row, within the row's bound.
+    # ---- choose
 
-        Args:
-            rows: The `auto` rows of the step.
-            batch_size: Number of decoding sequences of the step, including those that are not `auto`.
-            other_nodes: Number of nodes of the rows that are not `auto`, i.e. of fixed shapes and plain rows.
-        """
-        if not rows:
-            return []
-        # A plain step measures the plain cost. This is possible only if the rows that are not `auto` are
-        # plain, too.
-        all_plain_possible = other_nodes == batch_size - len(rows)
-        if self.costs.plain_step(batch_size) is None or (
-            all_plain_possible and self._shadow(batch_size).due()
-        ):
-            return [NO_DRAFT] * len(rows)
-        plan = self._plan(rows, batch_size, other_nodes)
-        self._add_probe(rows, plan.useful, plan.depths)
-        return [
-            cut(bound, depth) if depth else NO_DRAFT
-            for bound, depth in zip(plan.bounds, plan.depths, strict=True)
-        ]
-
-    def choose_common(
-        self, rows: Sequence[RowBound], batch_size: int = 0, other_nodes: int = 0
+    def choose(
+        self, rows: Sequence[RowBound], others: Sequence[DraftShape] = (), path: DraftPath = DraftPath.DEVICE
     ) -> list[DraftShape]:
-        """Choose shapes for rounds on the device: one shape for all rows with the same forms.
-
-        A choice is kept for several rounds. See `batch_choice`.
+        """Choose a shape for each row, within the row's bounds.
 
         Args:
             rows: The `auto` rows of the round.
-            batch_size: Number of sequences of the round, including those that are not `auto`. By default,
-                there are no other sequences.
-            other_nodes: Number of nodes of the rows that are not `auto`.
+            others: The shapes of the other rows of the round, `NO_DRAFT` included.
+            path: Where the trees come from.
         """
-        batch_size = max(batch_size, len(rows))
-        groups: dict[tuple[DraftShape, ...], list[int]] = {}
+        if not rows:
+            return []
+        decision, bucket = self._decision, power_of_2(len(rows) + len(others))
+        if (
+            decision is None
+            or decision.rounds_left <= 0
+            or (decision.path, decision.bucket) != (path, bucket)
+        ):
+            decision = self._decide(rows, Counter(others), path)
+        decision.rounds_left -= 1
+        return [self._shape(row, decision) for row in rows]
+
+    def would_draft(self, row: RowBound) -> bool:
+        """Return True if a request that joined now would draft in its first round."""
+        decision = self._decision
+        if decision is None or row.useful_depth <= 0:
+            return False
+        return decision.partition.shape_for(expected_tokens(row)).drafts
+
+    def draft_away(self, rows: int, batch_size: int) -> None:
+        """Note that the draft cannot draft for any of the `auto` rows of a round."""
+        if self.verdict.reason is not Reason.DRAFT_AWAY:
+            self.verdict = Verdict(Reason.DRAFT_AWAY, plain_rows=rows, batch_size=batch_size)
+            self._log.note(self.verdict)
+
+    def _shape(self, row: RowBound, decision: _Decision) -> DraftShape:
+        state = row.state
+        if state.decision != decision.number:  # the row has joined since
+            tokens, look = expected_tokens(row), decision.look
+            state.shape = decision.partition.shape_for(tokens)
+            if look is not None and (not look.drafts or decision.path is DraftPath.EXCHANGE):
+                state.shape = look if state.shape.drafts and look in tokens else NO_DRAFT
+            state.decision = decision.number
+        shape = state.shape
+        if not shape.drafts or row.useful_depth <= 0:
+            return NO_DRAFT
+        if decision.path is DraftPath.HOST and shape.depth > row.useful_depth:
+            shape = cut(shape, row.useful_depth)
+        state.drafted_len = row.committed_len
+        return shape
+
+    def _decide(
+        self, rows: Sequence[RowBound], fixed: Mapping[DraftShape, int], path: DraftPath
+    ) -> _Decision:
+        # 1. Estimate.
+        drafter = self._drafter
+        drafter.refresh()
+        for row in rows:
+            row.state.acceptance.follow(drafter)
+        expectations = Expectations(rows)
+        expected = expectations.tokens
+        others = Others(fixed, sum(count * self._tokens_of(shape) for shape, count in fixed.items()))
+        all_plain = others.nodes == others.rows
+        batch_size = len(rows) + others.rows
+        partitions = Partitions(expectations.classes(), others, self.costs, path)
+        # 2. Choose the best partition, as far as enough is known.
+        unmeasured = self.costs.plain(batch_size) is None
+        unmeasured |= all_plain and not self.costs.knows_plain(batch_size)
+        best = partitions.plain
+        if not unmeasured and drafter.known:
+            kept = self._decision.partition.shapes if self._decision is not None else ()
+            best = partitions.best(kept, EXCHANGE_ADVANTAGE if path is DraftPath.EXCHANGE else ADVANTAGE)
+        # 3. Assign the shapes, and let some rows look if that is affordable.
+        self._count += 1
+        _assign(rows, expected, best, self._count)
+        look = None if unmeasured else self._add_look(rows, expected, best, partitions, others)
+        left = ROUNDS_PER_CHOICE if best.shapes else PLAIN_ROUNDS_PER_CHOICE
+        left = FIRST_PLAIN_ROUNDS if unmeasured else LOOK_ROUNDS if look is not None else left
+        decision = _Decision(self._count, best, look, path, power_of_2(batch_size), left)
+        self._previous, self._decision = self._decision, decision
+        # 4. Tell why.
+        if look is not None:
+            reason = Reason.PROBING
+        elif unmeasured or not drafter.known:
+            reason = Reason.UNMEASURED
+        else:
+            reason = Reason.PAYS if best.shapes else Reason.DOES_NOT_PAY
+        shapes = Counter(row.state.shape for row in rows if row.state.shape.drafts)
+        self.verdict = Verdict(
+            reason,
+            dict(shapes),
+            len(rows) - sum(shapes.values()),
+            batch_size,
+            None if unmeasured or not drafter.known else best.rate / partitions.plain.rate,
+            None if unmeasured else best.seconds,
+        )
+        self._log.note(self.verdict)
+        return decision
+
+    def _tokens_of(self, shape: DraftShape) -> float:
+        """Return the expected tokens of a row of a fixed shape, whose kind is not known."""
+        if not shape.drafts:
+            return 1.0
+        tokens = self._drafter.expected_tokens(SamplingKind.GREEDY, shape.topk == 1)
+        return tokens[min(shape.depth, len(tokens) - 1)]
+
+    def _add_look(
+        self,
+        rows: Sequence[RowBound],
+        expected: Sequence[Tokens],
+        best: Partition,
+        partitions: Partitions,
+        others: Others,
+    ) -> DraftShape | None:
+        """If a look is affordable, change the shapes of some rows. Return the shape that is looked at."""
+        if not self._looks.affordable:
+            return None
+        # 1. A look takes a few rows, namely those that catch up fast and took part in few looks. If it is
+        #    cheaper, it takes all rows that draft, because their shape then needs no draft of its own. A
+        #    remote draft has only one shape per round.
+        able = [index for index, row in enumerate(rows) if row.useful_depth > 0]
+        able.sort(key=lambda index: rows[index].lag + LOOKS_APART * rows[index].state.looks)
+        drafting = [index for index in able if rows[index].state.shape.drafts]
+        few = able[:LOOK_ROWS]
+        sets = [drafting] if drafting and partitions.path is DraftPath.EXCHANGE else [few, drafting]
+        # 2. What would a look cost?
+        costs: dict[DraftShape, tuple[float, list[int]]] = {}
+        for looking in filter(None, sets):
+            for shape in partitions.offered:
+                if not any(shape in expected[index] for index in looking):
+                    continue
+                loss_s = self._look_loss(rows, expected, best, partitions, others, looking, shape)
+                if shape not in best.shapes and loss_s < costs.get(shape, (math.inf, []))[0]:
+                    costs[shape] = (loss_s, looking)
+        if best.shapes and others.nodes == others.rows:
+            costs[NO_DRAFT] = (partitions.plain.seconds - partitions.batch_size / best.rate, able)
+        # 3. Look.
+        plain_s = self.costs.plain(partitions.batch_size) or 0.0
+        look = self._looks.next({shape: loss_s for shape, (loss_s, _) in costs.items()}, plain_s)
+        if look is None:
+            return None
+        for index in costs[look][1]:
+            if not look.drafts or look in expected[index]:
+                rows[index].state.shape = look
+                rows[index].state.looks += look.drafts
+        return look
+
+    def _look_loss(
+        self,
+        rows: Sequence[RowBound],
+        expected: Sequence[Tokens],
+        best: Partition,
+        partitions: Partitions,
+        others: Others,
+        looking: Sequence[int],
+        shape: DraftShape,
+    ) -> float:
+        """Return the seconds that a round loses if these rows draft with another shape."""
+        groups = Counter({of: count for of, count in others.shapes.items() if of.drafts})
+        tokens, nodes, moved = others.tokens, others.nodes, set(looking)
         for index, row in enumerate(rows):
-            groups.setdefault(row.forms, []).append(index)
-        shapes, self._used = [NO_DRAFT] * len(rows), []
-        for forms, members in groups.items():
-            # Rows of other groups count as plain rows.
-            others = batch_size - len(rows), other_nodes
-            company = Company(others[0] + len(rows) - len(members), others[1] + len(rows) - len(members))
-            choice = self._common(len(members), forms)
-            self._used.append(choice)
-            shape = choice.choose([rows[index] for index in members], self.costs, self.acceptance, company)
-            for index in members:
-                shapes[index] = shape
-        return shapes
+            own = shape if index in moved and shape in expected[index] else row.state.shape
+            tokens += expected[index].get(own, 1.0) if self._drafter.known else 1.0
+            nodes += own.max_nodes
+            if own.drafts:
+                groups[own] += 1
+        if nodes > partitions.most_rows:
+            return math.inf
+        return self.costs.round(partitions.batch_size, nodes, groups, partitions.path) - tokens / best.rate
+
+    # ---- learn
 
     def observe(self, step: ExecutedStep) -> None:
-        """Learn the costs, the speedup over plain steps and each row's acceptance from an executed step."""
-        batch_size = len(step.rows)
-        nodes = sum(row.num_nodes for row in step.rows)
-        if step.round_s is not None:
-            self.costs.observe_round(batch_size, nodes, step.depth, step.round_s)
-            plain = self.costs.plain_round(batch_size)
-            seconds = step.round_s
-            if nodes == batch_size:
-                # Drafting through the host must also beat this plain round.
-                self.costs.observe_plain_round(batch_size, step.round_s)
-        else:
-            self.costs.observe_verify(batch_size, nodes, step.verify_s)
-            self.costs.observe_overhead(step.overhead_s)
-            if step.wait_s is not None:
-                self.costs.observe_draft(step.depth, step.wait_s, any(row.chain for row in step.rows))
-            plain = self.costs.plain_step(batch_size)
-            plain = None if plain is None else plain + step.overhead_s
-            seconds = (step.wait_s or 0.0) + step.verify_s + step.overhead_s
-        plainly = nodes == batch_size
-        if step.round_s is None:
-            self._shadow(batch_size).executed(plainly)
-        else:
-            # A round may be chosen before the previous round is observed. The same choices are in use then,
-            # unless the batch has just changed.
-            for choice in self._used:
-                choice.shadow.executed(plainly)
-        if nodes > batch_size and plain is not None:
-            tokens = batch_size + sum(row.accepted for row in step.rows)
-            ratio = tokens / batch_size * plain / seconds
-            self._draft_rate = (
-                ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
-            )
+        """Learn the costs, the speedup over plain rounds and each row's acceptance from an executed round."""
+        if not step.provisional:
+            self._learn_times(step)
         for row in step.rows:
-            if row.num_nodes > 1 and row.offered_depth:
-                self.acceptance.of(row.chain).observe(row.accepted, row.offered_depth)
-                if row.state:
-                    row.state.acceptance.of(row.chain).observe(row.accepted, row.offered_depth)
+            if row.num_nodes > 1 and row.shape.drafts:
+                chain, depth = row.shape.topk == 1, row.shape.depth
+                if row.state is None:
+                    self._drafter.observe(row.kind, chain, row.accepted, depth)
+                else:
+                    row.state.acceptance.observe(chain, row.accepted, depth)
+
+    def _learn_times(self, step: ExecutedStep) -> None:
+        batch_size, costs = len(step.rows), self.costs
+        nodes = sum(row.num_nodes for row in step.rows)
+        drafts = bool(step.requested)
+        costs.observe_verify(batch_size, nodes, step.verify_s)
+        costs.observe_rest(batch_size, drafts, step.round_s - step.draft_s - step.verify_s)
+        if not step.catches_up:
+            costs.observe_drafts(step.requested, step.path, step.draft_s)
+        plain_s, tokens = costs.plain(batch_size), batch_size + sum(row.accepted for row in step.rows)
+        # The duration without the prompts that ran between the rounds.
+        seconds = max(SHORTEST_S, step.draft_s + step.verify_s + costs.rest(batch_size, drafts))
+        if plain_s is not None:
+            plain_s += costs.rest(batch_size, False)
+            self._account(step, tokens, seconds, plain_s)
+            if nodes > batch_size and not step.catches_up:
+                ratio = tokens / batch_size * plain_s / seconds
+                self._draft_rate = (
+                    ratio if self._draft_rate is None else self._draft_rate + 0.1 * (ratio - self._draft_rate)
+                )
+
+    def _account(self, step: ExecutedStep, tokens: int, seconds: float, plain_s: float) -> None:
+        """Pay for a round of a look, and end a decision whose round has taken much longer than expected."""
+        if all(row.state is None for row in step.rows):
+            return
+        self._looks.earn(seconds, plain_s)
+        for decision in (self._decision, self._previous):
+            if decision is not None and decision.looked(step):
+                look = decision.look
+                assert look is not None
+                self._looks.spend(look, seconds - tokens / decision.partition.rate)
+                return
+        decision, bucket = self._decision, power_of_2(len(step.rows))
+        if decision is None or decision.look is not None or decision.bucket != bucket:
+            return
+        if step.requested and not step.catches_up and seconds > SURPRISE * decision.partition.seconds:
+            decision.rounds_left = 0
 
     def wait_cap_s(self, rows: Sequence[RowBound], batch_size: int) -> float:
-        """Return the maximum time in seconds that a step waits for the proposals of its `auto` rows.
-
-        The limit is the smaller of two values:
-
-        - `P99_MULTIPLE` times the 99th percentile of the measured proposal times;
-        - `WAIT_SHARE` of the time that the proposal can save. A proposal of n expected tokens saves the time
-          of n plain steps, but costs the time of its verify pass. The assumed saving is at least one plain
-          step.
-        """
-        plain_s = self.costs.plain_step(batch_size)
-        if plain_s is None or self.costs.num_answers < ANSWERS_TO_JUDGE:
-            return UNMEASURED_WAIT_S
-        gain = plain_s
-        for row in rows:
-            for bound in row.forms:
-                depth = min(bound.depth, row.useful_depth)
-                # While acceptance is unknown, assume that all nodes are accepted. Otherwise the step might
-                # not wait, and acceptance would never be measured.
-                known = row.state.acceptance.of(bound.topk == 1).known
-                tokens = row.expected_tokens(bound, depth)[-1] if known else 1.0 + depth
-                gain = max(
-                    gain, tokens * plain_s - self.costs.verify(batch_size, batch_size + bound.max_nodes - 1)
-                )
-        return min(P99_MULTIPLE * (self.costs.answer_p99 or 0.0), WAIT_SHARE * gain)
+        """Return the maximum time in seconds that a round waits for the proposals of its `auto` rows."""
+        return wait_cap_s(rows, batch_size, self.costs, known=self._drafter.known)
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Tokens per second of recent drafting steps, relative to plain steps of the same batch size.
+        """Tokens per second of recent drafting rounds, relative to plain rounds of the same batch size.
 
-        None until a drafting step and a plain step were measured.
+        None until a drafting round and a plain round were measured.
         """
         return self._draft_rate
 
-    def _shadow(self, batch_size: int) -> PlainProbe:
-        return self._shadows.setdefault(batch_size, PlainProbe())
+    @property
+    def lost_s(self) -> float:
+        """Seconds that looks have lost so far, compared with the best choices."""
+        return self._looks.lost_s
 
-    def _common(self, rows: int, forms: tuple[DraftShape, ...]) -> BatchChoice:
-        """Return the `BatchChoice` that similar numbers of rows with the same forms share."""
-        return self._commons.setdefault((power_of_2(rows), forms), BatchChoice())
+    def _end_decision(self) -> None:
+        self._decision = self._previous = None
 
-    def _plan(self, rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> _Plan:
-        """Return the best plan of the form that `FormChoice` selects for several rounds."""
-        if all(len(row.forms) == 1 for row in rows):
-            return self._best_plan(rows, False, batch_size, other_nodes)
-        if self._form_left:
-            self._form_left -= 1
-            return self._best_plan(rows, self._form.chain, batch_size, other_nodes)
-        self._form_left = ROUNDS_PER_CHOICE - 1
-        plans = [self._best_plan(rows, chain, batch_size, other_nodes) for chain in (False, True)]
-        promised = [
-            plan.rate if self.acceptance.of(chain).tried else None
-            for chain, plan in zip((False, True), plans, strict=True)
-        ]
-        return plans[self._form.decide(*promised)]
 
-    def _best_plan(self, rows: Sequence[RowBound], chain: bool, batch_size: int, other_nodes: int) -> _Plan:
-        """Return the best depths of the rows for one form."""
-        # 1. Find the best common depth. A row with a lower bound uses its bound.
-        bounds = [row.form(chain) for row in rows]
-        depths = [
-            min(bound.depth, row.useful_depth) if bound.drafts else 0
-            for row, bound in zip(rows, bounds, strict=True)
-        ]
-        expected = [
-            row.expected_tokens(bound, depth) for row, bound, depth in zip(rows, bounds, depths, strict=True)
-        ]
-        level, rate = self._best_level(bounds, depths, expected, batch_size, other_nodes)
-        chosen = [min(level, depth) for depth in depths]
-        if not level or len(rows) == 1:
-            return _Plan(bounds, chosen, depths, rate)
-        # 2. Drop rows whose nodes cost more time than their tokens save, and rows above the size limit.
-        total = other_nodes + sum(nodes_of(bound, at) for bound, at in zip(bounds, chosen, strict=True))
-        allowed = max(SMALL_STEP_ROWS, 2 * self.costs.most_rows(batch_size))
-        kept = list(chosen)
-        for index, (bound, tokens_at) in enumerate(zip(bounds, expected, strict=True)):
-            extra_nodes = nodes_of(bound, chosen[index]) - 1
-            saved_s = self.costs.verify(batch_size, total) - self.costs.verify(
-                batch_size, total - extra_nodes
-            )
-            if total > allowed or tokens_at[chosen[index]] - 1.0 < rate * saved_s:
-                kept[index] = 0
-                total -= extra_nodes
-        # 3. Find the best common depth again, because it may change without the dropped rows.
-        if kept == chosen:
-            return _Plan(bounds, chosen, depths, rate)
-        remaining = [depth if keep else 0 for depth, keep in zip(depths, kept, strict=True)]
-        level, rate = self._best_level(bounds, remaining, expected, batch_size, other_nodes)
-        return _Plan(bounds, [min(level, depth) for depth in remaining], depths, rate)
-
-    def _best_level(
-        self,
-        bounds: Sequence[DraftShape],
-        depths: Sequence[int],
-        expected: Sequence[Sequence[float]],
-        batch_size: int,
-        other_nodes: int,
-    ) -> tuple[int, float]:
-        """Return the common depth with the highest expected rate, and that rate in tokens per second."""
-        others = batch_size - len(bounds)
-        chain = all(bound.topk == 1 for bound in bounds)
-        best_level = 0
-        plain_rate = best_rate = batch_size / self.costs.step(batch_size, len(bounds) + other_nodes, 0)
-        for level in range(1, max(depths) + 1):
-            nodes = other_nodes
-            tokens = float(others)
-            for bound, depth, tokens_at in zip(bounds, depths, expected, strict=True):
-                at = min(level, depth)
-                nodes += nodes_of(bound, at)
-                tokens += tokens_at[at]
-            rate = tokens / self.costs.step(batch_size, nodes, level, chain)
-            if rate > best_rate and rate > ADVANTAGE * plain_rate:
-                best_level, best_rate = level, rate
-        return best_level, best_rate
-
-    def _add_probe(self, rows: Sequence[RowBound], depths: Sequence[int], chosen: list[int]) -> None:
-        """If a probe is due, choose a small depth for the row that has had no drafts for the longest time."""
-        candidates = []
-        for index, (row, depth, wanted) in enumerate(zip(rows, depths, chosen, strict=True)):
-            state = row.state
-            if wanted:
-                if state.probed:  # a probe has made this row draft by choice, so probe the other rows soon
-                    self._probe_gap = FIRST_PROBE_GAP
-                state.probed = False
-                state.rounds_without = 0
-            elif depth:
-                state.rounds_without += 1
-                candidates.append(index)
-        if not candidates:
-            return
-        self._since_probe += 1
-        if self._since_probe >= self._probe_gap:
-            self._since_probe = 0
-            self._probe_gap = min(2 * self._probe_gap, LAST_PROBE_GAP)
-            index = max(candidates, key=lambda candidate: rows[candidate].state.rounds_without)
-            state = rows[index].state
-            state.probed, state.rounds_without = True, 0
-            chosen[index] = min(depths[index], PROBE_DEPTH)
+def _assign(
+    rows: Sequence[RowBound],
+    expected: Sequence[Tokens],
+    partition: Partition,
+    number: int,
+) -> None:
+    """Give each row its shape. No shape gets more rows than the partition counts."""
+    left = dict(partition.counts)
+    gains = [partition.gain_for(tokens) for tokens in expected]
+    for index in sorted(range(len(rows)), key=lambda index: (-gains[index], rows[index].lag)):
+        shape = partition.shape_for(expected[index])
+        if shape.drafts and not left.get(shape):
+            shape = NO_DRAFT
+        elif shape.drafts:
+            left[shape] -= 1
+        rows[index].state.shape = shape
+        rows[index].state.decision = number

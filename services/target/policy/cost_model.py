@@ -1,77 +1,70 @@
-"""Estimates the cost (seconds) and the yield (tokens) of a round, from executed rounds.
+"""Estimates the duration of a round, in seconds, from executed rounds.
 
-The controller divides yield by cost and picks the draft shape with the most tokens per second.
+    round = drafts (one per tree shape)  +  verify pass (batch size, rows)  +  rest
 
-Cost: `StepCosts` predicts the duration of a step from the step's batch size, rows and draft depth. In this
-module, a row is one tree node of the pass. Rows are counted over all sequences and include the roots.
+In this module, a row is one tree node of the verify pass. Rows are counted over all sequences and include the
+roots. Each part is a moving average of measured times:
 
-    step = wait for the proposal (depth, form)  +  verify pass (batch size, rows)  +  overhead
+- drafts by (depth, form, bucket of sequences), where the form is tree or chain;
+- plain verify passes by batch size, other verify passes by (batch bucket, rows);
+- the rest, which is what the device idles between two rounds, by (batch bucket, whether there are drafts).
 
-Each part is an exponential moving average of measured times. The times of sizes that were never executed are
-interpolated. The parts of a round that stays on the device cannot be timed, so `StepCosts.round` is learned
-as a whole.
-
-Yield: `Acceptance` estimates p_d, the probability that the draft token at depth d is accepted if its parent
-was accepted. The mean number of tokens of a round of depth D is the following sum. Its first term is the
-token that the target itself adds.
-
-    1 + p_1 + p_1 p_2 + ... + p_1 p_2 ... p_D
-
-The estimate over all requests is the prior of each request's own estimate. Trees and chains are estimated
-separately (`Acceptances`).
+Batch buckets are powers of 2. The times of sizes that were never executed are interpolated or extrapolated.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from collections.abc import Mapping
+from enum import Enum
 
 from outrider.shared.engine.buckets import power_of_2
+from outrider.shared.spec.tree import DraftShape
 
-COST_WEIGHT = 0.15
-"""Weight of a new sample in the moving averages of costs."""
 CHEAPER_WEIGHT = 0.5
-"""Weight of a sample of the draft time that is below the moving average."""
-POSTERIOR_DECAY = 0.95
-"""Factor on the weight of older acceptance samples for each new sample."""
-PRIOR_STRENGTH = 3.0
-"""Weight of an acceptance's prior, as a number of samples."""
-PRIOR_ACCEPTANCE = 0.6
-"""Acceptance assumed at the first depth if nothing was measured."""
-ROUNDS_TO_KNOW = 10
+"""Weight of a sample that is below the moving average. Other work can prolong a time but not shorten it."""
+DEARER_WEIGHT = 0.05
+"""Weight of a sample that is above the moving average."""
 UNSEEN_ROW_COST = 0.03
-"""Assumed cost of one more row until larger passes are measured, as a share of a plain step."""
+"""Assumed cost of one more row per sequence until larger passes are measured, as a share of a plain pass."""
+UNSEEN_LEVEL_COST = 0.06
+"""Assumed cost of one draft level until drafts are measured, as a share of a plain pass."""
 FIXED_DRAFT_SHARE = 0.3
-"""Share of a proposal's time that does not grow with depth. Used to scale a time to another depth."""
+"""Share of a draft's time that does not grow with depth. Used to scale a time to another depth."""
 WAITS_KEPT = 128
-PLAIN_ROUND = (1, 0)
-"""Key of a round without drafts: one node per row, depth 0."""
-TRIALS_TO_JUDGE = 4.0
-"""Number of rounds, with decay, after which a form (tree or chain) counts as tried."""
+SHORTEST_S = 1e-7
+"""Least estimate of a round, because clocks may measure nothing."""
 
 
-class StepCosts:
-    """Durations in seconds, learned as moving averages of executed steps.
+class DraftPath(Enum):
+    """Where the trees of a round come from, which decides what several tree shapes in a round cost.
 
-    The averages are stored by these keys:
-
-    - plain steps by batch size;
-    - verify passes by (batch bucket, rows);
-    - waits for a proposal by (depth, form), where the form is tree or chain;
-    - overhead (scheduling, committing, delivering) as one number;
-    - rounds on the device, as a whole, by (batch bucket, nodes per sequence, depth).
-
-    Batch buckets are powers of 2. Shapes that were never executed are interpolated from their neighbours.
+    - DEVICE: From a drafter on the target's device. Each shape is a draft of its own.
+    - EXCHANGE: From a drafter in another process, without the host. A round has only one shape.
+    - HOST: From the host, which requests all trees at the same time. The deepest shape decides the time.
     """
+
+    DEVICE = "device"
+    EXCHANGE = "exchange"
+    HOST = "host"
+
+
+Groups = Mapping[DraftShape, int]
+"""Number of sequences that draft with each shape."""
+
+
+class RoundCosts:
+    """Durations in seconds, learned as moving averages of executed rounds."""
 
     def __init__(self) -> None:
         self._plain: dict[int, float] = {}
         self._verify: dict[int, dict[int, float]] = {}
-        self._draft: dict[tuple[int, bool], float] = {}
-        self._rounds: dict[int, dict[tuple[int, int], float]] = {}
-        self._overhead = 0.0
+        self._draft: dict[tuple[int, bool], dict[int, float]] = {}
+        self._rest: dict[tuple[int, bool], float] = {}
         self._waits: deque[float] = deque(maxlen=WAITS_KEPT)
         self._wait_p99: float | None = None
+
+    # ---- learn
 
     def observe_verify(self, batch_size: int, rows: int, seconds: float) -> None:
         """Record a verify pass over `rows` nodes of `batch_size` sequences."""
@@ -79,42 +72,36 @@ class StepCosts:
             self._plain[batch_size] = _blend(self._plain.get(batch_size), seconds)
             return
         by_rows = self._verify.setdefault(power_of_2(batch_size), {})
+        rows = _size_class(rows)
         by_rows[rows] = _blend(by_rows.get(rows), seconds)
 
-    def observe_round(self, batch_size: int, rows: int, depth: int, seconds: float) -> None:
-        """Record a round on the device. `seconds` is counted from the end of the previous round."""
-        known = self._rounds.setdefault(power_of_2(batch_size), {})
-        key = (_nodes_per_row(batch_size, rows), depth)
-        known[key] = _blend(known.get(key), seconds)
+    def observe_drafts(self, groups: Groups, path: DraftPath, seconds: float) -> None:
+        """Record how long the drafts of a round took."""
+        if not groups:
+            return
+        parts = {shape: self.draft(shape, count) for shape, count in groups.items()}
+        if path is DraftPath.HOST:
+            deepest = max(groups, key=lambda shape: shape.depth)
+            groups, parts = {deepest: sum(groups.values())}, {deepest: parts[deepest]}
+        # The time of several drafts is known only as a whole, so each gets its expected share.
+        total = sum(parts.values())
+        for shape, count in groups.items():
+            known = self._draft.setdefault((shape.depth, shape.topk == 1), {})
+            share = parts[shape] / total if total else 1 / len(parts)
+            size = power_of_2(count)
+            known[size] = _blend(known.get(size), seconds * share)
 
-    def observe_plain_round(self, batch_size: int, seconds: float) -> None:
-        """Record a plain round on the device as an upper bound for a plain step.
-
-        A round on the device hides the host's overhead, so the overhead is subtracted.
-        """
-        self.observe_verify(batch_size, batch_size, max(seconds - self._overhead, 0.0))
-
-    def observe_draft(self, depth: int, seconds: float, chain: bool = False) -> None:
-        """Record how long a step waited for a proposal of `depth` levels."""
-        average = self._draft.get((depth, chain))
-        # Lower times get a greater weight than higher times, because the first proposals are slow with cold
-        # caches.
-        weight = CHEAPER_WEIGHT if average is not None and seconds < average else COST_WEIGHT
-        self._draft[depth, chain] = _blend(average, seconds, weight)
-        # A fast proposal also lowers the estimates of other depths that are scaled from its time.
-        for (other, form), known in self._draft.items():
-            implied = seconds * _draft_growth(other, depth)
-            if form == chain and other != depth and implied < known:
-                self._draft[other, form] = _blend(known, implied, CHEAPER_WEIGHT)
+    def observe_rest(self, batch_size: int, drafts: bool, seconds: float) -> None:
+        """Record how much longer a round took than its drafts and its verify pass."""
+        key = (power_of_2(batch_size), drafts)
+        self._rest[key] = _blend(self._rest.get(key), max(seconds, 0.0))
 
     def observe_answer(self, seconds: float) -> None:
         """Record the time from a proposal's announcement to its arrival."""
         self._waits.append(seconds)
         self._wait_p99 = None
 
-    def observe_overhead(self, seconds: float) -> None:
-        """Record the overhead of a step: scheduling, committing and delivering."""
-        self._overhead = _blend(self._overhead or None, seconds)
+    # ---- estimate
 
     @property
     def num_answers(self) -> int:
@@ -129,81 +116,60 @@ class StepCosts:
             self._wait_p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
         return self._wait_p99
 
-    def plain_step(self, batch_size: int) -> float | None:
-        """Return the duration of a plain step at this batch size or the nearest measured batch size.
+    @property
+    def measured_plain(self) -> bool:
+        """True if a plain pass was measured, of any batch size."""
+        return bool(self._plain)
 
-        Return None before the first plain step.
+    def knows_plain(self, batch_size: int) -> bool:
+        """Return True if a plain pass was measured in this batch bucket."""
+        bucket = power_of_2(batch_size)
+        return any(power_of_2(known) == bucket for known in self._plain)
+
+    def plain(self, batch_size: int) -> float | None:
+        """Return the duration of a plain pass at this batch size or between the nearest measured ones.
+
+        Before the first plain pass, return the shortest verify pass. Return None before any pass.
         """
         exact = self._plain.get(batch_size)
-        if exact is not None or not self._plain:
+        if exact is not None:
             return exact
-        return self._plain[min(self._plain, key=lambda known: abs(known - batch_size))]
+        if not self._plain:  # beside rows that always draft, no pass is plain
+            passes = [seconds for by_rows in self._verify.values() for seconds in by_rows.values()]
+            return min(passes, default=None)
+        below = max((size for size in self._plain if size < batch_size), default=None)
+        above = min((size for size in self._plain if size > batch_size), default=None)
+        if below is None or above is None:
+            return self._plain[below or above or 0]
+        low, high = self._plain[below], self._plain[above]
+        return low + (high - low) * (batch_size - below) / (above - below)
 
     def most_rows(self, batch_size: int) -> int:
         """Return the rows of the largest pass measured in this batch bucket, but at least `batch_size`."""
-        on_device = (nodes * batch_size for nodes, _depth in self._rounds.get(power_of_2(batch_size), {}))
-        return max(*self._verify.get(power_of_2(batch_size), {}), *on_device, batch_size, 1)
+        return max(*self._verify.get(power_of_2(batch_size), {}), batch_size, 1)
 
-    def plain_round(self, batch_size: int) -> float | None:
-        """Return the duration of a plain round on the device, measured at the nearest batch size.
+    def round(self, batch_size: int, rows: int, groups: Groups, path: DraftPath) -> float:
+        """Estimate the duration of a round.
 
-        Return None before the first plain round.
+        Args:
+            batch_size: Number of sequences.
+            rows: Number of nodes of all sequences.
+            groups: Number of sequences that draft, by shape.
+            path: Where the trees come from.
         """
-        known = [size for size, rounds in self._rounds.items() if PLAIN_ROUND in rounds]
-        if not known:
-            return None
-        nearest = min(known, key=lambda size: abs(size - power_of_2(batch_size)))
-        return self._rounds[nearest][PLAIN_ROUND]
+        drafts = [self.draft(shape, count) for shape, count in groups.items() if count]
+        drafting = max(drafts, default=0.0) if path is DraftPath.HOST else sum(drafts)
+        return max(SHORTEST_S, drafting + self.verify(batch_size, rows) + self.rest(batch_size, bool(drafts)))
 
-    def round(self, batch_size: int, rows: int, depth: int) -> float:
-        """Estimate the duration of a round on the device.
-
-        For a measured shape, return the measured time. Otherwise extrapolate from the plain round and the
-        next smaller measured shape. Before the first plain round, use `step`.
-
-        The result is at least the time of every measured round that has no more nodes and no greater depth.
-        The result is at most the time of every measured round that has no fewer nodes and no smaller depth.
-        """
-        known, nodes = self._rounds.get(power_of_2(batch_size), {}), _nodes_per_row(batch_size, rows)
-        measured = known.get((nodes, depth))
-        if measured is not None:
-            return measured
-        plain = self.plain_round(batch_size)
-        if plain is None:
-            return self.step(batch_size, rows, depth)
-        # Extrapolate: each further node costs as much as a node of the next smaller shape.
-        smaller = max((key for key in known if 1 < key[0] <= nodes), default=None)
-        if smaller is not None:
-            estimate = known[smaller] + max(0.0, known[smaller] - plain) * (nodes - smaller[0]) / (
-                smaller[0] - 1
-            )
-        elif self.plain_step(batch_size) is None:
-            estimate = plain * (1.0 + UNSEEN_ROW_COST * (rows - batch_size) / batch_size)
-        else:
-            estimate = (
-                plain
-                + self.draft(depth)
-                + self.verify(batch_size, rows)
-                - self.verify(batch_size, batch_size)
-            )
-        # A larger round takes at least as long as a smaller one.
-        least = max(
-            (seconds for (of, levels), seconds in known.items() if of <= nodes and levels <= depth),
-            default=0.0,
-        )
-        most = min(
-            (seconds for (of, levels), seconds in known.items() if of >= nodes and levels >= depth),
-            default=estimate,
-        )
-        return max(least, min(estimate, most))
-
-    def step(self, batch_size: int, rows: int, depth: int, chain: bool = False) -> float:
-        """Estimate the duration of a host-driven step: wait for a proposal, verify pass and overhead."""
-        return self.draft(depth, chain) + self.verify(batch_size, rows) + self._overhead
+    def rest(self, batch_size: int, drafts: bool) -> float:
+        """Estimate how much longer a round takes than its drafts and its verify pass."""
+        bucket = power_of_2(batch_size)
+        rest = self._rest.get((bucket, drafts))
+        return self._rest.get((bucket, not drafts), 0.0) if rest is None else rest
 
     def verify(self, batch_size: int, rows: int) -> float:
-        """Estimate the duration of a verify pass, interpolated between the plain step and measured passes."""
-        plain = self.plain_step(batch_size)
+        """Estimate the duration of a verify pass, interpolated between the plain pass and measured passes."""
+        plain = self.plain(batch_size)
         if plain is None:
             return 1.0 + UNSEEN_ROW_COST * rows
         if rows <= batch_size:
@@ -211,168 +177,41 @@ class StepCosts:
         by_rows = self._verify.get(power_of_2(batch_size), {})
         lower, lower_s, upper, upper_s = batch_size, plain, 0, 0.0
         for known, seconds in by_rows.items():
-            if known == rows:
-                return seconds
-            if lower < known < rows:
+            if lower < known <= rows:
                 lower, lower_s = known, seconds
             elif known > rows and (not upper or known < upper):
                 upper, upper_s = known, seconds
         if upper:
-            return lower_s + (upper_s - lower_s) * (rows - lower) / (upper - lower)
+            return max(plain, lower_s + (upper_s - lower_s) * (rows - lower) / (upper - lower))
+        slope = plain * UNSEEN_ROW_COST / batch_size
         if lower > batch_size:
-            return max(lower_s, lower_s + (lower_s - plain) * (rows - lower) / (lower - batch_size))
-        return plain * (1.0 + UNSEEN_ROW_COST * (rows - batch_size) / batch_size)
+            slope = max(0.0, lower_s - plain) / (lower - batch_size)
+        return max(plain, lower_s) + slope * (rows - lower)
 
-    def draft(self, depth: int, chain: bool = False) -> float:
-        """Estimate the wait for a proposal of `depth` levels.
-
-        The estimate is 0 if nothing was measured, so that drafting is tried. A form (tree or chain) that was
-        not measured is assumed to take as long as the other form.
-        """
-        if depth == 0 or not self._draft:
-            return 0.0
-        if (depth, chain) in self._draft:
-            return self._draft[depth, chain]
-        near = min(self._draft, key=lambda known: (known[1] != chain, abs(known[0] - depth)))
-        return self._draft[near] * _draft_growth(depth, near[0])
-
-
-class Prior(Protocol):
-    """An estimate of acceptance that applies until a sequence or form has its own measurements."""
-
-    __slots__ = ()
-
-    @property
-    def known(self) -> bool:
-        """True if enough rounds were measured to rely on the estimate."""
-        ...
-
-    def seen(self, depth: int) -> bool:
-        """Return True if any measured round has reached this depth."""
-        ...
-
-    def rate(self, depth: int) -> float:
-        """Return the probability that a draft at `depth` (from 1) is accepted if its parent was accepted."""
-        ...
+    def draft(self, shape: DraftShape, count: int) -> float:
+        """Estimate the duration of a draft for `count` sequences."""
+        chain = shape.topk == 1
+        if not self._draft:
+            return UNSEEN_LEVEL_COST * shape.depth * (self.plain(count) or 0.0)
+        key = min(self._draft, key=lambda known: (known[1] != chain, abs(known[0] - shape.depth)))
+        by_count = self._draft[key]
+        size = power_of_2(count)
+        seconds = by_count.get(size)
+        if seconds is None:
+            seconds = by_count[min(by_count, key=lambda known: abs(known.bit_length() - size.bit_length()))]
+        growth = FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * shape.depth / key[0]
+        return seconds * growth
 
 
-class Acceptance(Prior):
-    """For each depth, the probability that a draft token is accepted if its parent was accepted.
-
-    Each depth has a posterior mean over decayed successes and trials, with `prior` worth `PRIOR_STRENGTH`
-    trials. A request's prior is the estimate over all requests.
-    """
-
-    __slots__ = ("_prior", "_successes", "_trials")
-
-    def __init__(self, prior: Prior | None = None) -> None:
-        self._prior = prior
-        self._trials: list[float] = []
-        self._successes: list[float] = []
-
-    def observe(self, accepted: int, offered_depth: int) -> None:
-        """Record a round that offered nodes down to `offered_depth` and accepted `accepted` nodes."""
-        while len(self._trials) < offered_depth:
-            self._trials.append(0.0)
-            self._successes.append(0.0)
-        # Depths below the first rejection do not count as trials, because their parents were not accepted.
-        for level in range(min(accepted + 1, offered_depth)):
-            self._trials[level] = self._trials[level] * POSTERIOR_DECAY + 1.0
-            self._successes[level] = self._successes[level] * POSTERIOR_DECAY + (
-                1.0 if accepted > level else 0.0
-            )
-
-    @property
-    def known(self) -> bool:
-        own = self._trials[0] if self._trials else 0.0
-        return own >= ROUNDS_TO_KNOW or (self._prior is not None and self._prior.known)
-
-    @property
-    def tried(self) -> bool:
-        """True if this estimate has enough rounds of its own, without its prior."""
-        return bool(self._trials) and self._trials[0] >= TRIALS_TO_JUDGE
-
-    def rate(self, depth: int) -> float:
-        prior = self._believed(depth)
-        if depth > len(self._trials):
-            return prior
-        return (self._successes[depth - 1] + PRIOR_STRENGTH * prior) / (
-            self._trials[depth - 1] + PRIOR_STRENGTH
-        )
-
-    def seen(self, depth: int) -> bool:
-        return depth <= len(self._trials) or (self._prior is not None and self._prior.seen(depth))
-
-    def _believed(self, depth: int) -> float:
-        """Return the rate assumed for a depth before any round of this estimate reached it.
-
-        The result is the prior's rate. If the prior never reached that depth, the result is the rate of the
-        previous depth.
-        """
-        if self._prior is not None and (depth == 1 or self._prior.seen(depth)):
-            return self._prior.rate(depth)
-        return self.rate(depth - 1) if depth > 1 else PRIOR_ACCEPTANCE
-
-    def expected_tokens(self, max_depth: int) -> list[float]:
-        """Return the expected number of tokens of a round for each depth 0, 1, ..., `max_depth`."""
-        expected = [1.0]
-        reach = 1.0
-        for depth in range(1, max_depth + 1):
-            reach *= self.rate(depth)
-            expected.append(expected[-1] + reach)
-        return expected
+def _size_class(rows: int) -> int:
+    """Round a number of rows up, so that passes of similar sizes share an average."""
+    step = 1 if rows <= 32 else 8 if rows <= 256 else 32
+    return -(-rows // step) * step
 
 
-class _ChainsLikeOthers(Prior):
-    """Prior for the chains of one request.
-
-    The prior is the acceptance of the request's own trees, scaled by the ratio of the acceptance of chains to
-    that of trees over all requests.
-    """
-
-    __slots__ = ("_others", "_trees")
-
-    def __init__(self, trees: Acceptance, others: Acceptances) -> None:
-        self._trees = trees
-        self._others = others
-
-    @property
-    def known(self) -> bool:
-        return self._others.chains.known
-
-    def seen(self, depth: int) -> bool:
-        return self._others.chains.seen(depth)
-
-    def rate(self, depth: int) -> float:
-        of_trees = self._others.trees.rate(depth)
-        share = min(1.0, self._others.chains.rate(depth) / of_trees) if of_trees else 1.0
-        return self._trees.rate(depth) * share
-
-
-class Acceptances:
-    """Acceptance of trees and of chains. A chain has no siblings, so it is usually accepted less often."""
-
-    __slots__ = ("chains", "trees")
-
-    def __init__(self, prior: Acceptances | None = None) -> None:
-        self.trees: Acceptance = Acceptance(prior.trees if prior else None)
-        # Until chains were tried, they are assumed to be accepted as often as trees.
-        self.chains: Acceptance = Acceptance(_ChainsLikeOthers(self.trees, prior) if prior else self.trees)
-
-    def of(self, chain: bool) -> Acceptance:
-        """Return the acceptance of chains or the acceptance of trees."""
-        return self.chains if chain else self.trees
-
-
-def _nodes_per_row(batch_size: int, rows: int) -> int:
-    return -(-rows // batch_size)
-
-
-def _draft_growth(depth: int, measured: int) -> float:
-    """Return the time of a proposal of `depth` levels divided by that of one of `measured` levels."""
-    return FIXED_DRAFT_SHARE + (1 - FIXED_DRAFT_SHARE) * depth / measured
-
-
-def _blend(average: float | None, sample: float, weight: float = COST_WEIGHT) -> float:
+def _blend(average: float | None, sample: float) -> float:
     """Return the average after one more sample. The sample counts as at most four times the average."""
-    return sample if average is None else average + weight * (min(sample, 4 * average) - average)
+    if average is None:
+        return sample
+    weight = CHEAPER_WEIGHT if sample < average else DEARER_WEIGHT
+    return average + weight * (min(sample, 4 * average) - average)

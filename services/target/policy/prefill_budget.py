@@ -10,12 +10,17 @@ LEAST_MEASURED = 64
 """Passes over fewer tokens are not measured, because their time hardly depends on the number of tokens."""
 WEIGHT = 0.3
 """Weight of a new measurement in the moving average."""
+LARGEST_RISE = 4.0
+"""Largest factor by which one measurement may raise the average. A pause, for example for the compilation of
+a kernel, says little about the next pass."""
 
 
 class PrefillBudget:
     """Converts a time budget to a number of prompt tokens. Engine thread only.
 
-    The time per token grows with the context, so it is measured for each power of two of the context.
+    The time per token grows with the context, so it is measured for each power of two of the context. It
+    falls with the number of tokens, because every pass reads all weights. A pass over few tokens is therefore
+    only an upper bound of the time per token of a longer pass.
 
     Args:
         budget_s: Seconds that the prompt tokens of a step may take while other sequences decode.
@@ -31,8 +36,7 @@ class PrefillBudget:
         Args:
             context: Number of tokens that the prompt has already stored.
         """
-        known = self._seconds_per_token
-        wanted = context.bit_length()
+        known, wanted = self._seconds_per_token, context.bit_length()
         nearest = min(known, key=lambda size: abs(size - wanted), default=None)
         seconds = 1.0 / FIRST_RATE if nearest is None else known[nearest]
         return max(LEAST_TOKENS, int(self._budget_s / seconds))
@@ -48,5 +52,10 @@ class PrefillBudget:
         if tokens < LEAST_MEASURED or seconds <= 0:
             return
         size, measured = context.bit_length(), seconds / tokens
-        old = self._seconds_per_token.get(size, measured)
-        self._seconds_per_token[size] = old + WEIGHT * (measured - old)
+        old = self._seconds_per_token.get(size)
+        if old is None:
+            self._seconds_per_token[size] = measured
+            return
+        if measured > old and 2 * tokens < self._budget_s / old and seconds <= self._budget_s:
+            return  # a longer pass takes less time per token
+        self._seconds_per_token[size] = old + WEIGHT * (min(measured, LARGEST_RISE * old) - old)

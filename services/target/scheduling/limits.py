@@ -60,6 +60,7 @@ class EngineLimits:
             raise InvalidRequestError(
                 f"max_new_tokens must be at least 1, not {request.max_new_tokens}.", field="max_new_tokens"
             )
+        request.sampling.rules.check_vocabulary(self.vocab_size)
         highest = max(sequence.tokens)
         if highest >= self.vocab_size or min(sequence.tokens) < 0:
             message = (

@@ -58,6 +58,8 @@ class Sequence:
         tokens_ahead: Largest number of tokens that passes in flight may still add.
         passes_ahead: Number of passes in flight that add at least one token.
         fresh_columns: Largest number of tokens that the last enqueued pass may have chosen.
+        ruled: Whether the slot has rules or wants logprobs, so that its rounds need the full sampling mode.
+        prompt_scored: Index of the next prompt token whose logprob the client has not received.
     """
 
     __slots__ = (
@@ -83,9 +85,11 @@ class Sequence:
         "pending_tokens",
         "prefix_hash",
         "prompt_len",
+        "prompt_scored",
         "request",
         "residence",
         "resumptions",
+        "ruled",
         "session_id",
         "sink",
         "slot",
@@ -134,6 +138,8 @@ class Sequence:
         self.stop_ids = (
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
         )
+        self.ruled = not request.sampling.rules.neutral or request.logprobs.top is not None
+        self.prompt_scored = max(1, request.logprobs.prompt_start)
         self.stats = SpeculationStats()
         self.pending_tokens: list[int] = []
         self.pending_rounds: list[RoundTrace] = []

@@ -6,16 +6,25 @@ The module also compiles kernels ahead of the first launch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from outrider.kernels.ahead import compile_ahead
-from outrider.services.target.choices import OverlapSchedule, Quantization
+from outrider.kernels.ahead import compile_ahead, compiled_or_soon
+from outrider.services.target.choices import OverlapSchedule
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.engine.recorder import RecordingList
+from outrider.services.target.engine.recordings import Recordings
+from outrider.services.target.model.packed_batch import SamplingMode
+from outrider.services.target.model.prefill_graph import (
+    PREFILL_SIZES,
+    WHOLE_PROMPT_SIZES,
+    fitting,
+)
 from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.generation import SpeculationMode
@@ -25,21 +34,10 @@ from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.drafter import Drafter, DrafterState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
-PREFILL_SIZES = (32, 64, 128, 256)
-"""Numbers of rows of the recorded passes over prompts.
-
-Larger passes need no graph, because the device takes longer to run their kernels than the host takes to
-launch them.
-"""
-FP8_PREFILL_SIZES = (*PREFILL_SIZES, 384, 512)
-"""Numbers of rows of the recorded passes over prompts with FP8.
-
-With FP8, graphs pay off up to larger sizes, because the device needs half the time per pass, and because the
-host also launches rounding kernels.
-"""
+FIRST_SIZES = (1, 4, 16, 64)
+"""Batch sizes whose plain rounds are recorded before the server is ready."""
 
 POLL_S = 0.02
-
 
 _log = get_logger("outrider.target")
 
@@ -55,7 +53,7 @@ class GraphPlan:
         shapes: The usual shapes of rounds.
         forms: The largest tree and chain within which `auto` chooses its shapes. Empty if no request uses
             `auto`.
-        prefills: Numbers of rows of the recorded passes over short prompts.
+        prefills: Numbers of rows of the passes over prompts that are recorded.
         waits: Whether the attention backend waits for the device.
     """
 
@@ -67,12 +65,26 @@ class GraphPlan:
     prefills: tuple[int, ...]
     waits: bool = False
 
+    @property
+    def first_batches(self) -> list[tuple[int, DraftShape]]:
+        """Batch sizes and shapes of the rounds that are recorded before the server is ready.
+
+        A plain round without a graph of its own is padded to the next recorded one.
+        """
+        sizes = [size for size in self.batch_sizes if size in FIRST_SIZES or size == self.batch_sizes[-1]]
+        default = [(1, shape) for shape in self.shapes[1:2]]
+        return [*((size, NO_DRAFT) for size in reversed(sizes)), *default]
+
+    @property
+    def batches(self) -> list[tuple[int, DraftShape]]:
+        """Batch sizes and shapes of all rounds of equal requests that are recorded, the largest first."""
+        return [(size, shape) for size in reversed(self.batch_sizes) for shape in self.shapes_at(size)]
+
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
         """Return the shapes of rounds that are recorded for one batch size.
 
         The result contains the usual shapes, except shapes that are too large, and all shapes that `auto` may
-        choose. All these shapes are recorded in advance, because many shapes are used in turn under load, and
-        requests would have to wait for each recording.
+        choose.
         """
         usual = (shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS)
         return tuple(dict.fromkeys((*usual, *offered_shapes(self.forms, batch_size))))
@@ -97,7 +109,7 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
     auto = settings.limits().resolve(SpeculationMode.AUTO)
     tree = auto.shape
     usual = (tree, DraftShape(tree.depth, 1, tree.depth + 1)) if tree.drafts else ()
-    max_bs = min(settings.cuda_graph_max_bs, settings.max_running_requests)
+    max_bs = min(settings.cuda_graph_max_bs, settings.running_requests)
     on = overlaps[settings.overlap_schedule] and not settings.disable_overlap_schedule
     loop = LoopPlan(
         lookahead=int(on),
@@ -109,10 +121,10 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
         prefill_budget_s=settings.prefill_budget_ms / 1e3,
         recorded_entries=max_bs,
     )
-    # Single prompts are not recorded in two cases. Padding moves a row within its tile, which batch-invariant
-    # kernels cannot handle. With several ranks, the logits of a single row would have to be gathered.
-    sizes = FP8_PREFILL_SIZES if settings.quantization is Quantization.FP8 else PREFILL_SIZES
-    prefills = sizes if graphs and not settings.deterministic and settings.tp == 1 else ()
+    # Passes over prompts are not recorded in two cases. Padding changes the tiles of batch-invariant kernels.
+    # With several ranks, a pass of many rows has collectives that have not been tried in graphs.
+    records = graphs and not settings.deterministic and settings.tp == 1
+    prefills = fitting(PREFILL_SIZES, settings.prefill_tokens()) if records else ()
     shapes, forms = (NO_DRAFT, *dict.fromkeys(usual)), auto.forms if offers else ()
     return GraphPlan(graphs, loop, batch_buckets(max_bs), shapes, forms, prefills, waits)
 
@@ -147,11 +159,9 @@ def record_graphs(
     to_console: bool,
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Record the graphs of prompts and, at every batch size, of the shapes of `GraphPlan.shapes_at`.
+    """Record the first graphs of `list_graphs`, and plan the further ones for when the engine is idle.
 
-    Within each kind, the largest sizes are recorded first, so that smaller graphs can reuse their memory. All
-    graphs recorded here are kept. `graphs` limits only the number of graphs that are recorded later. If a
-    draft that needs other features connects later, the engine records the graphs again.
+    If a draft that needs other features connects later, the engine records the graphs again.
 
     Call this function before the engine's thread runs. Progress is shown on the console or in the log.
 
@@ -164,22 +174,40 @@ def record_graphs(
     """
     if not graphs.enabled:
         return
-    started = time.monotonic()
-    work = list(_recordings(engine, plan))
-    with _progress("recording CUDA graphs", to_console) as progress, graphs.keeping():
-        for done, (description, record) in enumerate(work, 1):
+    recorder = engine.recorder
+    recorder.follow(lambda: list_graphs(engine.recordings, plan), partial(compiled_or_soon, graphs.device))
+    # These kernels are compiled in the background, so that the first requests find them.
+    compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
+    total = recorder.num_first
+    with _progress("recording CUDA graphs", to_console) as progress:
+        while recorder.num_first:
             if stopped():
+                recorder.forget()
                 return
-            record()
-            progress.tell(done, len(work), description)
-    mib = round(graphs.memory_bytes / 2**20)
-    _log.info(
-        "CUDA graphs recorded",
-        graphs=len(graphs.keys),
-        memory_mib=mib,
-        seconds=round(time.monotonic() - started, 1),
-    )
-    engine.rerecording.follow(lambda: [record for _, record in _recordings(engine, plan)])
+            description = recorder.record_next()
+            progress.tell(total - recorder.num_first, total, description)
+
+
+def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
+    """List the graphs that are recorded before the server is ready, and while it is idle.
+
+    Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
+    tree of a single request. Then come all rounds of equal requests, prompts, and rounds of mixed requests.
+
+    Larger graphs come first, so that smaller graphs can reuse their memory. The first of the further graphs
+    is therefore the largest of all.
+    """
+    plain = [(size, NO_DRAFT) for size in reversed(plan.batch_sizes)]
+    mixed = recordings.mixed()
+    further = [
+        *mixed[:1],
+        *(recordings.prompt(size) for size in reversed(plan.prefills)),
+        *(recordings.whole_prompt(size) for size in reversed(plan.prefills) if size in WHOLE_PROMPT_SIZES),
+        *recordings.rounds(plan.batches),
+        *recordings.rounds(plain, [SamplingMode.FILTERED]),
+        *mixed[1:],
+    ]
+    return RecordingList(recordings.rounds(plan.first_batches, [SamplingMode.GREEDY]), further)
 
 
 def compile_kernels(
@@ -190,13 +218,16 @@ def compile_kernels(
     *,
     to_console: bool,
 ) -> None:
-    """Compile the kernels of `more` and of all graphs of `record_graphs`, in several processes.
+    """Compile the kernels that the start needs, in several processes.
 
-    Kernels that were compiled already are skipped. Kernels are compiled even if no graphs are recorded.
+    These are the kernels of `more`, of the first graphs of `list_graphs`, and of the same rounds of sampled
+    requests. Kernels that were compiled already are skipped. Kernels are compiled even if no graphs are
+    recorded. The kernels of all further graphs are compiled while the engine is idle.
 
-    Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
-    impossible if other ranks would have to take part, or if attention needs values that a rehearsal does not
-    compute. Kernels are then compiled at their first launch, and this is logged.
+    Kernels are found by a rehearsal, i.e. by running passes without launching kernels. With several ranks,
+    rank 0 rehearses alone, and the other ranks find the kernels in Triton's cache on their host. A rehearsal
+    is impossible if attention needs values that a rehearsal does not compute. Kernels are then compiled at
+    their first launch, and this is logged.
 
     Args:
         engine: Provides the recordings.
@@ -208,32 +239,26 @@ def compile_kernels(
     """
     if graphs.device.type != "cuda":
         return
-    if graphs.observed or plan.waits:
-        why = (
-            "other ranks would have to launch them too"
-            if graphs.observed
-            else "the attention backend waits for the device"
-        )
+    if plan.waits:
         _log.info(
             "kernels are compiled at their first launch, unless an earlier start has cached them",
-            why=why,
+            why="the attention backend waits for the device",
         )
         return
     started = time.monotonic()
     with _progress("compiling kernels", to_console) as progress:
-        recordings = [record for _, record in _recordings(engine, plan)]
+        listed = engine.recordings.rounds(plan.first_batches)
+        recordings = [record for _, record in listed]
         works = [*more, *recordings] if more else recordings[::-1]
         compiled = compile_ahead(graphs.device, works, progress.tell)
     if compiled:
         _log.info("kernels compiled", kernels=compiled, seconds=round(time.monotonic() - started, 1))
 
 
-def _recordings(engine: TargetEngine, plan: GraphPlan) -> Iterator[tuple[str, Callable[[], None]]]:
-    for size in reversed(plan.prefills):
-        yield f"prompts of {size} tokens", engine.prefill_recording(size)
-    yield from engine.recordings(
-        [(size, shape) for size in reversed(plan.batch_sizes) for shape in plan.shapes_at(size)]
-    )
+def _recordings_of_one(recordings: Recordings, plan: GraphPlan) -> list[Callable[[], None]]:
+    """Return the recordings of all rounds of a single request, in every sampling mode."""
+    batches = [(1, shape) for shape in plan.shapes_at(1)]
+    return [record for _, record in recordings.rounds(batches, list(SamplingMode))]
 
 
 class _Meter:

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.services.target.scheduling.limits import longest_text
+from outrider.services.target.model.prefill_graph import PREFILL_SIZES, fitting
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.engine.buckets import batch_buckets
 from outrider.shared.engine.graphs import MAX_LATE_GRAPHS
 from outrider.shared.nn.config.model_config import ModelConfig
-from outrider.shared.nn.decoder import Decoder
 
 CPU_KV_TOKENS = 64 * 1024
 CPU_KV_BYTES = 1 << 30
@@ -36,13 +35,11 @@ Measured on an H200: 240 MiB.
 """
 GRAPH_BYTES_PER_LAYER = 24 << 10
 """Bytes of one recorded round per layer. Measured: 94 graphs of 32 layers took 70 MiB."""
-GRAPHS_PER_BATCH_SIZE = 32
-"""Number of graphs per batch size.
-
-These are the graphs of plain rounds, the default tree, the chain of the tree's depth and the shapes of
-`auto`, for greedy, sampled and filtered rows. `MAX_LATE_GRAPHS` limits the number of graphs that are recorded
-later.
-"""
+GRAPHS_PER_BATCH_SIZE = 16
+"""Largest number of graphs per batch size: plain rounds in all sampling modes, and drafts of all shapes."""
+MIXED_GRAPHS = 160
+"""Largest number of graphs of prompts and of rounds with trees. `MAX_LATE_GRAPHS` limits the number of graphs
+that are recorded later."""
 ALLOCATOR_SLACK = 1.25
 """Factor on activations and logits, because the caching allocator rounds up and fragments memory."""
 SMALLEST_CONTEXT = 2048
@@ -220,26 +217,28 @@ def working_bytes(settings: TargetSettings, config: ModelConfig, dtype: torch.dt
     These bytes are for CUDA graphs, the activations of the widest step and the logits of verified rows.
 
     Args:
-        settings: The target's settings, of which `prefill_tokens`, `max_running_requests`, `max_packed_rows`,
+        settings: The target's settings, of which `prefill_tokens`, `running_requests`, `max_packed_rows`,
             `max_steps` and `limits` are used.
         config: The target's configuration.
         dtype: Data type of the activations.
     """
     speculation = settings.limits()
-    verified = settings.max_running_requests * max(
-        speculation.default.max_nodes, speculation.longest_chain + 1
-    )
+    verified = settings.running_requests * max(speculation.default.max_nodes, speculation.longest_chain + 1)
     # A round has at most `max_packed_rows` rows, but at least one row for each sequence.
-    verified = max(settings.max_running_requests, min(verified, settings.max_packed_rows))
+    verified = max(settings.running_requests, min(verified, settings.max_packed_rows))
     # Each slot stores the feature rows of the tokens of its last round.
-    slots = settings.max_running_requests * (settings.max_steps + 1) * config.hidden_size * dtype.itemsize
-    rows = max(settings.prefill_tokens(), verified)
+    slots = settings.running_requests * (settings.max_steps + 1) * config.hidden_size * dtype.itemsize
+    # Recorded passes keep activations of their own. All graphs share them.
+    recorded = fitting(PREFILL_SIZES, settings.prefill_tokens())[-1]
+    # Each slot counts the output's tokens, one word per token of the vocabulary (`model/slot_rules.py`).
+    rules = settings.running_requests * config.vocab_size * torch.int32.itemsize
+    rows = max(settings.prefill_tokens(), verified) + recorded
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     # The larger of a layer's MLP and attention activations, plus residual, norms and captured layers.
     widest = max(3 * config.intermediate_size, 2 * heads) + 6 * config.hidden_size
     logits = verified * config.vocab_size * (dtype.itemsize + torch.float32.itemsize)
     return graphs_bytes(settings, config.num_layers) + int(
-        ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits + slots)
+        ALLOCATOR_SLACK * (rows * widest * dtype.itemsize + logits + slots + rules)
     )
 
 
@@ -247,13 +246,15 @@ def graphs_bytes(settings: TargetSettings, num_layers: int) -> int:
     """Return the bytes of the CUDA graphs and their workspaces.
 
     Args:
-        settings: The target's settings, of which `cuda_graph_max_bs` and `max_running_requests` are used.
+        settings: The target's settings, of which `cuda_graph_max_bs` and `running_requests` are used.
         num_layers: Number of the target's layers.
     """
-    batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.max_running_requests)))
+    batch_sizes = len(batch_buckets(min(settings.cuda_graph_max_bs, settings.running_requests)))
     return (
         WORKSPACES_BYTES
-        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MAX_LATE_GRAPHS) * num_layers * GRAPH_BYTES_PER_LAYER
+        + (batch_sizes * GRAPHS_PER_BATCH_SIZE + MIXED_GRAPHS + MAX_LATE_GRAPHS + 2 * len(PREFILL_SIZES))
+        * num_layers
+        * GRAPH_BYTES_PER_LAYER
     )
 
 
@@ -263,59 +264,10 @@ def more_tokens(settings: TargetSettings) -> int:
     Each sequence needs room for its draft tree while the draft builds that tree.
 
     Args:
-        settings: The target's settings, of which `max_running_requests`, `max_steps`, `max_topk` and
+        settings: The target's settings, of which `running_requests`, `max_steps`, `max_topk` and
             `page_size` are used.
     """
-    return settings.max_running_requests * (settings.max_steps * settings.max_topk + settings.page_size)
-
-
-class CachePlanner:
-    """Divides a device's free memory between the KV caches of the target and of a draft in this process.
-
-    Args:
-        settings: The resolved settings of the target.
-        decoder: The target's model, ready to serve. The draft must not be loaded yet.
-        drafts: Whether speculation is possible. If so, every token needs a feature row.
-    """
-
-    def __init__(self, settings: TargetSettings, decoder: Decoder, *, drafts: bool) -> None:
-        self._settings = settings
-        self._decoder = decoder
-        config = decoder.config
-        # For every kind of draft head, a feature row is at most as wide as the hidden state.
-        self._bytes_per_token = decoder.token_bytes(config.hidden_size if drafts else 0)
-        self._longest = longest_text(config, settings.max_model_len)
-        self._before = gpu_memory(decoder.device)
-
-    def draft_tokens(self, bytes_per_token: int) -> int:
-        """Return the number of tokens of the draft's cache. Call once the draft's weights are loaded.
-
-        This method is passed to the drafter as its `CacheSizing`.
-
-        Raises:
-            ConfigurationError: See `plan_memory`.
-        """
-        more = more_tokens(self._settings)
-        plan = self._plan(DraftCache(bytes_per_token, more))
-        return plan.pages * plan.page_size + more
-
-    def plan(self) -> MemoryPlan:
-        """Return the plan of the target's cache. Call once the draft and its cache are allocated.
-
-        Raises:
-            ConfigurationError: See `plan_memory`.
-        """
-        return self._plan(NO_DRAFT_CACHE)
-
-    def _plan(self, draft: DraftCache) -> MemoryPlan:
-        decoder, memory, now = self._decoder, None, gpu_memory(self._decoder.device)
-        if self._before is not None and now is not None:
-            free, total = now
-            memory = Memory(
-                total=total, free=free, weights=decoder.weight_bytes, draft=self._before[0] - free
-            )
-        reserve = working_bytes(self._settings, decoder.config, decoder.dtype)
-        return plan_memory(self._settings, self._bytes_per_token, self._longest, memory, reserve, draft)
+    return settings.running_requests * (settings.max_steps * settings.max_topk + settings.page_size)
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int] | None:

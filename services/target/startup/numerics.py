@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -13,6 +14,8 @@ from outrider.services.target.startup.weight_fit import check_weights_fit
 from outrider.shared.attn.base import AttentionBackend
 from outrider.shared.attn.create import AttentionKind, create_backend
 from outrider.shared.attn.deterministic import DeterministicAttention
+from outrider.shared.attn.library import Library, prepare_within
+from outrider.shared.attn.triton import KernelAttention
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.decoder import Decoder, OnLayer, Progress, default_dtype
@@ -99,6 +102,53 @@ def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBa
         # implementation.
         return create_backend(AttentionKind.TRITON, decoder.device)
     return create_backend(settings.attention_backend, decoder.device)
+
+
+def prepare_rank(settings: TargetSettings, decoder: Decoder) -> AttentionBackend:
+    """Prepare the loaded decoder and this thread, which runs the passes of a rank above 0.
+
+    Returns:
+        The rank's attention.
+
+    Raises:
+        ConfigurationError: See `prepare_decoder` and `prepare_attention`.
+    """
+    prepare_decoder(settings, decoder)
+    attention = prepare_attention(settings, decoder)
+    library = prompt_library(settings, decoder, attention)
+    if library is not None and isinstance(attention, KernelAttention):
+        prepare_within(library, attention.use_library)
+    return attention
+
+
+def prompt_library(settings: TargetSettings, decoder: Decoder, attention: AttentionBackend) -> Library | None:
+    """Return the library by which long prompts may attend, or None if it can attend in none of the layers.
+
+    Prepare it on the thread that runs the passes.
+    """
+    kept = decoder.cached
+    if not isinstance(attention, KernelAttention) or decoder.device.type != "cuda":
+        return None
+    if decoder.kv_dtype is not None or kept.latent is not None or kept.sinks or all(kept.windows):
+        return None
+    return Library(
+        kept.num_heads,
+        kept.num_kv_heads,
+        kept.head_dim,
+        decoder.dtype,
+        decoder.device,
+        settings.prefill_tokens(),
+    )
+
+
+def idle_preparation(
+    settings: TargetSettings, decoder: Decoder, attention: AttentionBackend
+) -> Iterable[object]:
+    """Return work that makes long prompts faster: one piece for each item. Do it on the engine's thread."""
+    library = prompt_library(settings, decoder, attention)
+    if library is None or not isinstance(attention, KernelAttention):
+        return ()
+    return library.prepare(attention.use_library)
 
 
 def _compile(decoder: Decoder, max_rows: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.shared.base.errors import CheckpointError
+from outrider.shared.base.model_paths import dangling_links
 from outrider.shared.nn.checkpoint.json_config import read_json
 from outrider.shared.nn.checkpoint.tensor_file import TensorFile, open_tensor_file
 
@@ -62,6 +63,8 @@ class CheckpointFiles:
             if (self._path / single_name).is_file():
                 self._add_file(self._path / single_name)
                 return
+        if link := dangling_links(self._path):
+            raise CheckpointError(link, field=str(self._path))
         candidates = sorted(self._path.glob("*.safetensors"))
         if len(candidates) != 1:
             found = (

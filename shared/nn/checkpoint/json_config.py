@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.shared.base.errors import CheckpointError, OutriderError
+from outrider.shared.base.model_paths import dangling_link
 
 LARGEST = (1 << 31) - 1
 """Upper bound of every size. No model has larger sizes, and torch could not describe such tensors."""
@@ -126,6 +127,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if link := dangling_link(path):
+            raise CheckpointError(link, field=str(path)) from None
         hint = "check the path" if not path.parent.is_dir() else "pass a Hugging Face model folder"
         raise CheckpointError(f"{path} does not exist: {hint}.", field=str(path)) from None
     except (OSError, ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider.shared.base.errors import CheckpointError
+from outrider.shared.base.model_paths import dangling_link
 
 Shape = tuple[int, ...]
 
@@ -82,6 +83,8 @@ def open_tensor_file(path: Path) -> TensorFile:
             path or the tensor's name.
     """
     if not path.is_file():
+        if link := dangling_link(path):
+            raise CheckpointError(link, field=str(path))
         raise CheckpointError(
             f"{path} does not exist; download the checkpoint again, with all its shards.", field=str(path)
         )

@@ -25,7 +25,7 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
     if find_spec("transformers") is None:
         raise reader.error(
             "model_type",
-            f"{reader.raw['model_type']!r} needs transformers: pip install 'transformers>=5.17,<5.24'",
+            f"{reader.raw['model_type']!r} needs transformers: pip install 'outrider[engine]'",
         )
     from outrider.shared.nn.generic import config
 

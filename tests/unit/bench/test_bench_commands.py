@@ -35,6 +35,7 @@ NOT_LAUNCHED = {
     "can_pass": "answers a question on the host",
     "choose_tile": "chooses on the host",
     "inbox_shape": "returns a size for the caller's allocation",
+    "make_rule_state": "allocates tensors",
     "num_candidates": "returns a size",
     "row_paths": "plain torch, called once for all layers of a pass",
 }

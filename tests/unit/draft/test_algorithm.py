@@ -12,8 +12,9 @@ from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.algorithm import Algorithm, check_head, choose, identify
 from outrider.services.draft.settings import DraftSettings
-from outrider.services.stack.launch import check_options, plan_stack, wants_inproc
+from outrider.services.stack.launch import check_options, plan_stack
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.placement import place_draft
 from outrider.shared.base.errors import CheckpointError, ConfigurationError
 
 
@@ -119,7 +120,7 @@ def test_settings_name_the_field() -> None:
 
 
 def lines_of(options: StackOptions) -> dict[str, str]:
-    plan = plan_stack(options, Path("/run/x"), wants_inproc(options))
+    plan = plan_stack(options, Path("/run/x"), place_draft(options, []).inproc)
     return {child.name: " ".join(child.command[1:]) for child in plan.children}
 
 

@@ -43,7 +43,7 @@ def engine_of(pair: tuple[Path, Path], **values: Any) -> DraftEngine:
 def test_the_targets_tree_and_batches_are_made_ready(pair: tuple[Path, Path]) -> None:
     engine = engine_of(pair)
     assert usual_shapes(engine) == (DraftShape(5, 4, 16), DraftShape(5, 1, 6))
-    assert compiled_batches(engine) == (1, 2, 4, 8, 16, 32, 64)
+    assert compiled_batches(engine) == (1, 2, 4, 8, 16, 32, 64, 128), "more do not fit into the cache"
     engine = engine_of(pair, num_steps=3, topk=1, num_draft_tokens=4, max_sessions=20)
     assert usual_shapes(engine) == (DraftShape(3, 1, 4),)
     assert compiled_batches(engine) == (1, 2, 4, 8, 16, 32), "20 are padded to 32"
@@ -65,7 +65,7 @@ def test_a_draft_that_borrows_tries_tiles_unless_it_is_told_not_to(
             made.append(self)
 
     monkeypatch.setattr(app, "DraftProtocol", Made)
-    monkeypatch.setattr(protocol, "warm_up", lambda *_given, tiles: tried.append(tiles))
+    monkeypatch.setattr(protocol, "warm_up", lambda *_given, tiles: tried.append(tiles) or [])
     settings = {"draft": pair[1], "listen": f"unix:{tmp_path}/draft.sock", "device": "cpu", "kv_tokens": 4096}
     service = app.DraftService(DraftSettings.load({**settings, "disable_tile_trial": disabled}))
     for name, shape in service.engine.strategy.missing().items():
@@ -119,6 +119,9 @@ def test_warm_up_records_the_planned_rounds_and_no_others(pair: tuple[Path, Path
         graphs = PlayedGraphs()
         host = DraftGraph(rounds.memory, graphs, engine.strategy.info.feature_size, torch.float32)
         engine.strategy.rounds = replace(rounds, host=host)
-        warmup.warm_up(engine, CPU, record=record)
+        further = warmup.warm_up(engine, CPU, record=record)
+        assert not graphs.captured, "a restarted draft must serve soon"
+        for work in further:
+            work()
         recorded = [(key[0].bs, key[0].depth, key[0].topk) for key in graphs.captured]  # type: ignore[index]
         assert recorded == ([(1, 5, 4), (1, 5, 1)] if record else [])

@@ -165,3 +165,17 @@ def test_a_long_run_of_skipped_tokens_is_not_decoded_again_and_again(tmp_path: P
     assert "".join(decoder.push(special) for _ in range(5000)) == ""
     assert decoder.push(9) == "x"
     assert steps == [9]
+
+
+def test_no_stop_string_ends_a_text_that_is_too_short(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two one two one", add_special_tokens=False).ids
+    plain = TextAssembler(tokenizer, StopRules(strings=("two",)), frozenset())
+    plain.push(ids)
+    assert plain.num_tokens < len(ids), "the first match ends the text"
+    early = next(at for at in range(1, len(ids) + 1) if "two" in tokenizer.decode(ids[:at]))
+    patient = TextAssembler(tokenizer, StopRules(strings=("two",), min_tokens=early), frozenset())
+    chunk = patient.push(ids)
+    assert patient.matched_stop == "two"
+    assert patient.num_tokens > early
+    assert chunk.text.count("two") == 1
+    assert list(chunk.token_ids) == ids[: patient.num_tokens]

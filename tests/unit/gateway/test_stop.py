@@ -62,3 +62,9 @@ def test_no_stop_string_is_ever_released(text: str, stops: list[str], size: int)
     assert text.startswith(shown)
     assert not any(stop in shown for stop in stops)
     assert (matched is None) == (not any(stop in text for stop in stops))
+
+
+def test_a_start_of_a_match_stays_behind_even_after_a_match() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.releasable("END and EN") == len("END and ")
+    assert matcher.releasable("END") == 3

@@ -143,6 +143,8 @@ class GenerationOptions(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
@@ -166,6 +168,12 @@ class GenerationOptions(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that the answer must not contain. sampling.bad_words takes token ids instead."""
+
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.LogprobOptions: ...
     def __init__(
         self,
         *,
@@ -176,15 +184,17 @@ class GenerationOptions(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         skip_special_tokens: _builtins.bool | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        logprobs: _common_pb2.LogprobOptions | None = ...,
         n: _builtins.int | None = ...,
         priority: _builtins.int = ...,
         include_stop_string: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         rid: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "max_tokens", b"max_tokens", "n", b"n", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "max_tokens", b"max_tokens", "n", b"n", "priority", b"priority", "rid", b"rid", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "priority", b"priority", "rid", b"rid", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -282,6 +292,8 @@ class Chunk(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALL_FIELD_NUMBER: _builtins.int
@@ -294,6 +306,14 @@ class Chunk(_message.Message):
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RoundTrace]: ...
     @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """One per token, if the request asked for logprobs."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """The next prompt tokens, if the request asked for their logprobs. They start at prompt_start, or at 1."""
+
+    @_builtins.property
     def tool_call(self) -> Global___ToolCallDelta: ...
     def __init__(
         self,
@@ -301,13 +321,15 @@ class Chunk(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         rounds: _abc.Iterable[_common_pb2.RoundTrace] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         index: _builtins.int = ...,
         reasoning: _builtins.str = ...,
         tool_call: Global___ToolCallDelta | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tool_call", b"tool_call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "reasoning", b"reasoning", "rounds", b"rounds", "text", b"text", "token_ids", b"token_ids", "tool_call", b"tool_call"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rounds", b"rounds", "text", b"text", "token_ids", b"token_ids", "tool_call", b"tool_call"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

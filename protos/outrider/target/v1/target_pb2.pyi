@@ -33,6 +33,7 @@ class GenerateRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_new_tokens: _builtins.int
     ignore_eos: _builtins.bool
@@ -48,6 +49,8 @@ class GenerateRequest(_message.Message):
     def speculation(self) -> _common_pb2.SpeculationOptions: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.LogprobOptions: ...
     def __init__(
         self,
         *,
@@ -61,10 +64,11 @@ class GenerateRequest(_message.Message):
         timeout_ms: _builtins.int = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        logprobs: _common_pb2.LogprobOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,21 +181,33 @@ class TokenDelta(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ROUNDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def rounds(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.RoundTrace]:
         """The rounds that produced these tokens, if the request asked for a trace."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """One per token, if the request asked for logprobs."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
+        """The next prompt tokens, if the request asked for their logprobs. They start at prompt_start, or at 1."""
+
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         rounds: _abc.Iterable[_common_pb2.RoundTrace] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rounds", b"rounds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "rounds", b"rounds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -439,6 +455,7 @@ class GetStatsReply(_message.Message):
     ROUNDS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     PROMETHEUS_TEXT_FIELD_NUMBER: _builtins.int
+    AUTO_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     pages_total: _builtins.int
@@ -451,6 +468,8 @@ class GetStatsReply(_message.Message):
     """The target's metrics in Prometheus text format. The gateway appends them to its own."""
     @_builtins.property
     def speculation(self) -> _common_pb2.SpeculationStats: ...
+    @_builtins.property
+    def auto(self) -> Global___AutoDecision: ...
     def __init__(
         self,
         *,
@@ -464,14 +483,97 @@ class GetStatsReply(_message.Message):
         rounds: _builtins.int = ...,
         speculation: _common_pb2.SpeculationStats | None = ...,
         prometheus_text: _builtins.str = ...,
+        auto: Global___AutoDecision | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prometheus_text", b"prometheus_text", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prometheus_text", b"prometheus_text", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsReply: _TypeAlias = GetStatsReply  # noqa: Y015
+
+@_typing.final
+class AutoDecision(_message.Message):
+    """How much mode auto drafts now, and why."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
+    PLAIN_ROWS_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    ESTIMATED_SPEEDUP_FIELD_NUMBER: _builtins.int
+    ROUND_MS_FIELD_NUMBER: _builtins.int
+    LOOKS_LOST_MS_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """One of: pays, does_not_pay, probing, unmeasured, draft_away, idle."""
+    plain_rows: _builtins.int
+    batch_size: _builtins.int
+    """Number of rows of the round, including those in other modes."""
+    estimated_speedup: _builtins.float
+    """Tokens per second of the best choice, relative to plain decoding. Absent if too little is known."""
+    round_ms: _builtins.float
+    """Estimated duration of a round. Absent if too little is known."""
+    looks_lost_ms: _builtins.float
+    """Time that rounds have lost in total by trying what was not estimated best."""
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShapeRows]:
+        """The rows that draft, by shape. The other rows in mode auto decode plainly."""
+
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        shapes: _abc.Iterable[Global___ShapeRows] | None = ...,
+        plain_rows: _builtins.int = ...,
+        batch_size: _builtins.int = ...,
+        estimated_speedup: _builtins.float | None = ...,
+        round_ms: _builtins.float | None = ...,
+        looks_lost_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_estimated_speedup", b"_estimated_speedup", "_round_ms", b"_round_ms", "estimated_speedup", b"estimated_speedup", "round_ms", b"round_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_estimated_speedup", b"_estimated_speedup", "_round_ms", b"_round_ms", "batch_size", b"batch_size", "estimated_speedup", b"estimated_speedup", "looks_lost_ms", b"looks_lost_ms", "plain_rows", b"plain_rows", "reason", b"reason", "round_ms", b"round_ms", "shapes", b"shapes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__estimated_speedup: _TypeAlias = _typing.Literal["estimated_speedup"]  # noqa: Y015
+    _WhichOneofArgType__estimated_speedup: _TypeAlias = _typing.Literal["_estimated_speedup", b"_estimated_speedup"]  # noqa: Y015
+    _WhichOneofReturnType__round_ms: _TypeAlias = _typing.Literal["round_ms"]  # noqa: Y015
+    _WhichOneofArgType__round_ms: _TypeAlias = _typing.Literal["_round_ms", b"_round_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__estimated_speedup) -> _WhichOneofReturnType__estimated_speedup | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__round_ms) -> _WhichOneofReturnType__round_ms | None: ...
+
+Global___AutoDecision: _TypeAlias = AutoDecision  # noqa: Y015
+
+@_typing.final
+class ShapeRows(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEPTH_FIELD_NUMBER: _builtins.int
+    TOPK_FIELD_NUMBER: _builtins.int
+    MAX_NODES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    depth: _builtins.int
+    topk: _builtins.int
+    max_nodes: _builtins.int
+    rows: _builtins.int
+    def __init__(
+        self,
+        *,
+        depth: _builtins.int = ...,
+        topk: _builtins.int = ...,
+        max_nodes: _builtins.int = ...,
+        rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "max_nodes", b"max_nodes", "rows", b"rows", "topk", b"topk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShapeRows: _TypeAlias = ShapeRows  # noqa: Y015
 
 @_typing.final
 class GetTensorRequest(_message.Message):

@@ -15,8 +15,10 @@ import torch
 
 from outrider.shared.base.errors import CheckpointError
 from outrider.shared.nn.checkpoint.tensor_file import open_tensor_file
+from outrider.shared.obs.logging import get_logger
 from outrider.shared.spec.algorithm import TOKEN_MAP_SUFFIXES
 
+log = get_logger("outrider.draft")
 FIELD = "speculative_token_map"
 
 
@@ -27,8 +29,7 @@ def read_token_map(path: Path) -> torch.Tensor:
         ``[size] int64``, distinct target ids in the file's order.
 
     Raises:
-        CheckpointError: The file is missing or corrupt, would run code, or is not a single list of distinct
-            ids.
+        CheckpointError: The file is missing or corrupt, would run code, or is not a single list of ids.
     """
     reader = READERS.get(path.suffix)
     if reader is None:
@@ -69,9 +70,19 @@ def read_token_map(path: Path) -> torch.Tensor:
             f"{path} contains the negative id {int(ids.min())}. It must contain target ids, not offsets.",
             field=FIELD,
         )
-    if len(set(ids.tolist())) != ids.shape[0]:
-        raise CheckpointError(f"{path} contains a token twice. Export the map again.", field=FIELD)
-    return ids
+    return _merged(ids, path)
+
+
+def _merged(ids: torch.Tensor, path: Path) -> torch.Tensor:
+    """Return the ids without repetitions, each at its first place.
+
+    FR-Spec's own script adds special tokens to the frequent ones, so that a map can contain an id twice.
+    """
+    distinct = list(dict.fromkeys(ids.tolist()))
+    if len(distinct) == ids.shape[0]:
+        return ids
+    log.info("token map: repeated ids merged", file=str(path), ids=ids.shape[0], distinct=len(distinct))
+    return torch.tensor(distinct, dtype=torch.int64)
 
 
 def _read_json(path: Path) -> object:

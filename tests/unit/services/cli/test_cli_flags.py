@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from outrider.services.cli import commands as cli
 from outrider.services.cli.flags import TARGET_FLAGS
 from outrider.services.cli.settings_options import ALIASES
+from outrider.services.cli.up import OWN_GATEWAY_SETTINGS
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.stack import launch
@@ -56,11 +57,12 @@ UP: Mapping[str, tuple[str, Any]] = {
     "reasoning_parser": ("think", "think"),
     "transport": ("inproc", Transport.INPROC),
     "mps": ("", True),
+    "draft_device": ("cuda:3", "cuda:3"),
+    "standby": ("", True),
     "playground": ("", True),
     "log_level": ("debug", "debug"),
     "log_json": ("", True),
-    "api_key_file": ("/keys", Path("/keys")),
-    "allow_unauthenticated": ("", True),
+    "grpc_port": ("9300", 9300),
     "deterministic": ("", True),
     "quantization": ("fp8", "fp8"),
     "kv_cache_dtype": ("fp8_e4m3", "fp8_e4m3"),
@@ -79,6 +81,12 @@ UP: Mapping[str, tuple[str, Any]] = {
     "draft_rounds": ("host", "host"),
 }
 """Option of `up` → (text typed after the flag, resulting value)."""
+GATEWAY = [name for name in GatewaySettings.model_fields if name not in OWN_GATEWAY_SETTINGS]
+"""Settings of the gateway that are options of `up`."""
+
+
+GROUPS = {"target_settings": TARGET_FLAGS, "gateway_settings": GATEWAY}
+"""Field of `StackOptions` → the flags that it contains."""
 
 
 def options_of(*path: str) -> dict[str, list[str]]:
@@ -108,8 +116,9 @@ def up(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> StackOption
 
 def test_the_table_lists_every_flag_of_up() -> None:
     unknown = options_of("up").keys() - UP.keys()
-    # Flags without an entry in UP may be listed here.
-    assert unknown <= {"tp", "tensor_parallel"}, f"add {unknown} to UP"
+    # These flags have tests of their own.
+    unknown -= {"revision", "draft_revision", "config", *GATEWAY}
+    assert not unknown, f"add {unknown} to UP"
     assert UP.keys() <= options_of("up").keys()
 
 
@@ -120,14 +129,13 @@ def test_a_flag_of_up_arrives_under_each_of_its_names(option: str, monkeypatch: 
     basis: dict[str, Any] = (
         {"draft": None, "algorithm": Algorithm.NGRAM} if by_ngrams else {"draft": Path("/m/d")}
     )
-    changed = {"target_settings": {option: wanted}} if option in TARGET_FLAGS else {option: wanted}
+    group = next((name for name, flags in GROUPS.items() if option in flags), None)
+    changed = {group: {option: wanted}} if group else {option: wanted}
     for name in options_of("up")[option]:
         value = not wanted if name.startswith("--no-") else wanted
         arrived = up(monkeypatch, [name, typed] if typed else [name])
-        assert (
-            arrived.target_settings.get(option) if option in TARGET_FLAGS else getattr(arrived, option)
-        ) == value
-    if option in ("transport", "skip_tokenizer", "mps", "playground"):
+        assert (getattr(arrived, group).get(option) if group else getattr(arrived, option)) == value
+    if option in ("transport", "skip_tokenizer", "mps", "standby", "playground", "log_json"):
         return
     lines = [
         " ".join(child.command)
@@ -158,6 +166,7 @@ def test_the_targets_flags_are_its_settings() -> None:
             "quantization",
             "'none' or 'fp8' .flag --quantization",
         ),
+        ({"gateway_settings": {"max_batch": 0}}, "max_batch", "greater than or equal to 1"),
         ({"target_settings": {"cuda_graph_max_bs": 0}}, "cuda_graph_max_bs", "greater than or equal to 1"),
         (
             {"target_settings": {"deterministic": True, "attention_backend": "triton"}},
@@ -181,6 +190,7 @@ def test_up_refuses_what_the_target_would_refuse(values: dict[str, Any], field: 
 def sample(settings: type[ServiceSettings], name: str) -> list[str]:
     """Return a sample value for a settings flag; nothing for a switch."""
     given = {"device": "cpu", "log_level": "debug", "speculation": "on", "attention_backend": "reference"}
+    given["sampling_defaults"] = "openai"
     given |= {"tool_call_parser": "hermes", "reasoning_parser": "think"}
     field = settings.model_fields[name]
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
@@ -254,6 +264,9 @@ def test_every_flag_of_the_doctor_runs(tmp_path: Path) -> None:
         "token map": ([*pair, "--speculative-token-map", str(tmp_path / "map.json")], 2),
         "SGLang's name": (["--target", str(DEMO / "target"), "--speculative-draft-model-path", "none"], 0),
     }
+    for flag, model in (("--revision", "--target"), ("--draft-revision", "--draft")):
+        result = RUNNER.invoke(cli.app, ["doctor", *pair, flag, "v2"])
+        assert f"{model} {DEMO}" in str(result.exception), "a folder has no revisions"
     for name, (arguments, code) in runs.items():
         result = RUNNER.invoke(cli.app, ["doctor", *arguments])
         assert result.exit_code == code, f"{name}: {result.output} {result.exception}"
@@ -261,6 +274,7 @@ def test_every_flag_of_the_doctor_runs(tmp_path: Path) -> None:
             (first, *_) = json.loads(result.stdout)["probe"]["runs"]
             assert first["tokens"] == 4
     used = {argument for arguments, _ in runs.values() for argument in arguments}
+    used |= {"--revision", "--draft-revision"}
     assert {name for names in options_of("doctor").values() for name in names} <= used
 
 

@@ -192,7 +192,7 @@ def test_a_gpu_that_is_too_small_is_refused_as_by_the_target(
     )
     monkeypatch.setattr("outrider.services.doctor.memory.device_memory", lambda device: (4 << 30, 5 << 30))
     plan = plan_memory(pair)
-    settings = TargetSettings.load({"model": target, "device": "cuda"})
+    settings = TargetSettings.load({"model": target, "device": "cuda", "max_running_requests": 256})
     weights = plan.target_weights + plan.draft_weights
     memory = Memory(5 << 30, (4 << 30) - weights, plan.target_weights, plan.draft_weights)
     draft = DraftCache(plan.draft_kv_per_token, more_tokens(settings))

@@ -19,7 +19,7 @@ from outrider.services.doctor.finding import DoctorReport, Severity
 from outrider.services.doctor.generic_tensors import model_of, saved_shapes
 from outrider.services.doctor.memory import plan_memory
 from outrider.services.doctor.pair import Pair
-from outrider.services.doctor.probe import run_probe
+from outrider.services.doctor.probe import judge_probe, run_probe
 from outrider.services.draft.build import build_engine
 from outrider.services.draft.settings import DraftSettings
 from outrider.shared.base.errors import OutriderError
@@ -76,6 +76,16 @@ def test_fp8_weights_are_counted_as_they_are_widened(folder: Path, tmp_path: Pat
     store_fp8(tmp_path / "fp8", save("deepseek-v3", folder), (16, 16))
     pair = pair_of(tmp_path / "fp8")
     assert refused(examine(pair)) == []
+    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+    tiny = {
+        name: torch.full_like(tensor, 3e-4) if name.endswith("_scale_inv") else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(tiny, tmp_path / "fp8" / "model.safetensors")
+    assert not any("never filled" in finding.message for finding in examine(pair).findings)
+    scale = next(name for name in tiny if name.endswith("_scale_inv"))
+    save_file(tiny | {scale: torch.zeros_like(tiny[scale])}, tmp_path / "fp8" / "model.safetensors")
+    assert [one.field for one in examine(pair).findings if "never filled" in one.message] == [scale]
     plain = plan_memory(pair_of(save("deepseek-v3", folder))).target_weights
     assert plain <= plan_memory(pair).target_weights <= 1.02 * plain, "the scales are small"
 
@@ -95,6 +105,20 @@ def test_mtp_layers_are_examined_measured_and_probed(tmp_path: Path) -> None:
     assert plan.draft_kv_per_token == token_bytes(2, config.num_kv_heads, config.head_dim, torch.float32)
     (measured,) = run_probe(pair, [(1, 2, 3)], 8, DraftShape(2, 1, 3))
     assert measured.tokens == 8
+
+
+def test_the_probe_names_mtp_layers_of_another_model_of_the_same_size(tmp_path: Path) -> None:
+    folders = []
+    for seed in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            folders.append(save_mtp(Model(2, 1), tmp_path / str(seed)))
+    pair = pair_of(folders[0], folders[1], Algorithm.MTP)
+    assert refused(examine(pair)) == [], "all sizes are equal"
+    measured = run_probe(pair, [(1, 2, 3), (7, 8)], 24, DraftShape(2, 1, 3))
+    (finding,) = judge_probe(measured)
+    assert finding.severity is Severity.WARNING
+    assert "made for another model" in (finding.fix or "")
 
 
 def test_one_nan_in_an_mtp_layer_is_found(tmp_path: Path) -> None:
@@ -172,7 +196,7 @@ def test_a_draft_model_whose_padding_differs_is_refused_only_without_its_tokeniz
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.STANDALONE, Algorithm.MTP, Algorithm.NGRAM])
-@pytest.mark.parametrize("content", ["[1, 2, 500]", "[1, 1]", "", "[3, 1, 2]"])
+@pytest.mark.parametrize("content", ["[1, 2, 500]", "[1, -1]", "", "[3, 1, 2]"])
 def test_a_token_map_is_refused_as_by_serving_with_any_algorithm(
     algorithm: Algorithm, content: str, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from outrider.services.cli import entrypoints
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.stack import launch
-from outrider.services.stack.launch import StackPlan, check_options, plan_stack, wants_inproc
+from outrider.services.stack.launch import StackPlan, check_options, plan_stack
 from outrider.services.stack.options import StackOptions, Transport
 from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import ConfigurationError
@@ -54,7 +54,9 @@ def test_cpu_plan_is_three_processes_on_unix_sockets_with_one_port() -> None:
 
 
 def test_the_playground_can_be_turned_off() -> None:
-    lines = command_lines(plan_stack(StackOptions(playground=False), RUNTIME, inproc=False))
+    lines = command_lines(
+        plan_stack(StackOptions(gateway_settings={"playground": False}), RUNTIME, inproc=False)
+    )
     assert "--no-playground" in lines["gateway"]
     assert "--no-playground" not in lines["target"] + lines["draft"]
 
@@ -100,10 +102,10 @@ def test_capacity_flags_reach_the_services_that_have_them() -> None:
 def test_more_running_requests_than_draft_sessions_raise_the_session_limit() -> None:
     few, many = (
         command_lines(plan_stack(StackOptions(max_running_requests=n), RUNTIME, inproc=False))
-        for n in (64, 65)
+        for n in (256, 257)
     )
     assert "--max-sessions" not in few["draft"]
-    assert "--max-sessions 65" in many["draft"]
+    assert "--max-sessions 257" in many["draft"]
 
 
 @pytest.mark.parametrize("inproc", [False, True])
@@ -186,13 +188,12 @@ def test_plan_without_tokenizer_and_on_all_interfaces() -> None:
     assert plan.url == "http://127.0.0.1:8000"
 
 
-def test_transport_decides_where_the_draft_runs() -> None:
-    assert not wants_inproc(StackOptions(transport=Transport.GRPC))
-    assert wants_inproc(StackOptions(transport=Transport.INPROC))
-    assert not wants_inproc(StackOptions(transport=Transport.INPROC, draft=None))
-    assert not wants_inproc(StackOptions(device="cpu"))
-    assert wants_inproc(StackOptions(device="cpu", tp=2)), "the draft must run in the process of rank 0"
-    assert not wants_inproc(StackOptions(device="cpu", tp=2, transport=Transport.GRPC))
+def test_the_draft_runs_on_the_device_that_was_chosen_for_it() -> None:
+    options = StackOptions(device="cuda:1", draft_device="cuda:2", transport=Transport.IPC)
+    lines = command_lines(plan_stack(options, RUNTIME, inproc=False))
+    assert "--device cuda:1" in lines["target"]
+    assert "--device cuda:2" in lines["draft"]
+    assert "--draft ipc://" in lines["target"]
 
 
 def test_a_complete_pair_is_accepted(pair: tuple[Path, Path]) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from outrider.services.stack import launch
-from outrider.services.stack.launch import plan_stack, running_stack, wants_inproc
+from outrider.services.stack.launch import plan_stack, running_stack
 from outrider.services.stack.mps import PROGRAM, shared_gpu
 from outrider.services.stack.option_checks import check_values
 from outrider.services.stack.options import StackOptions, Transport
+from outrider.services.stack.placement import Gpu, place_draft
 from outrider.services.stack.supervisor import Child, ChildSpec, Supervisor, Surroundings
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import Algorithm
@@ -163,7 +164,7 @@ def test_mps_is_refused_without_an_nvidia_gpu(tmp_path: Path, gpus: Path, contro
 
 
 def test_the_draft_has_a_process_of_its_own_and_is_reached_by_ipc() -> None:
-    assert not wants_inproc(StackOptions(mps=True, tp=2))
+    assert not place_draft(StackOptions(mps=True, tp=2), [Gpu(0, 0, 0)]).inproc
     assert (
         plan_stack(StackOptions(mps=True), Path("/run/x"), inproc=False).draft_address
         == "ipc:///run/x/draft.sock"

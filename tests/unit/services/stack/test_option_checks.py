@@ -36,6 +36,13 @@ from outrider.shared.spec.algorithm import Algorithm
         ({"max_topk": 0}, "--speculative-max-topk", "not 0"),
         ({"max_nodes": 0}, "--speculative-max-nodes", "not 0"),
         ({"max_running_requests": 0}, "--max-running-requests", "must be at least 1, not 0"),
+        ({"draft_device": "gpu"}, "--draft-device", "must be auto, cpu, cuda or cuda:N, not gpu"),
+        (
+            {"draft_device": "cuda:1", "transport": Transport.INPROC},
+            "--draft-device",
+            "the draft runs in the target's process",
+        ),
+        ({"draft_device": "cuda:1", "draft": None}, "--draft-device", "the draft does not exist"),
         ({"kv_tokens": 0}, "--kv-tokens", "must be at least 1, not 0"),
         ({"mem_fraction_static": 1.0}, "--mem-fraction-static", "between 0 and 1, both exclusive, not 1.0"),
         ({"mem_fraction_static": float("nan")}, "--mem-fraction-static", "not nan"),

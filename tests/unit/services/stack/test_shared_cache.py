@@ -15,7 +15,6 @@ from outrider.services.stack.options import StackOptions, Transport
 from outrider.services.stack.shared_cache import (
     CONTEXTS_BYTES,
     DRAFT_WORK_BYTES,
-    gpu_memory,
     shared_kv_tokens,
 )
 from outrider.services.target.settings import TargetSettings
@@ -84,6 +83,7 @@ def test_there_is_no_common_size_without_a_shared_gpu(
         {"tp": 2},
         {"device": "cpu"},
         {"draft": None},
+        {"draft_device": "cuda:0"},
         {"draft": None, "algorithm": Algorithm.NGRAM},
     ):
         assert shared_kv_tokens(changed(options, **apart)) is None, apart
@@ -95,18 +95,6 @@ def test_there_is_no_common_size_without_a_shared_gpu(
     assert shared_kv_tokens(options) is None, "the services themselves report that nothing fits"
     monkeypatch.setattr(shared_cache, "gpu_memory", lambda index: None)
     assert shared_kv_tokens(options) is None
-
-
-def test_gpu_memory_respects_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = tool(monkeypatch, tmp_path, "100, 200")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab")
-    assert gpu_memory(1) == (100 << 20, 200 << 20)
-    assert asked.read_text().strip().endswith("--id=GPU-ab")
-    assert gpu_memory(2) is None
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_memory(0) is None, "an empty list hides all GPUs"
-    tool(monkeypatch, tmp_path, "No devices were found")
-    assert gpu_memory(0) is None
 
 
 def test_a_stack_of_two_processes_starts_with_that_size(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from support.child_lines import Lines, is_running
 
 from outrider.services.stack.supervisor import Child, ChildSpec, Supervisor, next_backoff
 
@@ -34,30 +33,8 @@ while True:
 """
 
 
-class Lines:
-    """Collects the lines that children print. `next_of` waits for a child's next line."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, queue.Queue[str]] = {}
-
-    def __call__(self, name: str, line: str) -> None:
-        self._lines.setdefault(name, queue.Queue()).put(line)
-
-    def next_of(self, name: str) -> str:
-        return self._lines.setdefault(name, queue.Queue()).get(timeout=20)
-
-
 def python(name: str, code: str, drain_s: float = 10.0) -> ChildSpec:
     return ChildSpec(name, (sys.executable, "-c", code), drain_s)
-
-
-def is_running(process_id: int) -> bool:
-    """Return True if the process is alive. A zombie, which still awaits reaping, is not."""
-    try:
-        status = Path(f"/proc/{process_id}/status").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return "\nState:\tZ" not in status
 
 
 def test_backoff_doubles_from_a_fifth_of_a_second_to_five_and_restarts_after_a_stable_life() -> None:

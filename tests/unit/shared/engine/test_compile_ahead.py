@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.rehearse_kernels import __file__ as script
 
-from outrider.kernels import _launch
-from outrider.kernels.ahead import compile_ahead, rehearsing
+from outrider.kernels import _launch, ahead
+from outrider.kernels.ahead import Compiled, compile_ahead, rehearsing
 from outrider.shared.engine.graphs import GraphCache
 
 CPU = torch.device("cpu")
@@ -52,6 +52,20 @@ def test_there_is_no_rehearsal_on_a_cpu() -> None:
     assert compile_ahead(CPU, [lambda: ran.append(1)]) == 0
     assert not ran
     assert not rehearsing()
+
+
+@pytest.mark.parametrize(
+    ("state", "compiled", "submitted"),
+    [(Compiled.YES, True, 0), (Compiled.NO, True, 0), (Compiled.NOT_YET, False, 1)],
+)
+def test_missing_kernels_are_compiled_in_the_background(
+    monkeypatch: pytest.MonkeyPatch, state: Compiled, compiled: bool, submitted: int
+) -> None:
+    waits: list[float | None] = []
+    monkeypatch.setattr(ahead, "state_of", lambda *_work: state)
+    monkeypatch.setattr(ahead, "compile_ahead", lambda *_work, limit_s: waits.append(limit_s))
+    assert ahead.compiled_or_soon(CPU, lambda: None) is compiled
+    assert waits == [None] * submitted, "nobody may wait for the compilers"
 
 
 def test_outputs_are_zeros_while_launches_may_be_left_out() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support.played_graphs import BoundedGraphs
 
-from outrider.shared.engine.graphs import RECORD_AFTER, GraphCache
+from outrider.shared.engine.graphs import RECORD_AFTER, WARM_UP_RUNS, GraphCache
 from outrider.shared.spec.resident import RoundState
 
 
@@ -113,3 +113,43 @@ def test_keys_that_are_counted_together_become_due_together() -> None:
     assert answers == [False] * RECORD_AFTER + [True]
     graphs.expect("another")
     assert graphs.due(("another", 1), counted_as="another")
+
+
+def test_a_key_whose_recording_takes_long_is_not_recorded_while_requests_wait() -> None:
+    graphs = BoundedGraphs(max_late_graphs=9)
+    with graphs.keeping():
+        pass
+
+    def meet(key: str) -> bool:
+        due = False
+        for _ in range(RECORD_AFTER + 1):
+            due = graphs.due(key)
+            graphs.run_eagerly(key, list)
+        return due
+
+    assert meet("quick")
+    assert graphs.provisional_runs == RECORD_AFTER + 1, "later runs will replay a graph"
+    graphs.most_late_s = 0.0
+    assert not meet("slow")
+    assert graphs.provisional_runs == RECORD_AFTER + 1, "later runs will take as long"
+    with graphs.keeping():
+        graphs.capture("slow", list)
+    assert graphs.replays("slow"), "while no request waits, any key can be recorded"
+
+
+def test_work_that_has_run_often_needs_no_further_run_before_its_recording() -> None:
+    graphs = BoundedGraphs(max_late_graphs=9)
+    with graphs.keeping():
+        graphs.capture("start", list)
+    for _ in range(RECORD_AFTER + 1):
+        graphs.due("late")
+        graphs.run_eagerly("late", list)
+    graphs.capture("late", list)
+    graphs.capture("never run", list)
+    assert graphs.warm_up_runs == [WARM_UP_RUNS, 0, WARM_UP_RUNS]
+
+
+def test_a_disabled_cache_measures_nothing() -> None:
+    graphs = GraphCache("cpu")
+    assert graphs.run_eagerly("key", lambda: 3) == 3
+    assert graphs.provisional_runs == 0

@@ -91,6 +91,29 @@ def test_a_steps_inputs_survive_packing(
         assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
 
 
+@pytest.mark.parametrize(
+    ("lens", "received"), [(((70, 29),), ((70, 29),)), (((0, 4), (70, 29)), None), (None, None)]
+)
+def test_the_lengths_of_a_single_chunk_survive_packing(
+    lens: tuple[tuple[int, int], ...] | None, received: tuple[tuple[int, int], ...] | None
+) -> None:
+    bs = len(lens) if lens else 1
+    zeros = torch.zeros(40, dtype=torch.int32)
+    batch = AttentionBatch(
+        page_table=zeros[: 7 * bs].view(bs, 7),
+        prefix_lens=zeros[:bs],
+        kv_lens=zeros[:bs],
+        query_start=zeros[: bs + 1],
+        ancestors=None,
+        slots=zeros.long(),
+        max_query_len=29,
+        max_kv_len=99,
+        host_lens=lens,
+    )
+    inputs = StepInputs(tokens=zeros, positions=zeros, batch=batch)
+    assert StepInputs.unpack(inputs.pack(), inputs.command()).batch.host_lens == received
+
+
 @pytest.fixture
 def pair() -> Iterator[tuple[RankConnection, RankConnection]]:
     with socket.create_server(("127.0.0.1", 0)) as server:

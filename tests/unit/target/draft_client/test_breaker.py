@@ -46,7 +46,7 @@ def test_one_fault_is_forgiven_at_once_and_an_answer_forgives_all() -> None:
     breaker = Breaker(DEADLINE_S)
     assert asked_after_one_more(breaker, 0.0) <= FIRST_BACKOFF_S + 1e-3
     assert asked_after_one_more(breaker, 10.0) >= DEADLINE_S
-    breaker.success()
+    breaker.success(15.0)
     assert breaker.state is BreakerState.CLOSED
     assert asked_after_one_more(breaker, 20.0) <= FIRST_BACKOFF_S + 1e-3
 

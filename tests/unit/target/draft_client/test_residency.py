@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.services.target.draft_client import residency
+from outrider.services.target.draft_client import answer_times, remote_batch, residency
 from outrider.services.target.draft_client.remote_batch import MAX_ROUND_NUMBER, RemoteBatch
 from outrider.services.target.draft_client.residency import Residency
 from outrider.services.target.draft_client.session import DraftSession
@@ -64,12 +64,12 @@ class Draft:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        self.lateness = 0
+        self.late: list[tuple[float, bool]] = []
         monkeypatch.setattr(residency.time, "monotonic", lambda: self.now)
         self.channel = Channel()
         self.sent: list[draft_pb2.SessionRequest] = []
         self.connection = self.connect()
-        self.gate = Residency(CPU, VOCAB, 2.0, self._late)
+        self.gate = Residency(CPU, VOCAB, answer_times.AnswerTimes(2.0), self._late)
         self.state = RoundState.idle(2, COLUMNS, WIDTH, torch.float32, CPU)
 
     def connect(self) -> Any:
@@ -77,8 +77,8 @@ class Draft:
         carrier = SimpleNamespace(rounds=self.channel, rows_behind=False)
         return SimpleNamespace(carrier=carrier, send=self.sent.append, ended=ended, close=ended.set)
 
-    def _late(self) -> None:
-        self.lateness += 1
+    def _late(self, waited_s: float, patient: bool) -> None:
+        self.late.append((waited_s, patient))
 
     def answer(self, accepted: bool, reason: str = "") -> None:
         """Answer the last RoundsEnter."""
@@ -275,9 +275,9 @@ def test_a_draft_that_wants_out_is_left_and_not_asked_for_a_while(
     assert not draft.open
 
 
-@pytest.mark.parametrize(("limit_s", "faulty"), [(None, 1), (0.02, 0)])
+@pytest.mark.parametrize(("limit_s", "late"), [(None, (2.0, True)), (0.3, (0.3, False))])
 def test_trees_that_come_late_end_the_rounds(
-    draft: Draft, session: DraftSession, limit_s: float | None, faulty: int
+    draft: Draft, session: DraftSession, limit_s: float | None, late: tuple[float, bool]
 ) -> None:
     rounds = draft.enter(session, accept(draft))
     assert rounds is not None
@@ -287,7 +287,7 @@ def test_trees_that_come_late_end_the_rounds(
     rounds.committed([[7]])
     rounds.leave()
     assert not draft.open
-    assert draft.lateness == faulty, "only a wait without a deadline makes the draft faulty"
+    assert draft.late == [late], "only a wait without a deadline makes the draft faulty"
 
 
 def test_a_connection_that_ended_is_no_fault(draft: Draft, session: DraftSession) -> None:
@@ -298,7 +298,28 @@ def test_a_connection_that_ended_is_no_fault(draft: Draft, session: DraftSession
     draft.channel.broken = True
     session.lose("draft_down")
     rounds.leave()
-    assert (draft.lateness, session.lost, session.token_ids) == (0, True, [])
+    assert (draft.late, session.lost, session.token_ids) == ([], True, [])
+
+
+def test_measured_rounds_limit_the_waits(
+    draft: Draft, session: DraftSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_batch.time, "monotonic", lambda: draft.now)
+    rounds = draft.enter(session, accept(draft))
+    assert rounds is not None
+    for _round in range(answer_times.ANSWERS_TO_JUDGE + 1):
+        rounds.exchange(draft.state, None, False)
+        draft.now += 0.1
+        rounds.committed([[7]])
+    assert draft.channel.limits[0] == 2.0, "nothing was measured yet"
+    rounds.exchange(draft.state, None, False)
+    assert draft.channel.limits[-1] == pytest.approx(answer_times.WAIT_MULTIPLE * 0.1)
+    assert rounds.others_s == pytest.approx(answer_times.OTHERS_MULTIPLE * 0.1)
+    rounds.committed([[7]])
+    rounds.leave()
+    again = draft.enter(session, accept(draft))
+    assert again is not None
+    assert again.others_s == rounds.others_s, "a new batch knows what earlier ones have measured"
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_plain_rounds_run_ahead_while_a_draft_elsewhere_is_not_wanted(decoder: D
     choices = itertools.count(1)
     wanted = DraftShape(2, 1, 3)
 
-    def choose(rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
+    def choose(rows: Sequence[RowBound], *_: object) -> list[DraftShape]:
         return [wanted if next(choices) % 150 == 0 else NO_DRAFT]
 
     harness.engine.controller.choose = choose  # type: ignore[method-assign]
@@ -200,7 +200,7 @@ def test_a_row_chooses_once_a_round_and_counts_a_fallback_once(
     drafter.current_state = state
     choices = [0, 0, 0]
 
-    def choose(rows: Sequence[RowBound], batch_size: int, other_nodes: int) -> list[DraftShape]:
+    def choose(rows: Sequence[RowBound], *_: object) -> list[DraftShape]:
         for row in rows:
             choices[states.index(row.state)] += 1
         return [DraftShape(2, 1, 3) if sum(choices) % 5 == 0 else NO_DRAFT for _ in rows]
@@ -208,7 +208,7 @@ def test_a_row_chooses_once_a_round_and_counts_a_fallback_once(
     harness.engine.controller.choose = choose  # type: ignore[method-assign]
     states: list[Any] = []
     new_row = harness.engine.controller.new_row
-    harness.engine.controller.new_row = lambda: (states.append(new_row()), states[-1])[1]  # type: ignore[method-assign]
+    harness.engine.controller.new_row = lambda *_: (states.append(new_row()), states[-1])[1]  # type: ignore[method-assign]
     for index, prompt in enumerate(PROMPTS):
         harness.submit(prompt, NEW_TOKENS, request_id=str(index), mode=SpeculationMode.AUTO)
         for _ in range(4):  # the next one joins the rounds of the others
@@ -357,7 +357,7 @@ def test_a_proposal_that_is_owed_teaches_no_cost(
     if measured:
         assert wait is not None
         assert (wait.wait_s, wait.answer_s) == (pytest.approx(wait_s), pytest.approx(1.0 + wait_s))
-        assert (wait.depth, wait.draft_s) == (3, 0.007)
+        assert (list(wait.requested), wait.draft_s) == ([DraftShape(3, 2, 7)], 0.007)
     else:
         assert wait is None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from support.slot_sequences import seated_sequence
 
 from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.policy.controller import RowBound, SpeculationController
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
@@ -21,23 +24,36 @@ TREE, CHAIN = DraftShape(3, 2, 7), DraftShape(2, 1, 3)
 class Room:
     """A planner whose obstacles and choices the test supplies."""
 
-    def __init__(self, max_rows: int = 1000, *, on_device: bool = True) -> None:
+    def __init__(self, max_rows: int = 1000, path: DraftPath = DraftPath.DEVICE) -> None:
         self.pool = KVPool(256, 4, 1, 1, 2, torch.float32, "cpu")
         self.obstacles: dict[int, str] = {}
         self.chosen: list[DraftShape] = []
-        self.asked: list[tuple[str, int, int, int]] = []
+        self.asked: list[tuple[DraftPath, int, list[DraftShape]]] = []
+        self.away: list[tuple[int, int]] = []
         self.counted: list[str] = []
+        # Seconds of a round, by nodes and depth. None: no plain round was measured.
+        self.cost: Callable[[int, int], float] | None = None
+        costs = mock.Mock(round=self._seconds)
+        type(costs).measured_plain = property(lambda _costs: self.cost is not None)
         controller: Any = SimpleNamespace(
-            choose=lambda *given: self._choose("each", *given),
-            choose_common=lambda *given: self._choose("common", *given),
+            choose=self._choose,
+            draft_away=lambda rows, batch_size: self.away.append((rows, batch_size)),
+            would_draft=lambda row: row.bound == CHAIN,
+            costs=costs,
         )
         sessions: Any = SimpleNamespace(obstacle=lambda one: self.obstacles.get(one.session_id, ""))
         metrics: Any = SimpleNamespace(fell_back=self.counted.append)
-        self.planner = DraftPlanner(sessions, controller, metrics, max_rows, on_device=lambda: on_device)
+        self.planner = DraftPlanner(sessions, controller, metrics, max_rows, path=lambda: path)
 
-    def _choose(self, kind: str, rows: list[RowBound], batch_size: int, nodes: int) -> list[DraftShape]:
-        self.asked.append((kind, len(rows), batch_size, nodes))
+    def _choose(self, rows: list[RowBound], others: list[DraftShape], path: DraftPath) -> list[DraftShape]:
+        self.asked.append((path, len(rows), others))
         return self.chosen[: len(rows)]
+
+    def _seconds(
+        self, batch_size: int, rows: int, groups: Mapping[DraftShape, int], path: DraftPath
+    ) -> float:
+        assert self.cost is not None
+        return self.cost(rows, max((shape.depth for shape, count in groups.items() if count), default=0))
 
     def sequence(
         self, session_id: int, shape: DraftShape = TREE, *, auto: bool = False, follow: bool = True
@@ -53,16 +69,16 @@ def test_each_mode_gets_its_shape() -> None:
     on, off, auto = room.sequence(0), room.sequence(1, follow=False), room.sequence(2, auto=True)
     room.chosen = [CHAIN]
     assert room.planner.shapes([on, off, auto]) == [TREE, NO_DRAFT, CHAIN]
-    assert room.asked == [("common", 1, 3, 7 + 1)], "the nodes of the other rows"
+    assert room.asked == [(DraftPath.DEVICE, 1, [TREE, NO_DRAFT])], "the shapes of the other rows"
     assert not room.counted
 
 
 def test_rounds_through_the_host_choose_for_each_row() -> None:
-    room = Room(on_device=False)
+    room = Room(path=DraftPath.HOST)
     room.chosen = [CHAIN, NO_DRAFT]
     rows = [room.sequence(index, auto=True) for index in range(2)]
     assert room.planner.shapes(rows) == [CHAIN, NO_DRAFT]
-    assert room.asked == [("each", 2, 2, 0)]
+    assert room.asked == [(DraftPath.HOST, 2, [])]
 
 
 def test_shapes_are_bounded_by_what_their_levels_can_hold() -> None:
@@ -81,6 +97,7 @@ def test_a_row_with_an_obstacle_counts_one_fallback_a_round() -> None:
     assert room.planner.shapes(rows) == [NO_DRAFT] * 3
     assert room.counted == ["draft_down", "no_features"]
     assert not room.asked
+    assert room.away == [(1, 3)], "no `auto` row can draft"
     room.planner.shapes(rows)
     assert room.counted == ["draft_down", "no_features"] * 2
     assert rows[0].stats.report(None, "").fallback_reason == "draft_down"
@@ -92,7 +109,7 @@ def test_a_planned_row_is_not_chosen_again() -> None:
     room.chosen = [TREE]
     room.obstacles = {2: "draft_down"}
     assert room.planner.shapes(rows, [CHAIN, None, NO_DRAFT]) == [CHAIN, TREE, NO_DRAFT]
-    assert room.asked == [("common", 1, 3, 3 + 1)]
+    assert room.asked == [(DraftPath.DEVICE, 1, [CHAIN, NO_DRAFT])]
     assert not room.counted, "the fallback was counted when the row was planned"
     assert room.planner.shapes(rows, [CHAIN, CHAIN, NO_DRAFT]) == [CHAIN, CHAIN, NO_DRAFT]
     assert len(room.asked) == 1
@@ -136,3 +153,103 @@ def test_the_bound_of_an_auto_row_ends_before_its_last_token() -> None:
     assert bound.state is sequence.controller_row
     assert bound.forms[0] == TREE
     assert bound.useful_depth == sequence.remaining - 1
+
+
+def test_only_rows_that_will_draft_are_fed_with_prompts() -> None:
+    room = Room()
+    expects = room.planner.expects_drafts
+    assert expects(room.sequence(0))
+    assert not expects(room.sequence(1, follow=False))
+    assert expects(room.sequence(2, CHAIN, auto=True))
+    assert not expects(room.sequence(3, TREE, auto=True))
+
+
+BIG = DraftShape(16, 16, 128)
+"""A tree whose round takes three times as long as a plain round of eight rows, by `linear`."""
+
+
+def linear(nodes: int, depth: int) -> float:
+    return 0.006 + 0.0001 * nodes if depth == 0 else 0.008 + 0.0001 * nodes
+
+
+def spent_s(room: Room, rows: list[Sequence], rounds: int) -> tuple[float, float, list[int]]:
+    """Return the seconds of the rounds without and with fixed shapes, and each row's number of trees."""
+    base_s = total_s = 0.0
+    drafted = [0] * len(rows)
+    assert room.cost is not None
+    for _round in range(rounds):
+        shapes = room.planner.shapes(rows)
+        others = [
+            shape if row.controller_row is not None else NO_DRAFT
+            for row, shape in zip(rows, shapes, strict=True)
+        ]
+        for total, of in ((0, others), (1, shapes)):
+            seconds = room.cost(sum(one.max_nodes for one in of), max(one.depth for one in of))
+            base_s, total_s = (base_s, total_s + seconds) if total else (base_s + seconds, total_s)
+        drafted = [count + shape.drafts for count, shape in zip(drafted, shapes, strict=True)]
+    return base_s, total_s, drafted
+
+
+@pytest.mark.parametrize("neighbours", ["plain", "auto"])
+def test_large_fixed_shapes_at_most_double_the_rounds_of_others(neighbours: str) -> None:
+    room = Room()
+    room.cost = linear
+    room.chosen = [CHAIN] * 4
+    others = [
+        room.sequence(index, auto=neighbours == "auto", follow=neighbours == "auto") for index in range(4)
+    ]
+    big = [room.sequence(4 + index, BIG) for index in range(4)]
+    base_s, total_s, drafted = spent_s(room, others + big, 640)
+    assert total_s <= 2.01 * base_s
+    assert total_s > 1.5 * base_s, "what is allowed is used"
+    turns = drafted[4:]
+    assert min(turns) > 0
+    assert max(turns) - min(turns) <= 16, "the rows take turns"
+    assert set(room.counted) == {"budget"}
+    if neighbours == "auto":
+        assert drafted[:4] == [640] * 4
+
+
+def test_a_single_tree_that_is_too_large_has_its_turn_now_and_then() -> None:
+    room = Room()
+    room.cost = lambda nodes, depth: 0.001 if depth == 0 else 0.006
+    rows = [room.sequence(0, follow=False), room.sequence(1, BIG)]
+    base_s, total_s, drafted = spent_s(room, rows, 640)
+    assert total_s <= 2.1 * base_s
+    assert drafted[1] > 640 / 8
+
+
+def test_small_trees_beside_others_are_not_bounded() -> None:
+    room = Room()
+    room.cost = linear
+    rows = [room.sequence(0, follow=False), *(room.sequence(1 + index) for index in range(5))]
+    assert spent_s(room, rows, 50)[2] == [0] + [50] * 5
+    assert not room.counted
+
+
+def test_equal_fixed_shapes_do_not_bound_each_other_but_larger_ones_are_bounded() -> None:
+    room = Room()
+    room.cost = linear
+    assert spent_s(room, [room.sequence(index, BIG) for index in range(6)], 20)[2] == [20] * 6
+    rows = [room.sequence(0, CHAIN), *(room.sequence(1 + index, BIG) for index in range(4))]
+    drafted = spent_s(room, rows, 400)[2]
+    assert drafted[0] == 400
+    assert all(0 < count < 300 for count in drafted[1:])
+
+
+def test_nothing_is_bounded_before_a_plain_round_was_measured() -> None:
+    room = Room()
+    rows = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
+    assert [shape.drafts for shape in room.planner.shapes(rows)] == [False] + [True] * 4
+    room.cost = linear
+    assert sum(shape.drafts for shape in room.planner.shapes(rows)) < 4
+
+
+def test_a_round_that_is_planned_again_is_bounded_once() -> None:
+    room = Room()
+    room.cost = linear
+    rows = [room.sequence(0, follow=False), *(room.sequence(1 + index, BIG) for index in range(4))]
+    shapes = room.planner.shapes(rows)
+    counted = len(room.counted)
+    assert room.planner.shapes(rows, list(shapes)) == shapes
+    assert len(room.counted) == counted > 0

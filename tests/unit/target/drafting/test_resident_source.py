@@ -2,161 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import pytest
 import torch
-from support.compute_device import DEVICE
 from support.played_graphs import BoundedGraphs
-from support.slot_rig import PROMPTS, SlotRig, produced
-from support.target_harness import generate_plain, load_toy, trees_to_batch
+from support.resident_bench import Bench
+from support.slot_rig import PROMPTS, produced
+from support.target_harness import generate_plain, load_toy
 from support.toys import make_toy_target
 
-from outrider.kernels.packed_round import GroupRows
-from outrider.services.target.drafting.draft_source import PreparedDrafts
 from outrider.services.target.drafting.no_drafter import NoDrafter
-from outrider.services.target.drafting.resident_source import ResidentSource
+from outrider.services.target.drafting.resident_source import TOLD_TOGETHER
 from outrider.services.target.model.graph_key import GraphKey
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.scheduling.scheduler import PrefillChunk
-from outrider.services.target.scheduling.sequence import Sequence as EngineSequence
-from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
-from outrider.shared.spec.tree import NO_DRAFT, DraftBatch, DraftShape
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 torch.set_num_threads(1)
 VOCAB, NEW_TOKENS = 64, 12
 CHAIN, TREE = DraftShape(2, 1, 3), DraftShape(3, 2, 7)
-
-
-@dataclass
-class Seat:
-    """A group that a test drafter seats. Its trees are chains with the true continuations."""
-
-    drafter: Seats
-    sessions: Sequence[int]
-    upper: Sequence[int]
-    shape: DraftShape
-    size: int
-    columns: int
-    refused: Sequence[int]
-    key: str = "seats"
-    loaded: int = 0
-    counts: list[list[int]] = field(default_factory=list)
-
-    def load(self) -> None:
-        self.loaded += 1
-
-    def draft(self, rows: GroupRows) -> DraftBatch:
-        assert rows.tokens.shape == (self.size, self.columns)
-        self.counts.append(rows.counts.tolist())
-        trees = []
-        for row in range(self.size):
-            count, committed = int(rows.counts[row]), int(rows.committed_lens[row])
-            root = int(rows.tokens[row, count - 1]) if count else 0
-            answer = self.drafter.answers[self.sessions[row]] if count else []
-            guesses = answer[committed : committed + self.shape.depth]
-            trees.append((root, [(token, index) for index, token in enumerate(guesses)]))
-        batch = trees_to_batch(trees)
-        return DraftBatch(
-            *(
-                part.to(DEVICE)
-                for part in (batch.tokens, batch.parents, batch.depths, batch.num_nodes, batch.ancestors)
-            )
-        )
-
-
-class Seats:
-    """A `DeviceDrafter` that notes its calls.
-
-    Attributes:
-        log: The calls in order, each with its sessions.
-        needed: For each session, the first feature row that it lacks. Unknown sessions have no entry.
-        refuse: Sessions that are refused.
-    """
-
-    def __init__(self, answers: list[list[int]]) -> None:
-        self.answers = answers
-        self.log: list[tuple[str, list[int]]] = []
-        self.needed: dict[int, range] = {}
-        self.refuse: set[int] = set()
-        self.given: list[tuple[int, int, torch.Tensor]] = []
-        self.seated: list[Seat] = []
-        self.heard: list[tuple[int, list[int], bool]] = []
-
-    def lacking(self, session_id: int) -> range | None:
-        return self.needed.get(session_id)
-
-    def features(self, session_id: int, base: int, rows: torch.Tensor) -> None:
-        self.log.append(("features", [session_id]))
-        self.given.append((session_id, base, rows))
-
-    def catch_up(self, session_ids: Sequence[int]) -> None:
-        if session_ids:
-            self.log.append(("catch up", list(session_ids)))
-
-    def seat(
-        self,
-        session_ids: Sequence[int],
-        committed_upper: Sequence[int],
-        shape: DraftShape,
-        batch_size: int,
-        columns: int,
-    ) -> Seat:
-        self.log.append(("seat", list(session_ids)))
-        refused = [row for row, session_id in enumerate(session_ids) if session_id in self.refuse]
-        seat = Seat(self, session_ids, committed_upper, shape, batch_size, columns, refused)
-        self.seated.append(seat)
-        return seat
-
-    def committed(self, session_id: int, tokens: Sequence[int], *, drafted: bool) -> None:
-        self.heard.append((session_id, list(tokens), drafted))
-
-
-class Bench:
-    """A resident source over the slots of a small model."""
-
-    def __init__(
-        self, decoder: Decoder, plain: list[list[int]], graphs: GraphCache | None = None, **options: bool
-    ) -> None:
-        self.rig = SlotRig(decoder, graphs, **options)  # type: ignore[arg-type]
-        self.drafter = Seats([prompt + answer for prompt, answer in zip(PROMPTS, plain, strict=True)])
-        self.fell_back: list[tuple[int, str]] = []
-        self.source = ResidentSource(
-            self.drafter,  # type: ignore[arg-type]
-            self.rig.runner,
-            self.rig.rounds,
-            lambda sequence, reason: self.fell_back.append((sequence.session_id, reason)),
-        )
-        for sequence in self.rig.sequences:
-            sequence.drafted = True
-            self.drafter.needed[sequence.session_id] = range(0)
-
-    @property
-    def sequences(self) -> list[EngineSequence]:
-        return self.rig.sequences
-
-    def prepare(self, *shapes: DraftShape | None) -> PreparedDrafts:
-        """Prepare a round of the sequences whose shape is not None."""
-        return self.source.prepare(
-            [
-                Entry(sequence, sequence.residence, shape)
-                for sequence, shape in zip(self.sequences, shapes, strict=True)
-                if shape is not None
-            ]
-        )
-
-    def run(self, *shapes: DraftShape | None) -> list[Outcome | None]:
-        """Run a round as the decode loop does."""
-        prepared = self.prepare(*shapes)
-        for entry in prepared.entries:
-            self.rig.rounds.table.hold(entry.sequence)
-        outcomes = self.rig.read(self.rig.rounds.launch(prepared.entries, prepared.enqueue))
-        for entry in prepared.entries:
-            entry.sequence.fresh_columns = entry.columns
-        return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -316,7 +181,7 @@ def test_a_prompt_is_not_fed_if_its_sequence_will_hardly_draft(
     bench = Bench(decoder, plain, features=True)
     sequence = bench.sequences[2]
     if why == "auto":
-        sequence.controller_row = object()  # type: ignore[assignment]
+        bench.expected = False
     elif why == "not drafted":
         sequence.drafted = False
     else:
@@ -324,13 +189,37 @@ def test_a_prompt_is_not_fed_if_its_sequence_will_hardly_draft(
     bench.drafter.needed[2] = range(3)
     bench.source.prefilled(PrefillChunk(sequence, 0, sequence.prompt_len))
     assert bench.drafter.log == []
-    if why == "auto":
-        bench.run(CHAIN, NO_DRAFT, None)
-        bench.drafter.log.clear()
-        bench.source.prefilled(PrefillChunk(sequence, 0, sequence.prompt_len))
-        assert bench.drafter.log == [("features", [2]), ("catch up", [2])], (
-            "others draft, so it probably will"
-        )
+
+
+def test_a_long_catch_up_is_reported(decoder: Decoder, plain: list[list[int]]) -> None:
+    bench = Bench(decoder, plain, features=True)
+    columns = bench.rig.rounds.table.columns
+    bench.sequences[0].feature_len = bench.sequences[0].cached_len
+    bench.drafter.needed[0] = range(2)
+    assert not bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT).catches_up
+    bench.source.ended(bench.sequences[0])
+    bench.source._rounds.table.columns = 1
+    assert bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT).catches_up
+    bench.source._rounds.table.columns = columns
+
+
+def test_tokens_of_rows_without_drafts_are_told_together(decoder: Decoder, plain: list[list[int]]) -> None:
+    bench = Bench(decoder, plain)
+    first = bench.sequences[0]
+    bench.source.first_token(first, 0)
+    for token in range(1, TOLD_TOGETHER - 1):
+        bench.source.committed(Entry(first, 1, NO_DRAFT), [token], Outcome(1, [], [token]))
+    assert not bench.drafter.heard
+    bench.source.committed(Entry(first, 1, NO_DRAFT), [63], Outcome(1, [], [63]))
+    assert bench.drafter.heard == [(0, list(range(TOLD_TOGETHER)), False)]
+    bench.source.committed(Entry(first, 1, NO_DRAFT), [7], Outcome(1, [], [7]))
+    bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT)
+    assert bench.drafter.heard[1:] == [(0, [7], False)], "before the sequence drafts"
+    bench.source.ended(first)
+    bench.source.committed(Entry(first, 1, NO_DRAFT), [8], Outcome(1, [], [8]))
+    bench.source.ended(first)
+    bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT)
+    assert len(bench.drafter.heard) == 2, "a session that was opened again has all tokens"
 
 
 def test_the_drafter_hears_of_every_token(decoder: Decoder, plain: list[list[int]]) -> None:
@@ -342,7 +231,9 @@ def test_the_drafter_hears_of_every_token(decoder: Decoder, plain: list[list[int
     bench.source.committed(Entry(first, 1, CHAIN), [4, 5], outcome)
     bench.source.committed(Entry(second, 1, NO_DRAFT), [6], outcome)
     bench.source.read(set())
-    assert bench.drafter.heard == [(0, [9], False), (0, [4, 5], True), (1, [6], False)]
+    assert bench.drafter.heard == [(0, [9], False), (0, [4, 5], True)]
+    bench.prepare(CHAIN, CHAIN, NO_DRAFT)
+    assert bench.drafter.heard[2:] == [(1, [6], False)]
     assert bench.source.take_wait() is None
 
 
@@ -354,6 +245,7 @@ def test_a_session_that_was_reopened_has_not_drafted_in_the_round_in_flight(
     entry = Entry(first, 1, CHAIN, first.epoch)
     first.epoch += 1
     bench.source.committed(entry, [4, 5], Outcome(1, [], [4]))
+    bench.prepare(CHAIN, NO_DRAFT, NO_DRAFT)
     assert bench.drafter.heard == [(0, [4, 5], False)]
 
 

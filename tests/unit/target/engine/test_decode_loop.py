@@ -7,10 +7,11 @@ from support.loop_world import LoopWorld, passes
 
 from outrider.services.target.drafting.draft_source import ProposalWait
 from outrider.services.target.model.outcome import FAILED_TOKEN
+from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
-CHAIN = DraftShape(2, 1, 3)
+CHAIN, TREE = DraftShape(2, 1, 3), DraftShape(4, 2, 9)
 
 
 def test_without_lookahead_each_round_is_read_before_the_next_is_launched() -> None:
@@ -228,23 +229,39 @@ def test_rounds_without_the_host_are_learnt_as_a_whole() -> None:
     world.emits[1] = [[8, 9]]
     world.step(world.sequence(1), world.sequence(2))
     (step,) = world.observed
-    assert (step.depth, step.wait_s, step.verify_s, step.round_s) == (2, 0.0, 0.75, 1.5)
-    assert [(row.num_nodes, row.offered_depth, row.accepted, row.chain) for row in step.rows] == [
-        (3, 2, 1, True),
-        (1, 0, 0, False),
+    assert (step.requested, step.draft_s, step.verify_s, step.round_s) == ({CHAIN: 1}, 0.25, 0.75, 1.5)
+    assert (step.path, step.catches_up) == (DraftPath.DEVICE, False)
+    assert [(row.num_nodes, row.shape, row.accepted) for row in step.rows] == [
+        (3, CHAIN, 1),
+        (1, NO_DRAFT, 0),
     ]
+
+
+def test_a_round_that_catches_up_is_marked_for_the_controller() -> None:
+    world = LoopWorld(1)
+    world.shapes[1] = CHAIN
+    one = world.sequence(1)
+    world.catches_up = True
+    world.step(one)
+    world.catches_up = False
+    world.step(one)
+    world.loop.drain()
+    assert [step.catches_up for step in world.observed] == [True, False]
 
 
 def test_a_measured_wait_is_learnt_apart() -> None:
     world = LoopWorld(0)
     world.shapes[1] = CHAIN
-    world.wait = ProposalWait(0.5, 0.6, 4, 0.3)
+    world.wait = ProposalWait(0.5, 0.6, {TREE: 1}, 0.3)
     world.step(world.sequence(1))
     (step,) = world.observed
-    assert (step.depth, step.wait_s, step.verify_s, step.round_s) == (4, 0.5, 1.5, None)
+    assert (step.path, step.requested) == (DraftPath.HOST, {TREE: 1})
+    assert (step.draft_s, step.verify_s, step.round_s) == (0.5, 1.5, 2.0)
 
 
-@pytest.mark.parametrize(("wait", "draft_ms"), [(None, 250.0), (ProposalWait(0.5, 0.6, 2, 0.3), 300.0)])
+@pytest.mark.parametrize(
+    ("wait", "draft_ms"), [(None, 250.0), (ProposalWait(0.5, 0.6, {CHAIN: 1}, 0.3), 300.0)]
+)
 def test_a_trace_tells_times_and_tree(wait: ProposalWait | None, draft_ms: float) -> None:
     world = LoopWorld(0)
     world.shapes[1] = CHAIN

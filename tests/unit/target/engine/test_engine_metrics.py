@@ -15,7 +15,9 @@ from support.target_harness import (
 from support.toys import make_toy_target
 
 from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.policy.verdict import Reason, Verdict
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
 VOCAB = 64
@@ -58,3 +60,18 @@ def test_metrics_tell_depths_fallbacks_and_round_trips(decoder: Decoder) -> None
         )
     assert f"outrider_draft_rpc_seconds_count {float(report.rounds)}" in text
     assert 'outrider_draft_fallback_total{reason="late"} 0.0' in text
+
+
+def test_metrics_tell_what_auto_has_decided(decoder: Decoder) -> None:
+    harness = make_harness(decoder, FakeDrafter(random_plan(VOCAB)))
+    assert 'outrider_auto_decision{reason="idle"} 1.0' in harness.engine.prometheus_text()
+    for shapes, plain_rows in (({DraftShape(3, 1, 4): 2}, 1), ({}, 3)):
+        reason = Reason.PAYS if shapes else Reason.DOES_NOT_PAY
+        harness.engine.controller.verdict = Verdict(reason, shapes, plain_rows, 3, 1.5, 0.004)
+        text = harness.engine.prometheus_text()
+        assert f'outrider_auto_decision{{reason="{reason.value}"}} 1.0' in text
+        assert 'outrider_auto_decision{reason="idle"} 0.0' in text
+        assert f'outrider_auto_rows{{shape="chain 3"}} {float(sum(shapes.values()))}' in text
+        assert f'outrider_auto_rows{{shape="plain"}} {float(plain_rows)}' in text
+        assert "outrider_auto_estimated_speedup 1.5" in text
+    assert harness.engine.stats().verdict.reason is Reason.DOES_NOT_PAY

@@ -81,7 +81,9 @@ def recorded(graphs: BoundedGraphs) -> list[GraphKey]:
 def served(decoder: Decoder, drafter: Drafter, graphs: BoundedGraphs, plan: LoopPlan) -> Harness:
     harness = make_harness(decoder, drafter, plan=plan, graphs=graphs)
     with graphs.keeping():
-        for _description, record in harness.engine.recordings([(1, DraftShape(2, 2, 5)), (1, NO_DRAFT)]):
+        for _description, record in harness.engine.recordings.rounds(
+            [(1, DraftShape(2, 2, 5)), (1, NO_DRAFT)]
+        ):
             record()
     return harness
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.slot_sequences import seated_sequence
+from support.target_harness import load_toy, make_harness
+from support.toys import make_toy_target
 
+from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine import prefill as prefill_module
 from outrider.services.target.engine.advance import advance
 from outrider.services.target.engine.prefill import Prefill
@@ -24,6 +28,7 @@ class Chosen:
     def __init__(self, kitchen: Kitchen, tokens: list[int]) -> None:
         self._kitchen, self._tokens = kitchen, tokens
         self.on_device = torch.tensor(tokens)
+        self.logprobs, self.prompts = None, ()
 
     def wait(self) -> list[int]:
         self._kitchen.now += 1.0
@@ -40,7 +45,10 @@ class Kitchen:
         self.measured: list[tuple[int, int, float]] = []
         monkeypatch.setattr(prefill_module, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.pool = KVPool(256, 4, 1, 1, 2, torch.float32, "cpu")
-        runner: Any = SimpleNamespace(begin_prefill=self._begin, captures=captures)
+        self.recorded: int | None = None
+        runner: Any = SimpleNamespace(
+            begin_prefill=self._begin, captures=captures, recorded_rows=self._recorded_rows
+        )
         table: Any = SimpleNamespace(
             hold=lambda one: self.log.append(f"hold {one.session_id}"),
             seat=lambda ones, tokens: self.log.append(
@@ -52,12 +60,18 @@ class Kitchen:
             first_token=lambda one, token: self.log.append(f"first {one.session_id} {token}"),
         )
         committer: Any = SimpleNamespace(
-            accept=self._accept, emit=lambda one, step: self.log.append(f"emit {one.session_id} {step.kept}")
+            accept=self._accept,
+            emit=lambda one, step, logprobs: self.log.append(f"emit {one.session_id} {step.kept}"),
         )
-        budget: Any = SimpleNamespace(observe=lambda *given: self.measured.append(given))
+        budget: Any = SimpleNamespace(
+            observe=lambda *given: self.measured.append(given), tokens=lambda context: 100 + context
+        )
         self.prefill = Prefill(runner, table, drafts, committer, budget)
 
-    def _begin(self, chunks: list[PrefillChunk]) -> Chosen:
+    def _recorded_rows(self, most: int) -> int | None:
+        return None if self.recorded is None or self.recorded > most else self.recorded
+
+    def _begin(self, chunks: list[PrefillChunk], rules: None) -> Chosen:
         self.log.append("begin")
         return Chosen(self, self.tokens)
 
@@ -153,3 +167,48 @@ def test_a_pass_is_timed_from_the_end_of_the_pass_before_it(
     kitchen.now += 0.5
     kitchen.prefill.finish(launched, previous_end)
     assert kitchen.measured == [(24, 30, seconds)]
+
+
+@pytest.mark.parametrize(
+    ("stored", "waiting", "recorded", "limit"),
+    [
+        ([7], 0, None, 107),
+        ([7, 50], 0, None, 107),
+        ([], 1, None, 100),
+        ([], 0, None, None),
+        ([30], 0, 128, 128),
+        ([27], 0, 128, 127),
+        ([], 1, 64, 64),
+    ],
+)
+def test_the_limit_is_the_largest_recorded_size_within_the_budget(
+    kitchen: Kitchen, stored: list[int], waiting: int, recorded: int | None, limit: int | None
+) -> None:
+    kitchen.recorded = recorded
+    running = kitchen.waiting(1, 5)
+    running.status = SequenceStatus.RUNNING
+    prefilling = [kitchen.waiting(2 + index, 90) for index in range(len(stored))]
+    for sequence, length in zip(prefilling, stored, strict=True):
+        sequence.cached_len = length
+    scheduler: Any = SimpleNamespace(active=[running, *prefilling], waiting=[None] * waiting)
+    assert kitchen.prefill.limit(scheduler) == limit
+
+
+def test_the_first_chunk_of_a_prompt_keeps_to_the_budget_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load_toy(make_toy_target(tmp_path, vocab_size=64, seed=3))
+    harness = make_harness(decoder, NoDrafter(), prefill_chunk=64)
+    monkeypatch.setattr(harness.engine._budget, "tokens", lambda context: 5)
+    begin, spans = harness.runner.begin_prefill, []
+
+    def noted(chunks: list[PrefillChunk], rules: Any) -> Any:
+        spans.append([(chunk.start, chunk.stop) for chunk in chunks])
+        return begin(chunks, rules)
+
+    monkeypatch.setattr(harness.runner, "begin_prefill", noted)
+    harness.submit([1] * 20, 30, request_id="first")
+    harness.step()
+    harness.submit([2] * 12, 2, request_id="second")
+    harness.run()
+    assert spans == [[(0, 20)], [(0, 5)], [(5, 10)], [(10, 12)]]

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.services.target.engine.recordings import USUAL_MODES, round_recordings
-from outrider.services.target.model.packed_batch import RowBuckets
+from outrider.services.target.engine.recordings import (
+    DENSE_ROWS,
+    MOST_MIXED_ROWS,
+    USUAL_MODES,
+    mixed_recordings,
+    round_recordings,
+)
+from outrider.services.target.model.packed_batch import RowBuckets, SamplingMode
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -47,8 +53,8 @@ def test_plain_rounds_have_one_graph_for_each_mode() -> None:
 
 def test_batches_of_the_same_rows_share_their_graphs() -> None:
     recorder = Recorder()
-    recorder.record([(2, TREE), (4, CHAIN), (16, NO_DRAFT), (1, TREE)])
-    assert recorder.made == sizes(16, 8) + sizes(16, 1) + sizes(8, 8)
+    recorder.record([(2, TREE), (4, CHAIN), (4, NO_DRAFT), (1, TREE)])
+    assert recorder.made == sizes(16, 8) + sizes(4, 1) + sizes(8, 8)
 
 
 def test_trees_that_levels_cannot_fill_are_bounded() -> None:
@@ -77,3 +83,31 @@ def test_rounds_beyond_the_limit_of_packed_rows_are_left_out() -> None:
     recorder = Recorder(max_rows=20)
     recorder.record([(4, TREE), (2, TREE), (20, NO_DRAFT)])
     assert recorder.made == sizes(16, 8) + sizes(20, 1)
+
+
+def test_other_sampling_modes_can_be_listed_alone() -> None:
+    rounds: Any = Recorder()
+    for _, record in round_recordings(rounds, None, [(2, NO_DRAFT)], [SamplingMode.FILTERED], captures=False):
+        record()
+    assert rounds.made == [PassSize(2, 1, SamplingMode.FILTERED, False)]
+
+
+def mixed(max_rows: int) -> list[PassSize]:
+    rounds: Any = Recorder(max_rows)
+    for _description, record in mixed_recordings(rounds, captures=True):
+        record()
+    return rounds.made
+
+
+def test_mixed_rounds_are_recorded_in_every_mode_but_full_the_largest_first() -> None:
+    made = mixed(2048)
+    assert made[0] == PassSize(MOST_MIXED_ROWS, 8, SamplingMode.FILTERED, True), "it needs the most memory"
+    assert [size.rows for size in made] == sorted((size.rows for size in made), reverse=True)
+    dense = [size.rows for size in made if size.rows <= DENSE_ROWS]
+    assert set(dense) == {2, 4, *range(8, DENSE_ROWS + 1, 8)}
+    assert len(made) == len(set(made)) == len({size.rows for size in made}) * 2 * (len(SamplingMode) - 1)
+    assert len(made) <= 128, "recording must end soon"
+
+
+def test_mixed_rounds_keep_to_the_limit_of_packed_rows() -> None:
+    assert {size.rows for size in mixed(20)} == {2, 4, 8, 16, 20}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from outrider.services.target.engine.engine_stats import EngineStats
 from outrider.services.target.engine.status_line import StatusLine
 from outrider.services.target.policy.speculation_stats import SpeculationStats
+from outrider.services.target.policy.verdict import Verdict
 from outrider.shared.spec.drafter import DrafterState
 
 IDLE = EngineStats(
@@ -20,6 +21,8 @@ IDLE = EngineStats(
     rounds=0,
     speculation=SpeculationStats(),
     speedup_estimate=None,
+    verdict=Verdict(),
+    looks_lost_s=0.0,
 )
 
 
@@ -38,7 +41,7 @@ def test_the_line_has_rates_of_the_interval() -> None:
         "tokens_per_s": 50.0,
         "accept_length": 3.0,
         "kv_usage": 0.25,
-        "speculation": "on",
+        "speculation": "on", "auto": "idle",
     }
     again = line.fields(replace(busy, generated_tokens=600), 20.0)
     assert again is not None

@@ -16,6 +16,7 @@ from outrider.services.target.model.packed_batch import (
 )
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.generation import SamplingParams
+from outrider.shared.base.logit_rules import LogitRules
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -66,9 +67,11 @@ def test_widths_fall_into_few_classes() -> None:
         ([], SamplingMode.GREEDY),
         ([SamplingParams(0.0), SamplingParams(0.0, top_k=5)], SamplingMode.GREEDY),
         ([SamplingParams(0.0), SamplingParams(0.7)], SamplingMode.NOISE),
-        ([SamplingParams(0.7), SamplingParams(0.7, top_p=0.9)], SamplingMode.FULL),
-        ([SamplingParams(0.7, top_k=3)], SamplingMode.FULL),
-        ([SamplingParams(0.7, min_p=0.1), SamplingParams(0.0)], SamplingMode.FULL),
+        ([SamplingParams(0.7), SamplingParams(0.7, top_p=0.9)], SamplingMode.FILTERED),
+        ([SamplingParams(0.7, top_k=3)], SamplingMode.FILTERED),
+        ([SamplingParams(0.7, min_p=0.1), SamplingParams(0.0)], SamplingMode.FILTERED),
+        ([SamplingParams(0.7, min_p=0.1), SamplingParams(0.7)], SamplingMode.FILTERED),
+        ([SamplingParams(0.0), SamplingParams(0.0, rules=LogitRules(1.0))], SamplingMode.FULL),
     ],
 )
 def test_a_round_has_the_cheapest_mode_that_serves_all(

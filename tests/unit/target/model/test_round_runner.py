@@ -18,6 +18,7 @@ from outrider.services.target.model.round_runner import unpack
 from outrider.services.target.model.verify_pass import PassSize
 from outrider.services.target.scheduling.sequence import Sequence
 from outrider.shared.base.generation import SamplingParams, TraceNode
+from outrider.shared.engine.graphs import RECORD_AFTER
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -209,6 +210,31 @@ def test_one_graph_serves_every_mixture_of_the_same_size(decoder: Decoder, plain
         assert produced(sequence) == answer[: len(produced(sequence))]
 
 
+def test_a_round_without_a_graph_is_padded_to_a_recorded_one(
+    decoder: Decoder, plain: list[list[int]]
+) -> None:
+    graphs = BoundedGraphs(8)
+    rig = SlotRig(decoder, graphs)
+    with graphs.keeping():
+        rig.rounds.capture(PassSize(8, 1, SamplingMode.GREEDY, False))
+        rig.rounds.capture(PassSize(24, 8, SamplingMode.GREEDY, False))
+    first = rig.launch()
+    assert not first.provisional
+    rig.read(first)
+    launched = rig.launch(count=1)
+    assert launched.provisional, "8 rows are too many for 1"
+    rig.read(launched)
+    rig.read(rig.launch(TREE, NO_DRAFT, NO_DRAFT, draft=rig.drafting(0, [(1, 0)])))
+    assert len(graphs.captured) == 2
+    for _ in range(RECORD_AFTER):
+        rig.read(rig.launch())
+    assert GraphKey("verify", 4, mode=SamplingMode.GREEDY) in graphs.captured, (
+        "a size that is used often gets a graph of its own"
+    )
+    for sequence, answer in zip(rig.sequences, plain, strict=True):
+        assert produced(sequence)[:NEW_TOKENS] == answer[: len(produced(sequence))]
+
+
 def test_rounds_above_the_recorded_size_run_without_a_graph(decoder: Decoder, plain: list[list[int]]) -> None:
     graphs = BoundedGraphs(8)
     rig = SlotRig(decoder, graphs, recorded_entries=2)
@@ -250,3 +276,17 @@ def test_sampled_rows_depend_on_their_own_parameters_only(decoder: Decoder) -> N
         return produced(sampled)
 
     assert tokens(alone=True) == tokens(alone=False)
+
+
+def test_drafting_begins_before_the_drafts_are_prepared(decoder: Decoder) -> None:
+    rig = SlotRig(decoder)
+    entries = [Entry(one, one.residence, NO_DRAFT) for one in rig.sequences]
+    rig.rounds.begin()
+    begun = rig.rounds._begun
+    for sequence in rig.sequences:
+        rig.rounds.table.hold(sequence)
+    drafted = rig.rounds.launch(entries, lambda: None)
+    assert drafted.marks.begun is begun
+    rig.rounds.begin()
+    plain = rig.rounds.launch(entries, None)
+    assert plain.marks.begun is plain.marks.drafted, "a plain round begins with its verify pass"

@@ -22,7 +22,7 @@ def pool() -> KVPool:
 
 @pytest.fixture
 def table(pool: KVPool) -> SlotTable:
-    return SlotTable(SLOTS, COLUMNS, pool, PAGES)
+    return SlotTable(SLOTS, COLUMNS, pool, PAGES, vocab_size=64)
 
 
 def test_a_new_table_is_idle(table: SlotTable) -> None:

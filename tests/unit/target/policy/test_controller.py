@@ -1,194 +1,282 @@
-"""Tests of the controller on synthetic machines: it finds the fastest shape and drops useless drafts."""
+"""The controller's decisions: when it looks, what it keeps, whom it lets draft, and why."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from itertools import pairwise
+from collections import Counter
+from itertools import groupby
 
 import pytest
+from support.auto_machine import CHAIN, CHAIN_3, TREE, Machine, Server, law_of
 
+from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import (
+    ROUNDS_PER_CHOICE,
     ExecutedRow,
     ExecutedStep,
     RowBound,
-    RowState,
     SpeculationController,
 )
-from outrider.services.target.policy.cost_model import Acceptance, StepCosts
-from outrider.shared.spec.tree import DraftShape
+from outrider.services.target.policy.cost_model import DraftPath
+from outrider.services.target.policy.looks import LOOK_ROWS
+from outrider.services.target.policy.offered_shapes import MOST_ROWS, offered_shapes
+from outrider.services.target.policy.verdict import Reason
+from outrider.services.target.policy.wait_cap import ANSWERS_TO_JUDGE
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
-BOUND = DraftShape(5, 4, 16)
-
-
-@dataclass
-class Machine:
-    """A synthetic machine: costs in seconds, and the probability that a node at each depth is accepted."""
-
-    verify_base_s: float
-    verify_row_s: float
-    draft_level_s: float
-    acceptance: float
-    seed: int = 0
-
-    def run(
-        self, controller: SpeculationController, rows: list[RowState], rounds: int
-    ) -> tuple[float, list[int]]:
-        """Run rounds; return tokens per second per row, and the depth of the first row in each round."""
-        rng = random.Random(self.seed)
-        tokens, seconds = 0, 0.0
-        depths = []
-        for _ in range(rounds):
-            shapes = controller.choose([RowBound(state, BOUND, 100) for state in rows], len(rows), 0)
-            for shape in shapes:
-                assert shape.depth <= BOUND.depth
-                assert shape.max_nodes <= BOUND.max_nodes
-            depth = max(shape.depth for shape in shapes)
-            wait_s = depth * self.draft_level_s
-            verify_s = self.verify_base_s + self.verify_row_s * sum(shape.max_nodes for shape in shapes)
-            executed = []
-            for state, shape in zip(rows, shapes, strict=True):
-                accepted = 0
-                while accepted < shape.depth and rng.random() < self.acceptance:
-                    accepted += 1
-                executed.append(ExecutedRow(state, shape.max_nodes, shape.depth, accepted))
-                tokens += accepted + 1
-            controller.observe(ExecutedStep(executed, depth, wait_s if depth else None, verify_s, 0.0002))
-            seconds += wait_s + verify_s + 0.0002
-            depths.append(shapes[0].depth)
-        return tokens / seconds / len(rows), depths
-
-    def plain_rate(self, batch_size: int = 1) -> float:
-        return 1 / (self.verify_base_s + self.verify_row_s * batch_size + 0.0002)
+GOOD, USELESS = law_of(4.0), law_of(1.0)
+MACHINE = Machine()
 
 
-def test_a_good_draft_is_used_in_full() -> None:
-    machine = Machine(verify_base_s=0.005, verify_row_s=0.0001, draft_level_s=0.0004, acceptance=0.85)
+def server(controller: SpeculationController, batch_size: int = 4, **options: object) -> Server:
+    given = {"new_tokens": 400, "laws": [GOOD], **options}
+    return Server(controller, MACHINE, batch_size, **given)  # type: ignore[arg-type]
+
+
+def used(rounds: list[list[DraftShape]]) -> Counter[DraftShape]:
+    return Counter(shape for shapes in rounds for shape in shapes)
+
+
+def test_nothing_is_assumed_of_a_drafter_that_was_not_measured() -> None:
     controller = SpeculationController()
-    rate, depths = machine.run(controller, [controller.new_row()], 300)
-    assert sorted(depths[50:])[len(depths[50:]) // 2] == 5
-    assert rate > 2 * machine.plain_rate()
+    one = server(controller, 16)
+    one.round()
+    assert used(one.rounds) == {NO_DRAFT: 16}, "the plain cost is measured first"
+    assert controller.verdict.reason is Reason.UNMEASURED
+    while not controller._drafter.known:
+        one.round()
+    for shapes in one.rounds[:-1]:
+        assert sum(shape.drafts for shape in shapes) <= LOOK_ROWS
+    assert len(one.rounds) < 30
+    one.run(300)
+    assert controller.verdict.reason is Reason.PAYS
 
 
-def test_a_useless_draft_costs_little() -> None:
-    machine = Machine(verify_base_s=0.005, verify_row_s=0.0003, draft_level_s=0.001, acceptance=0.02)
+def test_a_new_request_starts_from_what_is_known() -> None:
     controller = SpeculationController()
-    rate, depths = machine.run(controller, [controller.new_row()], 600)
-    assert rate > 0.95 * machine.plain_rate()
-    probes = [index for index, depth in enumerate(depths) if depth]
-    gaps = [later - earlier for earlier, later in pairwise(probes[5:])]
-    assert gaps == sorted(gaps), "gaps between probes must grow"
+    server(controller, laws=[GOOD]).run(3000)
+    first = server(controller, laws=[GOOD])
+    first.round()
+    assert all(shape.drafts for shape in first.rounds[0])
+    useless = SpeculationController()
+    server(useless, laws=[USELESS]).run(3000)
+    later = server(useless, 4, laws=[USELESS], new_tokens=256, seed=1)
+    later.run(1000)
+    assert used(later.rounds)[NO_DRAFT] > 0.95 * sum(used(later.rounds).values())
 
 
-def test_a_new_request_starts_from_the_acceptance_of_others() -> None:
-    machine = Machine(verify_base_s=0.005, verify_row_s=0.0003, draft_level_s=0.001, acceptance=0.02)
+@pytest.mark.parametrize("known", [True, False])
+def test_what_is_known_of_a_drafter_is_kept_for_its_return(known: bool) -> None:
     controller = SpeculationController()
-    machine.run(controller, [controller.new_row()], 300)
-    _rate, depths = machine.run(controller, [controller.new_row()], 60)
-    assert sum(depth > 0 for depth in depths) <= 2
+    controller.adopt("head")
+    server(controller, laws=[USELESS]).run(3000)
+    controller.adopt("other")
+    row = RowBound(controller.new_row(), TREE, 100, CHAIN)
+    controller.choose([row] * 4)
+    assert controller.verdict.reason in (Reason.UNMEASURED, Reason.PROBING)
+    controller.adopt("head" if known else "third")
+    assert controller._drafter.known == known
 
 
-def test_a_middling_draft_gets_a_shallow_tree() -> None:
-    machine = Machine(verify_base_s=0.004, verify_row_s=0.0002, draft_level_s=0.0006, acceptance=0.65)
+def test_warm_up_teaches_costs_only() -> None:
     controller = SpeculationController()
-    _rate, depths = machine.run(controller, [controller.new_row()], 400)
-    used = sorted(depths[100:])
-    assert 1 <= used[len(used) // 2] <= 3
+    server(controller).run(1000)
+    plain_s = controller.costs.plain(4)
+    controller.forget_acceptance()
+    assert controller.costs.plain(4) == plain_s
+    assert not controller._drafter.known
+    assert controller.verdict.reason is Reason.IDLE
+    assert controller.speedup_estimate is None
 
 
-def test_a_draft_that_becomes_good_is_found_again() -> None:
+def test_the_speedup_is_measured_and_estimated() -> None:
     controller = SpeculationController()
-    row = controller.new_row()
-    Machine(0.005, 0.0001, 0.0004, acceptance=0.0).run(controller, [row], 200)
-    _rate, depths = Machine(0.005, 0.0001, 0.0004, acceptance=0.9).run(controller, [row], 1000)
-    assert sum(depth == 5 for depth in depths[-100:]) > 90
+    server(controller, 1).run(3000)
+    measured, estimated = controller.speedup_estimate, controller.verdict.speedup
+    assert measured is not None
+    assert estimated is not None
+    assert 1.8 < measured < 4
+    assert 1.8 < estimated < 4
 
 
-def test_large_arithmetic_bound_batches_do_not_draft() -> None:
-    machine = Machine(verify_base_s=0.001, verify_row_s=0.0005, draft_level_s=0.001, acceptance=0.5)
+def test_kinds_of_sampling_are_told_apart() -> None:
     controller = SpeculationController()
-    rate, depths = machine.run(controller, [controller.new_row() for _ in range(16)], 300)
-    assert sum(depth > 0 for depth in depths[50:]) < 10
-    assert rate > 0.93 * machine.plain_rate(16)
+    kinds = [SamplingKind.GREEDY, SamplingKind.SAMPLED]
+    one = server(controller, 16, laws=[GOOD, USELESS], kinds=kinds)
+    one.run(8000)
+    one.rounds.clear()
+    by_kind: dict[SamplingKind, Counter[bool]] = {kind: Counter() for kind in kinds}
+    for _ in range(200):
+        live = list(one.live)
+        one.round()
+        for request, shape in zip(live, one.rounds[-1], strict=True):
+            by_kind[request.state.acceptance.kind][shape.drafts] += 1
+    greedy, sampled = by_kind[kinds[0]], by_kind[kinds[1]]
+    assert greedy[True] > 0.8 * greedy.total()
+    assert sampled[False] > 0.8 * sampled.total()
 
 
-def test_a_row_that_never_accepts_is_dropped_from_a_batch_that_does() -> None:
+def test_requests_of_one_kind_are_told_apart_by_their_drafts() -> None:
+    class Costly(Machine):
+        def verify_s(self, batch_size: int, rows: int) -> float:
+            return super().verify_s(batch_size, batch_size) + 60e-6 * (rows - batch_size)
+
     controller = SpeculationController()
-    good, bad = controller.new_row(), controller.new_row()
-    for _ in range(60):
-        good.acceptance.trees.observe(5, 5)
-        bad.acceptance.trees.observe(0, 5)
-        controller.acceptance.trees.observe(3, 5)
-    controller.costs.observe_verify(2, 2, 0.005)
-    controller.costs.observe_verify(2, 32, 0.012)
-    controller.costs.observe_draft(5, 0.002)
-    bounds = [RowBound(good, BOUND, 100), RowBound(bad, BOUND, 100)]
-    assert [shape.depth for shape in controller.choose(bounds, 2, 0)] == [0, 0], (
-        "the first step of a batch size must be plain"
-    )
-    assert [shape.depth for shape in controller.choose(bounds, 2, 0)] == [5, 0]
+    one = Server(controller, Costly(), 16, 1500, [GOOD, USELESS])
+    one.run(10_000)
+    drafts: dict[bool, Counter[bool]] = {True: Counter(), False: Counter()}
+    for _ in range(150):
+        live = list(one.live)
+        one.round()
+        for request, shape in zip(live, one.rounds[-1], strict=True):
+            drafts[request.law is GOOD][shape.drafts] += 1
+    assert drafts[True][True] > 0.8 * drafts[True].total()
+    assert drafts[False][True] < drafts[True][True] / 2
+
+
+def test_a_round_has_few_shapes_that_have_graphs() -> None:
+    controller = SpeculationController()
+    one = server(controller, 32, laws=[law_of(1.2), law_of(2.5), GOOD])
+    one.run(20_000)
+    offered = offered_shapes((TREE, CHAIN), 1)
+    for shapes in one.rounds:
+        assert len(set(shapes) - {NO_DRAFT}) <= 3, "two shapes, and one that is looked at"
+        assert set(shapes) <= {NO_DRAFT, *offered}
+        assert sum(shape.max_nodes for shape in shapes) <= MOST_ROWS
+
+
+def test_decisions_are_kept_for_some_rounds() -> None:
+    controller = SpeculationController()
+    one = server(controller, 1, new_tokens=4000)
+    one.run(3000)
+    lengths = [len(list(run)) for _, run in groupby(shapes[0] for shapes in one.rounds[40:])]
+    assert min(lengths[1:-1], default=ROUNDS_PER_CHOICE) >= 4
+
+
+def test_rounds_exchanged_with_another_process_have_one_shape() -> None:
+    controller = SpeculationController()
+    one = server(controller, 8, path=DraftPath.EXCHANGE, laws=[law_of(2.5), GOOD])
+    one.run(6000)
+    assert all(len(set(shapes) - {NO_DRAFT}) <= 1 for shapes in one.rounds)
+    assert used(one.rounds)[NO_DRAFT] < 0.2 * sum(used(one.rounds).values())
 
 
 def test_depth_is_bounded_by_the_tokens_left_to_emit() -> None:
     controller = SpeculationController()
-    row = controller.new_row()
-    Machine(0.005, 0.0001, 0.0004, acceptance=0.9).run(controller, [row], 40)
-    (shape,) = controller.choose([RowBound(row, BOUND, 2)], 1, 0)
-    assert shape.depth == 2
-    (shape,) = controller.choose([RowBound(row, BOUND, 0)], 1, 0)
-    assert not shape.drafts
+    one = server(controller, 1)
+    one.run(2000)
+    state = one.live[0].state
+    (shape,) = controller.choose([RowBound(state, TREE, 2, CHAIN)], (), DraftPath.HOST)
+    assert shape.depth <= 2
+    assert controller.choose([RowBound(state, TREE, 0, CHAIN)]) == [NO_DRAFT]
+    assert controller.choose([]) == []
 
 
-def test_plain_steps_are_measured_ever_more_rarely() -> None:
+def test_rows_beside_rows_that_always_draft_draft_too() -> None:
     controller = SpeculationController()
-    _rate, depths = Machine(0.005, 0.0001, 0.0004, acceptance=0.95).run(
-        controller, [controller.new_row()], 1000
-    )
-    plain = [index for index, depth in enumerate(depths) if depth == 0]
-    assert 3 <= len(plain) <= 6
+    one = server(controller, 4, others=[TREE] * 4)
+    one.run(4000)
+    shapes = used(one.rounds[200:])
+    assert shapes[NO_DRAFT] < 0.2 * shapes.total()
+
+
+@pytest.mark.parametrize(("draft_scale", "pays"), [(0.02, True), (1.0, False)])
+def test_one_row_among_plain_rows_drafts_if_that_delays_the_others_little(
+    draft_scale: float, pays: bool
+) -> None:
+    class Quick(Machine):
+        def draft_s(self, shape: DraftShape, count: int) -> float:
+            return draft_scale * super().draft_s(shape, count)
+
+    controller = SpeculationController()
+    one = Server(controller, Quick(), 1, 4000, [GOOD], others=[NO_DRAFT] * 31)
+    one.run(900)
+    shapes = used(one.rounds[100:])
+    assert (shapes[NO_DRAFT] < 0.2 * shapes.total()) is pays
+    assert (shapes[NO_DRAFT] > 0.8 * shapes.total()) is not pays
+
+
+def test_a_draft_that_becomes_good_is_found_again() -> None:
+    controller = SpeculationController()
+    rng, quality = random.Random(0), [USELESS]
+    one = server(controller, 1, laws=[lambda depth: quality[0](depth)], new_tokens=100_000)
+    one.run(500 + rng.randrange(3))
+    quality[0] = GOOD
+    one.run(3000)
+    one.rounds.clear()
+    one.run(1000)
+    assert used(one.rounds)[NO_DRAFT] < 0.2 * used(one.rounds).total()
+
+
+def test_a_draft_that_becomes_useless_is_dropped() -> None:
+    controller = SpeculationController()
+    quality = [GOOD]
+    one = server(controller, 4, laws=[lambda depth: quality[0](depth)])
+    one.run(2000)
+    quality[0] = USELESS
+    one.run(1500)
+    one.rounds.clear()
+    one.run(1500)
+    assert used(one.rounds)[NO_DRAFT] > 0.9 * used(one.rounds).total()
+    assert controller.verdict.reason in (Reason.DOES_NOT_PAY, Reason.PROBING)
+
+
+def test_the_verdict_counts_rows_and_says_why() -> None:
+    controller = SpeculationController()
+    one = server(controller, 8)
+    one.run(4000)
+    while controller.verdict.reason is not Reason.PAYS:
+        one.round()
+    verdict = controller.verdict
+    assert sum(verdict.shapes.values()) + verdict.plain_rows == 8 == verdict.batch_size
+    assert verdict.round_s is not None
+    controller.draft_away(3, 5)
+    verdict = controller.verdict
+    assert (verdict.reason, verdict.plain_rows, verdict.batch_size) == (Reason.DRAFT_AWAY, 3, 5)
+
+
+def test_prompts_are_fed_only_while_drafting_pays() -> None:
+    for law, pays in ((GOOD, True), (USELESS, False)):
+        controller = SpeculationController()
+        row = RowBound(controller.new_row(), TREE, 100, CHAIN)
+        assert not controller.would_draft(row)
+        server(controller, laws=[law]).run(3000)
+        assert controller.would_draft(row) is pays
 
 
 def test_the_wait_cap_follows_the_measurements() -> None:
     controller = SpeculationController()
-    bounds = [RowBound(controller.new_row(), BOUND, 100)]
-    assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.1), "nothing was measured yet"
+    row = RowBound(controller.new_row(), CHAIN_3, 100)
+    assert controller.wait_cap_s([row], 1) == pytest.approx(0.1), "nothing was measured yet"
     controller.costs.observe_verify(1, 1, 0.004)
-    controller.costs.observe_verify(1, 16, 0.006)
-    for _ in range(8):
+    controller.costs.observe_verify(1, 4, 0.006)
+    for _ in range(ANSWERS_TO_JUDGE):
         controller.costs.observe_answer(0.001)
-    assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.002), "twice the 99th percentile"
+    assert controller.wait_cap_s([row], 1) == pytest.approx(0.002), "twice the 99th percentile"
     for _ in range(128):
         controller.costs.observe_answer(0.5)
     for _ in range(50):
-        bounds[0].state.acceptance.trees.observe(0, 5)
-    assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.003), "three quarters of a plain step"
-    for _ in range(80):
-        bounds[0].state.acceptance.trees.observe(5, 5)
-    tokens = bounds[0].state.acceptance.trees.expected_tokens(5)[-1]
-    assert tokens > 5
-    assert controller.wait_cap_s(bounds, 1) == pytest.approx(0.75 * (tokens * 0.004 - 0.006)), (
+        row.state.acceptance.observe(True, 0, 3)
+    controller._drafter.refresh()
+    assert controller.wait_cap_s([row], 1) == pytest.approx(0.003), "three quarters of a plain round"
+    for _ in range(400):
+        row.state.acceptance.observe(True, 3, 3)
+    controller._drafter.refresh()
+    tokens = row.state.acceptance.expected_tokens(True)[3]
+    assert tokens > 3.5
+    assert controller.wait_cap_s([row], 1) == pytest.approx(0.75 * (tokens * 0.004 - 0.006)), (
         "the time that the expected tokens save"
     )
 
 
-def test_verify_costs_are_interpolated() -> None:
-    costs = StepCosts()
-    costs.observe_verify(1, 1, 0.004)
-    assert costs.verify(1, 16) > 0.004
-    costs.observe_verify(1, 17, 0.008)
-    assert costs.verify(1, 9) == pytest.approx(0.006)
-    assert costs.verify(1, 33) == pytest.approx(0.012)
-    assert costs.plain_step(3) == pytest.approx(0.004), "the nearest measured batch size is used"
-
-
-def test_acceptance_forgets_and_starts_from_its_prior() -> None:
-    prior = Acceptance()
-    for _ in range(100):
-        prior.observe(1, 2)
-    fresh = Acceptance(prior)
-    assert fresh.rate(1) > 0.9
-    assert fresh.rate(2) < 0.2
-    for _ in range(100):
-        fresh.observe(0, 2)
-    assert fresh.rate(1) < 0.2
-    assert fresh.expected_tokens(2)[0] == 1.0
+def test_times_of_provisional_rounds_are_not_learned() -> None:
+    """A round whose pieces are not recorded yet takes longer than later rounds of its kind."""
+    controller = SpeculationController()
+    state = controller.new_row()
+    rows = [ExecutedRow(state, 4, CHAIN_3, 3)]
+    for _ in range(8):
+        controller.observe(ExecutedStep(rows, {CHAIN_3: 1}, 0.01, 0.04, 0.05, provisional=True))
+    assert controller.costs.plain(1) is None
+    assert controller.speedup_estimate is None
+    controller._drafter.refresh()
+    assert state.acceptance.expected_tokens(True)[3] > 1, "accepted drafts do not depend on graphs"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from outrider.services.target.engine.engine import TargetEngine
-from outrider.services.target.engine.recordings import Recording
-from outrider.services.target.engine.rerecording import Rerecording
+from outrider.services.target.engine.recorder import Recorder, Recording
+from outrider.services.target.engine.recordings import USUAL_MODES, Recordings
+from outrider.services.target.model.packed_batch import SamplingMode
+from outrider.services.target.model.prefill_graph import PREFILL_SIZES, WHOLE_PROMPT_SIZES
 from outrider.services.target.policy.offered_shapes import offered_shapes
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import graph_plan
 from outrider.services.target.startup.graph_plan import (
-    FP8_PREFILL_SIZES,
-    PREFILL_SIZES,
+    GraphPlan,
     compile_kernels,
+    list_graphs,
     plan_graphs,
     record_graphs,
 )
@@ -80,27 +82,97 @@ def test_auto_is_offered_a_tree_and_chains_no_larger_than_pays() -> None:
     assert offered_shapes(forms[1:], 400) == (chains[0],), "the smallest shape must always be offered"
 
 
-def test_the_shapes_of_auto_are_recorded_at_startup() -> None:
-    asked: list[tuple[int, DraftShape]] = []
+class ListedGraphs:
+    """Stands for the recordings of an engine. A recording adds what it stands for to `made`."""
 
-    class Engine:
-        rerecording = Rerecording(GraphCache("cpu"))
+    def __init__(self) -> None:
+        self.made: list[Any] = []
 
-        def recordings(self, batches: list[tuple[int, DraftShape]]) -> list[Recording]:
-            return [("a round", lambda batch=batch: asked.append(batch)) for batch in batches]  # type: ignore[misc]
+    def rounds(
+        self, batches: list[tuple[int, DraftShape]], modes: Sequence[SamplingMode] = USUAL_MODES
+    ) -> list[Recording]:
+        return [self._one((*batch, mode)) for batch in batches for mode in modes]
 
-        def prefill_recording(self, size: int) -> Callable[[], None]:
-            return lambda: None
+    def mixed(self) -> list[Recording]:
+        return [self._one(("mixed", rows)) for rows in (512, 448)]
 
+    def prompt(self, size: int) -> Recording:
+        return self._one(("prompt", size))
+
+    def whole_prompt(self, size: int) -> Recording:
+        return self._one(("whole prompt", size))
+
+    def _one(self, what: Any) -> Recording:
+        return str(what), lambda: self.made.append(what)
+
+
+def planned(plan: GraphPlan) -> tuple[list[Any], list[Any]]:
+    """Return what is recorded before the server is ready, and afterwards."""
+    listed = ListedGraphs()
+    recordings = list_graphs(cast(Recordings, listed), plan)
+    for _, record in recordings.first:
+        record()
+    first = list(listed.made)
+    for _, record in recordings.further:
+        record()
+    return first, listed.made[len(first) :]
+
+
+def test_few_greedy_rounds_are_recorded_before_the_server_is_ready() -> None:
+    first, _ = planned(plan_graphs(settings(max_running_requests=256), cuda=True, waits=False))
+    plain = [(size, NO_DRAFT, SamplingMode.GREEDY) for size in (256, 64, 16, 4, 1)]
+    assert first == [*plain, (1, DraftShape(5, 4, 16), SamplingMode.GREEDY)]
+
+
+def test_without_speculation_only_plain_rounds_are_recorded() -> None:
+    plan = plan_graphs(settings(num_draft_tokens=1), cuda=True, waits=False)
+    first, further = planned(plan)
+    assert {shape for _, shape, _ in first} == {NO_DRAFT}
+    assert {one[1] for one in further if len(one) == 3} == {NO_DRAFT}
+
+
+def test_everything_else_is_recorded_while_the_engine_is_idle() -> None:
+    plan = plan_graphs(settings(max_running_requests=64, prefill_chunk=8192), cuda=True, waits=False)
+    _, further = planned(plan)
+    chains = {depth: DraftShape(depth, 1, depth + 1) for depth in (1, 3, 5, 10)}
+    rounds = {one for one in further if len(one) == 3}
+
+    def shapes(size: int, mode: SamplingMode) -> set[DraftShape]:
+        return {shape for bs, shape, one in rounds if (bs, one) == (size, mode)}
+
+    for mode in USUAL_MODES:
+        assert shapes(32, mode) == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
+        assert shapes(64, mode) == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
+    assert shapes(64, SamplingMode.FILTERED) == {NO_DRAFT}
+    for what, sizes in (("prompt", PREFILL_SIZES), ("whole prompt", WHOLE_PROMPT_SIZES)):
+        assert [one[1] for one in further if one[0] == what] == list(sizes[::-1])
+    assert further[0] == ("mixed", 512), "smaller graphs must be able to reuse the memory of the largest"
+    assert further[-1] == ("mixed", 448)
+
+
+def test_the_start_records_the_first_graphs_and_leaves_the_others() -> None:
+    engine = SimpleNamespace(recordings=ListedGraphs(), recorder=Recorder(GraphCache("cpu")))
     plan = plan_graphs(settings(max_running_requests=64), cuda=True, waits=False)
     graphs = GraphCache("cpu")
+    record_graphs(cast(TargetEngine, engine), graphs, plan, to_console=False)
+    assert not engine.recorder.planned, "nothing is planned if graphs are disabled"
     graphs.enabled = True
-    record_graphs(cast(TargetEngine, Engine()), graphs, plan, to_console=False)
-    chains = {depth: DraftShape(depth, 1, depth + 1) for depth in (1, 3, 5, 10)}
-    assert {shape for bs, shape in asked if bs == 32} == {NO_DRAFT, DraftShape(5, 4, 16), *chains.values()}
-    assert {shape for bs, shape in asked if bs == 64} == {NO_DRAFT, *(chains[depth] for depth in (1, 3, 5))}
-    assert len(asked) == len(set(asked)), "each shape must be recorded once"
-    assert Engine.rerecording.planned, "graphs of a draft that connects later must be planned"
+    record_graphs(cast(TargetEngine, engine), graphs, plan, to_console=False)
+    first, further = planned(plan)
+    assert engine.recordings.made == first
+    assert engine.recorder.num_further == len(further)
+    assert engine.recorder.planned, "graphs of a draft that connects later must be planned"
+
+
+def test_a_stop_ends_the_recording() -> None:
+    engine = SimpleNamespace(recordings=ListedGraphs(), recorder=Recorder(GraphCache("cpu")))
+    graphs = GraphCache("cpu")
+    graphs.enabled = True
+    plan = plan_graphs(settings(), cuda=True, waits=False)
+    made = engine.recordings.made
+    record_graphs(cast(TargetEngine, engine), graphs, plan, to_console=False, stopped=lambda: len(made) == 2)
+    assert len(made) == 2
+    assert engine.recorder.next_due is None, "the engine's thread must not go on"
 
 
 @pytest.mark.parametrize(
@@ -140,11 +212,29 @@ def test_each_can_be_turned_off(values: dict[str, Any], graphs: bool, overlaps: 
 @pytest.mark.parametrize(
     "values", [{"deterministic": True}, {"tp": 2}, {"disable_cuda_graph": True}], ids=str
 )
-def test_short_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
-    assert plan_graphs(settings(), cuda=True, waits=False).prefills == PREFILL_SIZES
-    assert plan_graphs(settings(quantization="fp8"), cuda=True, waits=False).prefills == FP8_PREFILL_SIZES
-    assert plan_graphs(settings(), cuda=False, waits=True).prefills == ()
-    assert plan_graphs(settings(**values), cuda=True, waits=False).prefills == ()
+def test_prompts_are_recorded_where_that_changes_nothing(values: dict[str, Any]) -> None:
+    plan = plan_graphs(settings(prefill_chunk=8192), cuda=True, waits=False)
+    assert plan.prefills == PREFILL_SIZES
+    for none in (
+        plan_graphs(settings(), cuda=False, waits=True),
+        plan_graphs(settings(prefill_chunk=8192, **values), cuda=True, waits=False),
+    ):
+        assert none.prefills == ()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "last"), [(10, 16), (16, 16), (17, 32), (512, 512), (513, 640), (3000, 2048)]
+)
+def test_no_pass_larger_than_a_chunk_is_recorded(chunk: int, last: int) -> None:
+    plan = plan_graphs(settings(prefill_chunk=chunk), cuda=True, waits=False)
+    assert plan.prefills[-1] == last
+
+
+def test_padding_is_at_most_a_quarter_of_a_long_pass() -> None:
+    for rows in range(385, PREFILL_SIZES[-1] + 1):
+        size = bucket(PREFILL_SIZES, rows)
+        assert size is not None
+        assert size - rows <= size / 4
 
 
 def test_a_backend_that_waits_for_the_device_is_not_recorded() -> None:
@@ -153,28 +243,21 @@ def test_a_backend_that_waits_for_the_device_is_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "waits", "observed", "compiles"),
+    ("values", "waits", "compiles"),
     [
-        ({}, False, False, True),
-        ({"disable_cuda_graph": True}, False, False, True),
-        ({"disable_cuda_graph": True, "disable_overlap_schedule": True}, False, False, True),
-        ({"tp": 2}, False, True, False),
-        ({"attention_backend": "flashinfer"}, True, False, False),
+        ({}, False, True),
+        ({"disable_cuda_graph": True}, False, True),
+        ({"disable_cuda_graph": True, "disable_overlap_schedule": True}, False, True),
+        ({"tp": 2}, False, True),
+        ({"attention_backend": "flashinfer"}, True, False),
     ],
     ids=["graphs", "no graphs", "no graphs and no overlap", "tp", "flashinfer"],
 )
 def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
-    values: dict[str, Any], waits: bool, observed: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, Any], waits: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearsed: list[int] = []
     said: list[str] = []
-
-    class Engine:
-        def recordings(self, batches: list[tuple[int, DraftShape]]) -> list[Recording]:
-            return [("a round", lambda: None) for _batch in batches]
-
-        def prefill_recording(self, size: int) -> Callable[[], None]:
-            return lambda: None
 
     monkeypatch.setattr(
         graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.append(len(pieces)) or 0
@@ -183,12 +266,13 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
         graph_plan, "_log", SimpleNamespace(info=lambda text, **more: said.append(more["why"]))
     )
     plan = plan_graphs(settings(**values), cuda=True, waits=waits, offers=False)
-    graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=observed, enabled=plan.graphs)
-    compile_kernels(cast(TargetEngine, Engine()), graphs, plan, [lambda: None], to_console=False)
+    graphs: Any = SimpleNamespace(device=torch.device("cuda"), enabled=plan.graphs)
+    engine: Any = SimpleNamespace(recordings=ListedGraphs())
+    compile_kernels(engine, graphs, plan, [lambda: None], to_console=False)
     if compiles:
-        rounds = sum(len(plan.shapes_at(size)) for size in plan.batch_sizes)
-        assert rounds > 0
-        assert rehearsed == [1 + len(plan.prefills) + rounds]
+        assert rehearsed == [1 + len(plan.first_batches) * len(USUAL_MODES)], (
+            "warm-up requests are sampled too"
+        )
         assert not said
     else:
         assert not rehearsed
@@ -196,23 +280,20 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
 
 
 def test_recordings_that_a_late_draft_adds_are_rehearsed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Engine:
-        def recordings(self, batches: list[tuple[int, DraftShape]]) -> list[Any]:
-            return [("a round", batch) for batch in batches]
-
-        def prefill_recording(self, size: int) -> Any:
-            return size
-
     rehearsed: list[Any] = []
     monkeypatch.setattr(
         graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.extend(pieces) or 0
     )
     plan = plan_graphs(settings(), cuda=True, waits=False)
-    graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=False, enabled=True)
-    compile_kernels(cast(TargetEngine, Engine()), graphs, plan, to_console=False)
-    assert rehearsed[0][0] == 1
-    assert rehearsed[0][1].drafts, "if the first pieces miss no kernel, the rest is skipped"
-    assert rehearsed[-1] == PREFILL_SIZES[-1]
+    graphs: Any = SimpleNamespace(device=torch.device("cuda"), enabled=True)
+    engine: Any = SimpleNamespace(recordings=ListedGraphs())
+    compile_kernels(engine, graphs, plan, to_console=False)
+    for rehearse in rehearsed:
+        rehearse()
+    made = engine.recordings.made
+    assert made[0][0] == 1
+    assert made[0][1].drafts, "if the first pieces miss no kernel, the rest is skipped"
+    assert made[-1][:2] == (16, NO_DRAFT)
 
 
 def test_a_default_tree_that_is_a_chain_is_listed_once() -> None:

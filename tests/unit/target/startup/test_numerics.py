@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.settings import TargetSettings
 from outrider.services.target.startup import numerics
-from outrider.services.target.startup.numerics import prepare_attention, prepare_decoder
+from outrider.services.target.startup.numerics import idle_preparation, prepare_attention, prepare_decoder
 from outrider.shared.attn.create import waits_for_device
 from outrider.shared.attn.deterministic import DeterministicAttention
 from outrider.shared.attn.triton import KernelAttention
@@ -338,3 +339,41 @@ def test_the_bench_builds_a_target_with_these_settings(tmp_path: Path) -> None:
     assert [row["case"] for row in json.loads((tmp_path / "latency-cpu.json").read_text())["rows"]] == [
         "round chain 3, batch 1"
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "kv_dtype", "prepared"),
+    [
+        ("cuda", {}, None, True),
+        ("cuda", {"windows": (0, 64)}, None, True),
+        ("cuda", {"windows": (64, 64)}, None, False),
+        ("cuda", {"sinks": True}, None, False),
+        ("cuda", {"latent": object()}, None, False),
+        ("cuda", {}, torch.float8_e4m3fn, False),
+        ("cpu", {}, None, False),
+    ],
+)
+def test_the_library_for_prompts_is_prepared_for_models_it_supports(
+    target_dir: Path, device: str, config: dict[str, Any], kv_dtype: torch.dtype | None, prepared: bool
+) -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    fixed = {"latent": None, "sinks": False, "windows": (0, 0)}
+    decoder: Any = SimpleNamespace(
+        cached=SimpleNamespace(**{**sizes, **fixed, **config}),
+        device=torch.device(device),
+        dtype=torch.bfloat16,
+        kv_dtype=kv_dtype,
+    )
+    attention = KernelAttention()
+    settings = settings_of(target_dir, prefill_chunk=2048)
+    with mock.patch.object(numerics, "Library") as library:
+        library.return_value.prepare.side_effect = lambda use: iter([use("chunks")])
+        assert len(list(idle_preparation(settings, decoder, attention))) == prepared
+    assert attention.chunks == ("chunks" if prepared else None)
+    if prepared:
+        library.assert_called_once_with(8, 2, 64, torch.bfloat16, torch.device("cuda"), 2048)
+
+
+def test_deterministic_attention_never_uses_the_library() -> None:
+    decoder: Any = SimpleNamespace(cached=None)
+    assert not list(idle_preparation(mock.Mock(), decoder, DeterministicAttention()))

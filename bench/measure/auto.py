@@ -1,0 +1,172 @@
+"""`outrider bench auto`: compares mode `auto` with plain decoding and fixed shapes, on an in-process engine.
+
+All shapes have the same synthetic acceptance at each position. The probability is chosen so that chains of 5
+have a given accept length. With an accept length of 1, no draft is ever right, and the best choice is plain
+decoding, so that the ratio is auto ÷ off. Times are wall-clock times of whole batches, prompts included.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.measure.latency import MeasuredShape, shrinking_lengths
+from outrider.bench.report.record import Result, Row, finish
+from outrider.bench.stacks.engine_stack import BenchEngine, EngineOptions, placement, running_engine
+from outrider.shared.base.errors import ConfigurationError, OutriderError
+from outrider.shared.base.generation import SpeculationMode
+from outrider.shared.spec.tree import DraftShape
+
+LEVELS = 16
+LAW_DEPTH = 5
+"""Depth of the chains whose accept length is given."""
+USELESS_GOAL, BEST_GOAL = 0.985, 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class AutoOptions:
+    """Options of the measurement. Its fields are the flags of `outrider bench auto`.
+
+    Attributes:
+        engine: The engine.
+        shapes: The fixed choices, plain decoding included.
+        accept_lengths: Accept lengths of chains of `LAW_DEPTH`, including the bonus token.
+        batches, new_tokens: Batch sizes, and tokens per answer.
+        prompt: Tokens per prompt.
+        pairs: Number of times that all choices are measured in turn. The figures are medians.
+        output: The JSON file.
+    """
+
+    engine: EngineOptions
+    shapes: Sequence[MeasuredShape]
+    accept_lengths: Sequence[float]
+    batches: Sequence[int]
+    new_tokens: Sequence[int]
+    prompt: int
+    pairs: int
+    output: Path | None
+
+
+def run_auto(options: AutoOptions) -> int:
+    """Run the cases, print the table and save the result. The file is written again after every case.
+
+    Returns:
+        The exit code, which is 1 if a case failed. A missed goal is no failure.
+
+    Raises:
+        ConfigurationError: A setting is wrong.
+    """
+    device, dtype = placement(options.engine)
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    settings = {
+        "shape": options.engine.shape.name,
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights": "random",
+        "transport": options.engine.transport.value,
+        "prompt": options.prompt,
+        "pairs": options.pairs,
+        **options.engine.settings,
+    }
+    result = Result("auto", settings, rows, {"failed": failed}, "synthetic acceptance")
+    with running_engine(options.engine) as engine:
+        for accept_length in options.accept_lengths:
+            for batch in options.batches:
+                for new_tokens in options.new_tokens:
+                    case = f"accept length {accept_length:g}, batch {batch}, {new_tokens} tokens"
+                    try:
+                        rows.append(_measured(engine, options, case, accept_length, batch, new_tokens))
+                    except (OutriderError, RuntimeError) as error:  # the other cases are still valid
+                        failed[case] = f"{type(error).__name__}: {error}"[:500]
+                        print(f"{case} failed: {failed[case]}", file=sys.stderr)
+                    result.save(options.output)
+    shown = ("auto_tok_s", "best", "best_tok_s", "first_ratio", "goal")
+    return finish(result, options.output, shown) or int(bool(failed))
+
+
+def check_lengths(text: str) -> list[float]:
+    """Parse a comma-separated list of accept lengths.
+
+    Raises:
+        ConfigurationError: An entry is not a number from 1 to `LAW_DEPTH` + 1.
+    """
+    try:
+        lengths = [float(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or not all(1 <= length <= LAW_DEPTH + 1 for length in lengths):
+        raise ConfigurationError(
+            f"--accept-length {text}: expected numbers from 1 to {LAW_DEPTH + 1}, separated by commas.",
+            field="--accept-length",
+        )
+    return lengths
+
+
+def law_of(accept_length: float) -> list[float]:
+    """Return `LEVELS` equal acceptance rates with which chains of `LAW_DEPTH` have this accept length.
+
+    Args:
+        accept_length: Mean tokens per round, including the bonus token; 1 to `LAW_DEPTH` + 1.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if 1 + sum(middle**depth for depth in range(1, LAW_DEPTH + 1)) < accept_length:
+            low = middle
+        else:
+            high = middle
+    rate = round(high, 9)
+    return [rate if accept_length > 1 else 0.0] * LEVELS
+
+
+def _measured(
+    engine: BenchEngine, options: AutoOptions, case: str, accept_length: float, batch: int, new_tokens: int
+) -> Row:
+    """Return the row of one case. The figure is the speed of `auto` ÷ the speed of the best fixed choice."""
+    drawn = random.Random(0)
+    vocab = engine.decoder.config.vocab_size
+
+    def prompts() -> list[list[int]]:
+        return [[drawn.randrange(vocab) for _ in range(options.prompt)] for _ in range(batch)]
+
+    def speed(tree: DraftShape | None, mode: SpeculationMode | None = None) -> float:
+        seconds, _ = engine.run_batch(prompts(), new_tokens, tree, mode)
+        return batch * new_tokens / seconds
+
+    # 1. Warm up the fixed choices. Then measure `auto` once without any knowledge of the drafter.
+    engine.set_rates(law_of(accept_length))
+    for shape in options.shapes:
+        engine.run_batch(prompts(), shrinking_lengths(batch, new_tokens), shape.tree)
+    engine.forget()
+    first = speed(None, SpeculationMode.AUTO)
+    # 2. Measure in turn, so that a change of the GPU's clock concerns all choices.
+    speeds: dict[str, list[float]] = {shape.label: [] for shape in options.shapes}
+    auto: list[float] = []
+    for _ in range(options.pairs):
+        auto.append(speed(None, SpeculationMode.AUTO))
+        for shape in options.shapes:
+            speeds[shape.label].append(speed(shape.tree))
+    # 3. Compare with the choice that is the best by its median.
+    medians = {label: statistics.median(found) for label, found in speeds.items()}
+    best = max(medians, key=lambda label: medians[label])
+    ratios = [mine / other for mine, other in zip(auto, speeds[best], strict=True)]
+    more: dict[str, Any] = {
+        "auto_tok_s": round(statistics.median(auto), 1),
+        "best": best,
+        "best_tok_s": round(medians[best], 1),
+        "goal": USELESS_GOAL if accept_length == 1 else BEST_GOAL,
+        "first_ratio": round(first / medians[best], 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "fixed_tok_s": {label: round(value, 1) for label, value in medians.items()},
+        "decision": engine.auto_decision(),
+        "batch": batch,
+        "new_tokens": new_tokens,
+        "accept_length": accept_length,
+    }
+    return Row(f"auto ÷ best, {case}", statistics.median(ratios), "×", more=more)

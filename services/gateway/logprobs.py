@@ -1,0 +1,150 @@
+"""Writes logprobs in the formats of OpenAI's chat and completions and of SGLang."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from outrider.shared.base.logit_rules import TokenLogprob
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot express. OpenAI uses this number."""
+
+BytesOf = Callable[[int], bytes]
+"""Returns the bytes of a token's text."""
+
+
+def token_bytes(tokenizer: Tokenizer | None) -> BytesOf:
+    """Return a function for the bytes of single tokens, which need not be valid UTF-8.
+
+    Args:
+        tokenizer: Without a tokenizer, every token is empty.
+    """
+    if tokenizer is None:
+        return lambda token: b""
+    letters = _byte_letters()
+
+    @cache
+    def bytes_of(token: int) -> bytes:
+        written = tokenizer.id_to_token(token) or ""
+        if "\u2581" in written:
+            return written.replace("\u2581", " ").encode()  # decoded alone, the token would lose its space
+        text = str(tokenizer.decode([token], skip_special_tokens=False))
+        if "\ufffd" not in text:
+            return text.encode()
+        # The token is part of a character. Byte-level tokenizers write each byte as a letter, and others
+        # write it as <0xNN>.
+        if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
+            return bytes([int(written[3:5], 16)])
+        if all(letter in letters for letter in written):
+            return bytes(letters[letter] for letter in written)
+        return text.encode()
+
+    return bytes_of
+
+
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], bytes_of: BytesOf, ids_as_text: bool = False
+) -> dict[str, Any]:
+    """Return the `logprobs` object of a chat choice or of a chunk of it."""
+
+    def one_of(token: int, logprob: float) -> dict[str, Any]:
+        raw = bytes_of(token)
+        return {
+            "token": _name(token, raw, ids_as_text),
+            "logprob": _finite(logprob),
+            "bytes": list(raw),
+        }
+
+    content = [
+        one_of(token, one.logprob) | {"top_logprobs": [one_of(*pair) for pair in one.top]}
+        for token, one in zip(token_ids, logprobs, strict=False)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+    bytes_of: BytesOf,
+    ids_as_text: bool = False,
+    offset: int = 0,
+) -> dict[str, Any]:
+    """Return the `logprobs` object of a text completion or of a chunk of it.
+
+    Args:
+        token_ids: The tokens, those of the prompt included if the prompt is repeated.
+        logprobs: Their logprobs; None for the first token of a prompt.
+        bytes_of: Returns the bytes of a token.
+        ids_as_text: Whether to write tokens as ``token_id:N``.
+        offset: Number of characters before the first token.
+    """
+    tokens, offsets, tops = [], [], []
+    for token, one in zip(token_ids, logprobs, strict=False):
+        raw = bytes_of(token)
+        tokens.append(_name(token, raw, ids_as_text))
+        offsets.append(offset)
+        offset += len(raw.decode("utf-8", "replace"))
+        tops.append(None if one is None else _top_object(token, one, bytes_of, ids_as_text))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if one is None else _finite(one.logprob) for one in logprobs[: len(tokens)]],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def native_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob | None],
+    bytes_of: BytesOf | None,
+) -> tuple[list[list[Any]], list[list[list[Any]] | None]]:
+    """Return SGLang's lists of a sequence: [logprob, id, text] per token, and the same for its alternatives.
+
+    Args:
+        token_ids: The tokens.
+        logprobs: Their logprobs; None for a token without logprob.
+        bytes_of: Returns the bytes of a token. None leaves the text out.
+    """
+
+    def one_of(token: int, logprob: float | None) -> list[Any]:
+        text = None if bytes_of is None else bytes_of(token).decode("utf-8", "replace")
+        return [None if logprob is None else _finite(logprob), token, text]
+
+    pairs = list(zip(token_ids, logprobs, strict=False))
+    own = [one_of(token, None if one is None else one.logprob) for token, one in pairs]
+    tops = [[one_of(*pair) for pair in one.top] if one is not None and one.top else None for _, one in pairs]
+    return own, tops
+
+
+def _top_object(token: int, one: TokenLogprob, bytes_of: BytesOf, ids_as_text: bool) -> Mapping[str, float]:
+    """Return the alternatives and the token itself by name. If two names are equal, the first one counts."""
+    found: dict[str, float] = {}
+    for other, logprob in (*one.top, (token, one.logprob)):
+        found.setdefault(_name(other, bytes_of(other), ids_as_text), _finite(logprob))
+    return found
+
+
+def _name(token: int, raw: bytes, ids_as_text: bool) -> str:
+    return f"token_id:{token}" if ids_as_text else raw.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB) if not math.isnan(logprob) else LEAST_LOGPROB
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """Return the byte of each letter with which byte-level tokenizers write their tokens.
+
+    Printable bytes of Latin-1 stand for themselves. The others have the letters from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }

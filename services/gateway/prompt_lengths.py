@@ -1,0 +1,60 @@
+"""Checks that a prompt and its new tokens fit into the model's context and vocabulary."""
+
+from __future__ import annotations
+
+from outrider.services.gateway.served_target import ServedTarget
+from outrider.shared.base.errors import InvalidRequestError
+
+
+def check_lengths(
+    prompt_ids: tuple[int, ...],
+    max_tokens: int | None,
+    info: ServedTarget,
+    *,
+    prompt_field: str,
+    max_tokens_field: str,
+    default: int | None,
+) -> int:
+    """Check one prompt and return the limit of new tokens for it, at least 1.
+
+    Args:
+        prompt_ids: Token ids of the prompt.
+        max_tokens: The client's limit of new tokens, or None.
+        info: The target's limits.
+        prompt_field, max_tokens_field: Names of the two fields in the client's API, for errors.
+        default: Limit of new tokens if the client sets none. None allows all tokens that fit.
+
+    Raises:
+        InvalidRequestError: If the prompt is empty or too long, or contains an unknown token. The error names
+            the field.
+    """
+    length, limit = len(prompt_ids), info.max_model_len
+    if not length:
+        raise InvalidRequestError(f"{prompt_field} must contain at least one token.", field=prompt_field)
+    if length >= limit:
+        raise _too_long(
+            prompt_field,
+            f"The prompt has {length} tokens. It must be shorter than the model's context of {limit} tokens.",
+        )
+    for token_id in (min(prompt_ids), max(prompt_ids)):
+        if not 0 <= token_id < info.vocab_size:
+            message = (
+                f"{prompt_field} contains the token id {token_id}, "
+                f"but the vocabulary has {info.vocab_size} entries."
+            )
+            raise InvalidRequestError(message, field=prompt_field)
+    if max_tokens is None:
+        return min(limit - length, default or limit)
+    # The target generates at least one token. If the client wants none, the gateway drops it.
+    max_tokens = max(1, max_tokens)
+    if length + max_tokens > limit:
+        message = (
+            f"The prompt's {length} tokens and {max_tokens_field}={max_tokens} exceed the model's context "
+            f"of {limit} tokens."
+        )
+        raise _too_long(max_tokens_field, f"{message} At most {limit - length} new tokens fit.")
+    return max_tokens
+
+
+def _too_long(field: str, message: str) -> InvalidRequestError:
+    return InvalidRequestError(message, field=field, reason="context_length_exceeded")

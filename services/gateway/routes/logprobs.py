@@ -1,0 +1,108 @@
+"""Logprobs of replies and stream chunks, in the formats of the routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outrider.services.gateway.core import GatewayCore, Job
+from outrider.services.gateway.logprobs import chat_logprobs, completion_logprobs, native_logprobs
+from outrider.services.gateway.request import Chunk, Completion
+from outrider.shared.base.logit_rules import TokenLogprob
+
+
+def chunk_logprobs(core: GatewayCore, job: Job) -> Callable[[int, Chunk], dict[str, Any] | None] | None:
+    """Return a function for the `logprobs` of a chat chunk. None if the client wants no logprobs."""
+    wanted = job.parameters.logprobs
+    if wanted.wanted.top is None:
+        return None
+
+    def of_chunk(index: int, chunk: Chunk) -> dict[str, Any] | None:
+        if not chunk.logprobs:
+            return None
+        return chat_logprobs(chunk.token_ids, chunk.logprobs, core.token_bytes, wanted.ids_as_text)
+
+    return of_chunk
+
+
+def chat_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> dict[str, Any] | None:
+    """Return the `logprobs` of a chat choice. None if the client wants none."""
+    wanted = job.parameters.logprobs
+    if wanted.wanted.top is None:
+        return None
+    return chat_logprobs(one.token_ids, one.logprobs, core.token_bytes, wanted.ids_as_text)
+
+
+def completion_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> dict[str, Any] | None:
+    """Return the `logprobs` of a completion and of its echoed prompt. None if the client wants none."""
+    wanted = job.parameters.logprobs
+    if wanted.wanted.top is None:
+        return None
+    prompt: Sequence[int] = ()
+    logprobs: list[TokenLogprob | None] = []
+    if wanted.wanted.prompt_top is not None:
+        prompt, logprobs = one.prompt_ids, [None, *one.prompt_logprobs]
+    return completion_logprobs(
+        [*prompt, *one.token_ids], [*logprobs, *one.logprobs], core.token_bytes, wanted.ids_as_text
+    )
+
+
+def completion_chunk_logprobs(
+    core: GatewayCore, job: Job
+) -> Callable[[int, Chunk], dict[str, Any] | None] | None:
+    """Return a function for the `logprobs` of a completion chunk. None if the client wants no logprobs.
+
+    The logprobs of an echoed prompt come in chunks of their own. The function keeps the text offset and the
+    place in the prompt of each sequence.
+    """
+    wanted = job.parameters.logprobs
+    if wanted.wanted.top is None:
+        return None
+    offsets: dict[int, int] = {}
+    scored: dict[int, int] = {}
+
+    def of_chunk(index: int, chunk: Chunk) -> dict[str, Any] | None:
+        logprobs: Sequence[TokenLogprob | None] = chunk.logprobs
+        token_ids: Sequence[int] = chunk.token_ids
+        if chunk.prompt_logprobs:
+            logprobs = chunk.prompt_logprobs
+            first = scored.get(index, 0)
+            if not first:
+                logprobs = [None, *logprobs]
+            scored[index] = first + len(logprobs)
+            token_ids = chunk.prompt_ids[first : first + len(logprobs)]
+        if not logprobs:
+            return None
+        start = offsets.get(index, 0)
+        offsets[index] = start + sum(
+            len(core.token_bytes(token).decode("utf-8", "replace")) for token in token_ids
+        )
+        return completion_logprobs(token_ids, logprobs, core.token_bytes, wanted.ids_as_text, start)
+
+    return of_chunk
+
+
+def native_meta(
+    core: GatewayCore, job: Job, prompt_ids: Sequence[int], chunks: Sequence[Chunk], with_text: bool
+) -> dict[str, Any]:
+    """Return the logprobs of `meta_info`. Empty if the client wants none."""
+    wanted = job.parameters.logprobs.wanted
+    if wanted.top is None:
+        return {}
+    bytes_of = core.token_bytes if with_text else None
+    token_ids = [token for chunk in chunks for token in chunk.token_ids]
+    own, tops = native_logprobs(token_ids, [one for chunk in chunks for one in chunk.logprobs], bytes_of)
+    meta: dict[str, Any] = {"output_token_logprobs": own}
+    if wanted.top:
+        meta["output_top_logprobs"] = tops
+    if wanted.prompt_top is not None:
+        scored: list[TokenLogprob | None] = [one for chunk in chunks for one in chunk.prompt_logprobs]
+        own, tops = native_logprobs(prompt_ids[wanted.prompt_start - 1 :], [None, *scored], bytes_of)
+        meta["input_token_logprobs"] = own
+        if wanted.prompt_top:
+            meta["input_top_logprobs"] = tops
+    else:
+        meta["input_token_logprobs"] = []
+        if wanted.top:
+            meta["input_top_logprobs"] = []
+    return meta

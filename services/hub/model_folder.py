@@ -1,0 +1,61 @@
+"""Turns the model that a user names into a folder: a local path, or `ORG/NAME` on a hub (`model_folder`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from outrider.shared.base.errors import ConfigurationError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
+
+
+def is_hub_name(name: str | Path) -> bool:
+    """Return True for ``ORG/NAME`` if there is no local file or folder of that name."""
+    return HUB_NAME.fullmatch(str(name)) is not None and not Path(name).exists()
+
+
+def model_folder(
+    name: str | Path,
+    flag: str,
+    revision: str | None = None,
+    *,
+    cache: Path | None = None,
+    endpoint: str | None = None,
+) -> Path:
+    """Return the folder of a model. Download the model first if its name is a hub's and it is not cached.
+
+    huggingface_hub reads the environment: HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
+
+    Args:
+        name: A folder, or ``ORG/NAME``. A name that is neither is returned as it is; opening it fails later
+            with a message that fits.
+        flag: The flag that named the model, for errors.
+        revision: Branch, tag or commit on the hub.
+        cache: Folder of the Hugging Face cache. None means the environment's.
+        endpoint: Address of the hub. None means the environment's.
+
+    Raises:
+        ConfigurationError: The hub has no such model, or a revision is given for a folder.
+        UnavailableError: The hub cannot be reached, or the download broke off.
+    """
+    if not is_hub_name(name):
+        if revision:
+            raise ConfigurationError(
+                f"{flag} {name} is not a model on the hub, so the revision {revision} has no meaning. Remove "
+                "the revision, or give ORG/NAME.",
+                field=flag,
+            )
+        return Path(name)
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise ConfigurationError(
+            f"{flag} {name}: there is no such folder, and a download needs huggingface_hub. Run: pip install "
+            "'outrider[engine]'.",
+            field=flag,
+        )
+    # Imported here because huggingface_hub imports an HTTP library, which a start from folders does not need.
+    from outrider.services.hub.download import cached_snapshot, download_snapshot
+
+    cached = cached_snapshot(str(name), revision, cache)
+    return cached or download_snapshot(str(name), revision, flag, cache, endpoint)

@@ -1,0 +1,80 @@
+"""Checks flags with the settings classes of their services, and model folders, before a process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.services.stack.options import StackOptions
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.model_paths import dangling_links
+
+
+def check_gateway_flags(options: StackOptions) -> None:
+    """Check the gateway's flags with its own settings class, before it starts.
+
+    Raises:
+        ConfigurationError: A value is wrong, or other hosts could connect without an API key.
+    """
+    from outrider.services.gateway.settings import GatewaySettings
+
+    GatewaySettings.load(
+        {"host": options.host, "port": options.port, "grpc_port": options.grpc, **options.gateway_settings}
+    ).check()
+
+
+def check_target_flags(options: StackOptions, own_process: bool) -> None:
+    """Check the target's flags with the target's own settings class, before the target starts.
+
+    This imports torch.
+
+    Args:
+        options: Options of `outrider up`.
+        own_process: True if the draft has a process of its own.
+
+    Raises:
+        ConfigurationError: A value is wrong, or two flags conflict.
+    """
+    from outrider.services.target.settings import TargetSettings
+
+    draft = "unix:/draft" if own_process else "none"
+    related = {
+        "model": options.target,
+        "device": options.device,
+        "dtype": options.dtype,
+        "tp": options.tp,
+        "draft": draft,
+    }
+    related["mem_fraction_static"] = options.mem_fraction_static
+    TargetSettings.load({**related, **options.target_settings}).check()
+
+
+def check_model_folder(folder: Path, flag: str, hint: str = "") -> None:
+    """Reject a folder that is no complete model.
+
+    Args:
+        folder: The model's folder.
+        flag: The flag that named it.
+        hint: A sentence for the end of the message.
+
+    Raises:
+        ConfigurationError: The folder, its configuration or its weights are missing.
+    """
+    if not folder.is_dir():
+        raise ConfigurationError(f"{flag} {folder}: there is no such folder.{hint}", field=flag)
+    if link := dangling_links(folder):
+        raise ConfigurationError(f"{flag} {folder}: {link}", field=flag)
+    # Mistral publishes draft heads with params.json instead of config.json.
+    if not any(
+        (folder / name).exists()
+        for name in (("config.json", "params.json") if flag == "--draft" else ("config.json",))
+    ):
+        message = (
+            f"{flag} {folder} has no config.json. Give a complete model folder in Hugging Face layout.{hint}"
+        )
+        raise ConfigurationError(message, field=flag)
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ConfigurationError(
+            f"{flag} {folder} contains no weights (*.safetensors or *.bin). Download the complete "
+            f"model.{hint}",
+            field=flag,
+        )

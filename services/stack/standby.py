@@ -1,0 +1,101 @@
+"""Standby processes: a second process of a service that has imported its code and waits to replace the first.
+
+Importing torch takes seconds. A standby process does that ahead of time, but it neither loads a model nor
+uses a GPU. The supervisor controls it by lines on its standard input:
+
+    PREPARE    import the service's code
+    SERVE      load the model and serve
+    (the end)  exit, because the supervisor is gone
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+VARIABLE = "OUTRIDER_STANDBY"
+"""Environment variable of a standby process."""
+PREPARE, SERVE = "prepare", "serve"
+
+
+class Standby:
+    """The supervisor's end of one standby process.
+
+    Args:
+        process: The process, started with `VARIABLE` and a pipe as its standard input.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def prepare(self) -> None:
+        """Let the process import its code. May be called from any thread, and repeatedly."""
+        self._tell(PREPARE)
+
+    def take_over(self) -> subprocess.Popen[str] | None:
+        """Let the process serve, and return it. Return None if it has ended."""
+        self._tell(SERVE, last=True)
+        if self._process.poll() is None:
+            return self._process
+        self._reap()
+        return None
+
+    def end(self) -> None:
+        """End the process, and wait until it has ended."""
+        with self._lock:
+            self._close()
+        self._process.kill()
+        self._reap()
+
+    def _reap(self) -> None:
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _tell(self, line: str, *, last: bool = False) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):  # the process has ended
+                self._process.stdin.write(line + "\n")
+                self._process.stdin.flush()
+            if last:
+                self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+
+def wait_until_needed(load: Callable[[], object]) -> None:
+    """In a standby process, wait for the supervisor. In any other process, do nothing.
+
+    Exits this process if the supervisor ends first.
+
+    Args:
+        load: Imports the service's code.
+    """
+    if os.environ.pop(VARIABLE, "") != "1":
+        return
+    loaded = False
+    for line in iter(sys.stdin.readline, ""):
+        if not loaded:
+            load()
+            loaded = True
+        if line.strip() == SERVE:
+            break
+    else:
+        sys.exit(0)
+    # A process with a pipe as its standard input is a standby process.
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, sys.stdin.fileno())
+    os.close(null)

@@ -1,0 +1,76 @@
+"""Measures how long a draft takes to answer, and derives how long rows wait for it.
+
+Answers that are late now and then do not count, because a draft that is stopped from time to time does not
+become a draft worth waiting for. Only `LATES_TO_COUNT` late answers in a row count, because such a draft has
+become slower.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+ANSWERS_KEPT = 256
+ANSWERS_TO_JUDGE = 8
+"""Number of answers that are measured before they limit a wait. The first answers are slow, because caches
+and kernels are cold."""
+LATES_TO_COUNT = 3
+WAIT_MULTIPLE = 4.0
+"""Longest wait of a row in mode `on`, as a multiple of the 99th percentile of the measured times."""
+FLOOR_SHARE = 0.125
+"""Least limit of the wait of a row in mode `on`, as a share of the fault deadline: 0.25 s by default."""
+OTHERS_MULTIPLE = 2.0
+"""Longest time for which other rows wait for rows in mode `on`, as a multiple of the 99th percentile."""
+OTHERS_FLOOR_S = 0.01
+"""Least limit of that time, in seconds."""
+
+
+class AnswerTimes:
+    """Times in seconds from requests to answers. Engine thread only.
+
+    Args:
+        fault_deadline_s: Upper limit of every wait. It is the limit until enough answers are measured.
+    """
+
+    def __init__(self, fault_deadline_s: float) -> None:
+        self._fault_deadline_s = fault_deadline_s
+        self._times: deque[float] = deque(maxlen=ANSWERS_KEPT)
+        self._lates = 0
+        self._p99: float | None = None
+
+    def in_time(self, seconds: float) -> None:
+        """Record an answer that arrived while a row was waiting for it."""
+        self._lates = 0
+        self._record(seconds)
+
+    def late(self, seconds: float) -> None:
+        """Record an answer for which no row was waiting any more."""
+        self._lates += 1
+        if self._lates >= LATES_TO_COUNT:
+            self._record(min(seconds, self._fault_deadline_s))
+
+    @property
+    def p99(self) -> float | None:
+        """99th percentile of the recent times; None before enough answers are measured."""
+        if self._p99 is None and len(self._times) >= ANSWERS_TO_JUDGE:
+            ordered = sorted(self._times)
+            self._p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+        return self._p99
+
+    @property
+    def limit_s(self) -> float:
+        """Longest time for which a row in mode `on` waits for its trees."""
+        if self.p99 is None:
+            return self._fault_deadline_s
+        floor = FLOOR_SHARE * self._fault_deadline_s
+        return min(self._fault_deadline_s, max(floor, WAIT_MULTIPLE * self.p99))
+
+    @property
+    def others_s(self) -> float:
+        """Longest time for which a round with other rows waits for trees of rows in mode `on`."""
+        if self.p99 is None:
+            return FLOOR_SHARE * self._fault_deadline_s
+        return min(self.limit_s, max(OTHERS_FLOOR_S, OTHERS_MULTIPLE * self.p99))
+
+    def _record(self, seconds: float) -> None:
+        self._times.append(seconds)
+        self._p99 = None

@@ -1,0 +1,41 @@
+"""Limits the share of time that requests lose to a draft that they wait for in vain.
+
+A budget grows with time, up to a capacity. Every wait that ends without trees is taken from it. While the
+budget is used up, the draft gets no requests, however soon it answers again. So over any time t, at most
+
+    capacity + share × t + one wait
+
+is lost, whatever the draft does, for example if it is stopped for 0.9 s of every second.
+"""
+
+from __future__ import annotations
+
+
+class WaitBudget:
+    """The seconds that may be lost to waits in vain. Engine thread only.
+
+    Args:
+        share: Seconds that may be lost for each second that passes.
+        capacity_s: The largest budget, which is also the first one, in seconds.
+    """
+
+    def __init__(self, share: float, capacity_s: float) -> None:
+        self._share = share
+        self._capacity_s = capacity_s
+        self._left_s = capacity_s
+        self._at: float | None = None
+
+    def spend(self, seconds: float, now: float) -> None:
+        """Take a wait in vain from the budget. `now` is the time of a monotonic clock."""
+        self._grow(now)
+        self._left_s -= seconds
+
+    def empty_s(self, now: float) -> float:
+        """Return the seconds until the budget is positive again; 0 if it is positive."""
+        self._grow(now)
+        return max(0.0, -self._left_s / self._share) if self._left_s <= 0 else 0.0
+
+    def _grow(self, now: float) -> None:
+        if self._at is not None:
+            self._left_s = min(self._capacity_s, self._left_s + self._share * max(0.0, now - self._at))
+        self._at = now

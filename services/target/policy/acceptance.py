@@ -1,0 +1,216 @@
+"""Estimates how many draft tokens of a round are accepted: for each drafter, kind of sampling and request.
+
+p_d is the probability that the draft token at depth d is accepted if its parent was accepted. The expected
+tokens of a round of depth D are the following sum. Its first term is the token that the target itself adds.
+
+    1 + p_1 + p_1 p_2 + ... + p_1 p_2 ... p_D
+
+`DrafterAcceptance` estimates p_d from all rounds with one drafter, for each kind of sampling, and separately
+for trees and chains. This estimate outlives requests and restarts of the draft. A request has one number of
+its own, its level, which says how much better or worse its drafts do than those of other requests. The level
+shifts the log-odds of every p_d. So a new request starts from what the server has learnt, and a few rounds
+show whether it differs.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+from outrider.shared.base.generation import SamplingParams
+
+MAX_DEPTH = 16
+"""Depths from this one on are assumed to have the same probability."""
+DECAY = 0.995
+"""Factor on the weight of older rounds of a drafter for each new round of a request."""
+PRIOR_STRENGTH = 3.0
+"""Weight of the prior of a drafter's p_d, as a number of rounds."""
+PRIOR_ACCEPTANCE = 0.6
+"""Prior of p_1 before any round was measured."""
+OTHERS_STRENGTH = 12.0
+"""Largest weight of other kinds of sampling, and of the other form, in p_d, as a number of rounds."""
+FADING = 0.99
+"""Factor on the weight of what was not measured since the last decision, though the kind was.
+
+What is not in use would otherwise be judged by a few old rounds forever."""
+SURE_TRIALS = 60
+"""Number of trials after which the estimate of a depth below the first has no bonus; see `rates`."""
+ROUNDS_TO_KNOW = 10
+"""Number of rounds, with decay, after which the acceptance of a drafter counts as known."""
+ROW_DECAY = 0.95
+"""Factor on the weight of a request's older rounds for each new round."""
+ROW_STRENGTH = 6.0
+"""Weight of the drafter's acceptance in the level of a request, as a number of draft tokens."""
+STEPS_PER_UNIT = 2
+"""Number of levels per unit of log-odds."""
+MOST_LEVEL = 10
+LEAST_RATE = 0.002
+"""Smallest probability for which log-odds are computed."""
+
+
+class SamplingKind(Enum):
+    """Kinds of sampling that accept drafts differently."""
+
+    GREEDY = "greedy"
+    SAMPLED = "sampled"
+    FILTERED = "filtered"
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> SamplingKind:
+        """Return the kind of a request."""
+        if sampling.temperature == 0:
+            return cls.GREEDY
+        filtered = sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0
+        return cls.FILTERED if filtered else cls.SAMPLED
+
+
+class _Counts:
+    """Trials and successes at each depth, with decay."""
+
+    __slots__ = ("fresh", "successes", "trials")
+
+    def __init__(self) -> None:
+        self.fresh = 0  # number of depths that were measured since the last decision
+        self.trials = [0.0] * MAX_DEPTH
+        self.successes = [0.0] * MAX_DEPTH
+
+    def observe(self, accepted: int, offered_depth: int) -> None:
+        # Depths below the first rejection do not count as trials, because their parents were not accepted.
+        measured = min(accepted + 1, offered_depth, MAX_DEPTH)
+        self.fresh = max(self.fresh, measured)
+        for depth in range(measured):
+            self.trials[depth] = self.trials[depth] * DECAY + 1.0
+            self.successes[depth] = self.successes[depth] * DECAY + (accepted > depth)
+
+    def fade(self) -> None:
+        for depth in range(self.fresh, MAX_DEPTH):
+            self.trials[depth] *= FADING
+            self.successes[depth] *= FADING
+
+
+class DrafterAcceptance:
+    """The acceptance of one drafter. Rates and expected tokens are those of the last `refresh`."""
+
+    __slots__ = ("_counts", "_expected", "_rates")
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[SamplingKind, bool], _Counts] = {}
+        self._rates: dict[tuple[SamplingKind, bool], list[float]] = {}
+        self._expected: dict[tuple[SamplingKind, bool, int], list[float]] = {}
+
+    def observe(self, kind: SamplingKind, chain: bool, accepted: int, offered_depth: int) -> None:
+        """Record a round of one request that offered `offered_depth` levels and accepted `accepted` nodes."""
+        counts = self._counts.get((kind, chain))
+        if counts is None:
+            counts = self._counts[kind, chain] = _Counts()
+        counts.observe(accepted, offered_depth)
+
+    def refresh(self) -> None:
+        """Let `rates` and `expected_tokens` contain all rounds so far. Called once for each decision."""
+        in_use = {kind for (kind, _), counts in self._counts.items() if counts.fresh}
+        for (kind, _), counts in self._counts.items():
+            if kind in in_use:
+                counts.fade()
+                counts.fresh = 0
+        self._rates.clear()
+        self._expected.clear()
+
+    @property
+    def known(self) -> bool:
+        """True if enough rounds were measured to rely on the estimates."""
+        return sum(counts.trials[0] for counts in self._counts.values()) >= ROUNDS_TO_KNOW
+
+    def rates(self, kind: SamplingKind, chain: bool) -> list[float]:
+        """Return p_1, p_2, ..., `MAX_DEPTH` numbers.
+
+        The prior of a depth comes from the other kinds of sampling and the other form (tree or chain). If
+        none of them reached that depth, the prior is the rate of the previous depth.
+
+        Depths below the first get a bonus of one standard deviation, which vanishes with the number of
+        trials. Otherwise, a few unlucky trials of a depth could keep deep drafts from being used, and their
+        acceptance from being measured. Whether drafts pay at all depends mostly on the first depth.
+        """
+        found = self._rates.get((kind, chain))
+        if found is not None:
+            return found
+        own = self._counts.get((kind, chain)) or _Counts()
+        others = [counts for counts in self._counts.values() if counts is not own]
+        rate, rates = PRIOR_ACCEPTANCE, []
+        for depth in range(MAX_DEPTH):
+            trials = sum(one.trials[depth] for one in others)
+            successes = sum(one.successes[depth] for one in others)
+            rate = (successes + PRIOR_STRENGTH * rate) / (trials + PRIOR_STRENGTH)
+            strength = min(OTHERS_STRENGTH, PRIOR_STRENGTH + trials)
+            trials += own.trials[depth]
+            rate = (own.successes[depth] + strength * rate) / (own.trials[depth] + strength)
+            unsure = max(0.0, 1.0 - trials / SURE_TRIALS) if depth else 0.0
+            rates.append(min(1.0, rate + unsure * math.sqrt(rate * (1 - rate) / (trials + PRIOR_STRENGTH))))
+        self._rates[kind, chain] = rates
+        return rates
+
+    def expected_tokens(self, kind: SamplingKind, chain: bool, level: int = 0) -> list[float]:
+        """Return the expected tokens of a round of depth 0, 1, ..., `MAX_DEPTH`.
+
+        Args:
+            kind: Kind of sampling.
+            chain: True for chains, False for trees.
+            level: Level of the request; see `RowAcceptance.level`.
+        """
+        found = self._expected.get((kind, chain, level))
+        if found is not None:
+            return found
+        tokens, reach, shift = [1.0], 1.0, level / STEPS_PER_UNIT
+        for rate in self.rates(kind, chain):
+            reach *= rate if level == 0 else _probability(_log_odds(rate) + shift)
+            tokens.append(tokens[-1] + reach)
+        self._expected[kind, chain, level] = tokens
+        return tokens
+
+
+class RowAcceptance:
+    """How the drafts of one request do, compared with those of all requests of its kind."""
+
+    __slots__ = ("_accepted", "_drafter", "_expected", "_trials", "kind")
+
+    def __init__(self, drafter: DrafterAcceptance, kind: SamplingKind) -> None:
+        self.kind = kind
+        self._drafter = drafter
+        self._trials = self._accepted = self._expected = 0.0
+
+    def follow(self, drafter: DrafterAcceptance) -> None:
+        """Start again if another drafter drafts for this request now."""
+        if drafter is not self._drafter:
+            self._drafter = drafter
+            self._trials = self._accepted = self._expected = 0.0
+
+    def observe(self, chain: bool, accepted: int, offered_depth: int) -> None:
+        """Record a round that offered `offered_depth` levels and accepted `accepted` nodes."""
+        trials = min(accepted + 1, offered_depth, MAX_DEPTH)
+        rates = self._drafter.rates(self.kind, chain)
+        self._trials = self._trials * ROW_DECAY + trials
+        self._accepted = self._accepted * ROW_DECAY + min(accepted, trials)
+        self._expected = self._expected * ROW_DECAY + sum(rates[:trials])
+        self._drafter.observe(self.kind, chain, accepted, offered_depth)
+
+    @property
+    def level(self) -> int:
+        """The shift of this request's log-odds against those of its kind, in 1 / `STEPS_PER_UNIT`."""
+        if not self._trials:
+            return 0
+        usual = self._expected / self._trials
+        own = (self._accepted + ROW_STRENGTH * usual) / (self._trials + ROW_STRENGTH)
+        level = round(STEPS_PER_UNIT * (_log_odds(own) - _log_odds(usual)))
+        return max(-MOST_LEVEL, min(MOST_LEVEL, level))
+
+    def expected_tokens(self, chain: bool) -> list[float]:
+        """Return the expected tokens of a round of depth 0, 1, ..., `MAX_DEPTH`."""
+        return self._drafter.expected_tokens(self.kind, chain, self.level)
+
+
+def _log_odds(rate: float) -> float:
+    rate = max(LEAST_RATE, min(1 - LEAST_RATE, rate))
+    return math.log(rate / (1 - rate))
+
+
+def _probability(log_odds: float) -> float:
+    return 1 / (1 + math.exp(-log_odds))

@@ -1,0 +1,54 @@
+"""The expected tokens of the rows of a round, for each shape that a row may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from outrider.services.target.policy.acceptance import MAX_DEPTH
+from outrider.services.target.policy.offered_shapes import offered_shapes
+from outrider.services.target.policy.partition import RowClass
+from outrider.services.target.policy.row_state import RowBound
+from outrider.shared.spec.tree import DraftShape
+
+Tokens = Mapping[DraftShape, float]
+"""Expected tokens of a round, for each shape that a row may have."""
+
+
+class Expectations:
+    """What the rows of a round are expected to yield. Rows that are alike share a mapping.
+
+    Args:
+        rows: The rows.
+
+    Attributes:
+        tokens: The expected tokens of each row. Empty for a row that can use no drafts.
+    """
+
+    def __init__(self, rows: Sequence[RowBound]) -> None:
+        self._alike: dict[object, Tokens] = {}
+        self.tokens = [self._of(row) for row in rows]
+
+    def classes(self) -> list[RowClass]:
+        """Return the rows by what is expected of them."""
+        counts: dict[int, int] = {}
+        for tokens in self.tokens:
+            counts[id(tokens)] = counts.get(id(tokens), 0) + 1
+        return [RowClass(tokens, counts[id(tokens)]) for tokens in self._alike.values()]
+
+    def _of(self, row: RowBound) -> Tokens:
+        acceptance, useful = row.state.acceptance, max(0, min(row.useful_depth, MAX_DEPTH))
+        key = (row.forms, acceptance.kind, acceptance.level, useful)
+        if key not in self._alike:
+            self._alike[key] = expected_tokens(row)
+        return self._alike[key]
+
+
+def expected_tokens(row: RowBound) -> dict[DraftShape, float]:
+    """Return the expected tokens of a row for each shape that it may have."""
+    if row.useful_depth <= 0:
+        return {}
+    by_form = {chain: row.state.acceptance.expected_tokens(chain) for chain in (False, True)}
+    deepest = min(row.useful_depth, MAX_DEPTH)
+    return {
+        shape: by_form[shape.topk == 1][min(shape.depth, deepest)] for shape in offered_shapes(row.forms, 1)
+    }

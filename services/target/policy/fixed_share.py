@@ -1,0 +1,70 @@
+"""Bounds the time that trees of fixed shapes add to the rounds of other rows.
+
+A client may ask for a large tree in every round (mode `on`). Such a tree makes the round longer for all rows.
+On average, the trees of fixed shapes may double the estimated time of a round, but no more: each round adds
+`ROUND_LIMIT - 1` times its time without these trees to a credit, and the trees of a round are paid from it.
+If the credit does not suffice for all rows, they take turns. A single tree that costs more than the credit of
+a round gets its turn as well, but then no tree is drawn until the credit is paid back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+ROUND_LIMIT = 2.0
+"""Longest average round with trees of fixed shapes, as a multiple of the round without them."""
+ROUNDS_PER_TURN = 8
+"""Number of rounds that a turn lasts. A remote draft must start its rounds again when a turn ends."""
+
+
+class FixedShare:
+    """Chooses the rows of fixed shapes that draft in a round. Engine thread only."""
+
+    def __init__(self) -> None:
+        self._credit_s = 0.0
+        self._number = 0
+        self._turns: dict[int, int] = {}
+        self._rows: list[int] = []
+        self._chosen: list[int] = []
+        self._left = 0
+
+    def choose(self, rows: list[int], base_s: float, round_s: Callable[[Seq[int]], float]) -> set[int]:
+        """Choose the rows that draft in this round.
+
+        Args:
+            rows: Session ids of the rows of fixed shapes.
+            base_s: Estimated seconds of the round without their trees.
+            round_s: Function that estimates the seconds of the round if these rows draft. More rows take
+                longer.
+        """
+        allowance_s = (ROUND_LIMIT - 1.0) * base_s
+        self._credit_s = min(self._credit_s + allowance_s, allowance_s)
+        if self._left and rows == self._rows:
+            self._left -= 1
+        else:
+            self._take_turns(rows, lambda chosen: round_s(chosen) - base_s, allowance_s)
+        if self._chosen:
+            self._credit_s -= max(0.0, round_s(self._chosen) - base_s)
+        return set(self._chosen)
+
+    def _take_turns(self, rows: list[int], cost_s: Callable[[Seq[int]], float], allowance_s: float) -> None:
+        """Begin new turns with the rows whose last turn is longest ago."""
+        order = sorted(rows, key=lambda row: self._turns.get(row, 0))
+        # The largest number of rows for which the credit suffices, by bisection.
+        count, too_many = 0, len(order) + 1
+        middle = len(order)
+        while too_many - count > 1:
+            if cost_s(order[:middle]) <= self._credit_s:
+                count = middle
+            else:
+                too_many = middle
+            middle = (count + too_many) // 2
+        if not count and self._credit_s >= allowance_s:
+            count = 1
+        self._rows, self._chosen = rows, order[:count]
+        self._left = ROUNDS_PER_TURN - 1 if count else 0
+        self._number += 1
+        self._turns = {
+            row: self._number if place < count else self._turns.get(row, 0) for place, row in enumerate(order)
+        }

@@ -1,0 +1,76 @@
+"""Bounds and directs the looks: rounds that measure what the estimates lack, not what is estimated best.
+
+A look is a few rounds in which a few rows draft with a shape that is not in use, or all rows decode plainly.
+It refreshes the acceptance of the drafter and the cost of the shape. The time that looks lose, compared with
+the best choice, is paid from a budget that is a fixed share of the time of all rounds of the server. So the
+looks of many short requests cost no more than those of a long one. What a shape's looks have cost so far
+decides which shape is next, so that cheap shapes are looked at more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from outrider.shared.spec.tree import DraftShape
+
+LOOK_SHARE = 0.005
+"""Share of the time of rounds that looks may lose."""
+FIRST_ROUNDS = 2.0
+"""Initial balance, as a number of plain rounds."""
+MOST_ROUNDS = 24.0
+"""Largest balance, as a number of plain rounds."""
+LOOK_ROWS = 4
+"""Number of rows that take part in a look."""
+LOOK_ROUNDS = 4
+"""Number of rounds of a look. The rows' catch-up on their texts is paid only once per look."""
+LEAST_LOSS_SHARE = 0.01
+"""Least estimated loss of a round of a look, as a share of a plain round."""
+FADING = 0.9
+"""Factor on the losses of all shapes after each look, so that old losses do not count forever."""
+
+
+class Looks:
+    """The budget of looks, and the losses of each shape's looks, in seconds."""
+
+    def __init__(self) -> None:
+        self.lost_s = 0.0
+        self._balance: float | None = None
+        self._most = 0.0
+        self._losses: dict[DraftShape, float] = {}
+
+    def earn(self, round_s: float, plain_s: float) -> None:
+        """Count a round of `round_s` seconds. `plain_s` is the duration of a plain round of its size."""
+        self._most = MOST_ROUNDS * plain_s
+        if self._balance is None:
+            self._balance = FIRST_ROUNDS * plain_s
+        self._balance = min(self._most, self._balance + LOOK_SHARE * round_s)
+
+    def spend(self, shape: DraftShape, loss_s: float) -> None:
+        """Count a round of a look that lost `loss_s` seconds. The loss is negative if the look was a gain."""
+        self.lost_s += loss_s
+        self._balance = min(self._most, (self._balance or 0.0) - loss_s)
+        self._losses[shape] = max(0.0, self._losses.get(shape, 0.0) + loss_s)
+
+    @property
+    def affordable(self) -> bool:
+        """True if a look may be affordable, depending on what it costs."""
+        return self._balance is not None and self._balance > 0
+
+    def next(self, losses: Mapping[DraftShape, float], plain_s: float) -> DraftShape | None:
+        """Return the shape to look at now, or None.
+
+        Args:
+            losses: For each shape that is not in use, the estimated loss of a round, in seconds.
+            plain_s: Duration of a plain round.
+        """
+        least = LEAST_LOSS_SHARE * plain_s
+        due = {shape: max(loss, least) for shape, loss in losses.items()}
+        if not due or self._balance is None:
+            return None
+        shape = min(due, key=lambda one: self._losses.get(one, 0.0) + LOOK_ROUNDS * due[one])
+        # A look that costs more than the largest balance must still be possible.
+        if self._balance < min(LOOK_ROUNDS * due[shape], self._most / 2):
+            return None
+        for known in self._losses:
+            self._losses[known] *= FADING
+        return shape

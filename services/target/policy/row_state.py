@@ -1,0 +1,107 @@
+"""The controller's inputs: its memory of each request, the bounds of each row, and executed rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outrider.services.target.policy.acceptance import DrafterAcceptance, RowAcceptance, SamplingKind
+from outrider.services.target.policy.cost_model import DraftPath
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+
+class RowState:
+    """The controller's memory of one request.
+
+    Attributes:
+        acceptance: How often drafts of this request are accepted.
+        shape: Shape of the request's next round.
+        decision: Number of the decision that chose `shape`.
+        looks: Number of looks in which the request took part.
+        drafted_len: Number of tokens of the request that the drafter has processed, as far as is known.
+    """
+
+    __slots__ = ("acceptance", "decision", "drafted_len", "looks", "shape")
+
+    def __init__(self, drafter: DrafterAcceptance, kind: SamplingKind = SamplingKind.GREEDY) -> None:
+        self.acceptance = RowAcceptance(drafter, kind)
+        self.shape = NO_DRAFT
+        self.decision = -1
+        self.looks = 0
+        self.drafted_len = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowBound:
+    """The draft bounds of one `auto` row.
+
+    Attributes:
+        state: The controller's memory of the request.
+        bound: The largest shape that the request allows, which may be a chain.
+        useful_depth: The greatest depth that is useful for the number of tokens that are left to emit.
+        chain: The longest chain that is allowed in addition to `bound`; `NO_DRAFT` for none.
+        committed_len: Number of committed tokens, as far as the host knows.
+    """
+
+    state: RowState
+    bound: DraftShape
+    useful_depth: int
+    chain: DraftShape = NO_DRAFT
+    committed_len: int = 0
+
+    @property
+    def forms(self) -> tuple[DraftShape, ...]:
+        """The largest tree and the longest chain, or the only form that is allowed."""
+        return (self.bound, self.chain) if self.chain.drafts else (self.bound,)
+
+    @property
+    def lag(self) -> int:
+        """Number of tokens that the drafter must process before the request can draft."""
+        return max(0, self.committed_len - self.state.drafted_len)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedRow:
+    """One row of an executed round.
+
+    Attributes:
+        state: The controller's memory of the request. None for rows whose shape the controller does not
+            choose.
+        num_nodes: Number of nodes verified, including the root.
+        shape: Shape of the row's tree; `NO_DRAFT` without a tree.
+        accepted: Number of accepted draft tokens.
+        kind: Kind of sampling, for rows without a state.
+    """
+
+    state: RowState | None
+    num_nodes: int
+    shape: DraftShape
+    accepted: int
+    kind: SamplingKind = SamplingKind.GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedStep:
+    """Measurements of an executed round, in seconds.
+
+    Attributes:
+        rows: All rows of the batch.
+        requested: Number of rows that have requested drafts, by the shape that they have requested.
+        draft_s: Duration of drafting, or of the wait for a proposal from the host. 0 without drafts.
+        verify_s: Duration of the verify pass.
+        round_s: Time since the end of the previous round, including prompts between the rounds.
+        path: Where the trees came from.
+        catches_up: True if the drafts included work on earlier tokens of some sequences, which says nothing
+            about the cost of later rounds.
+        provisional: True if later rounds of this kind will take less time, because a piece without a CUDA
+            graph will soon be recorded. Nothing is learned from the times of such a round.
+    """
+
+    rows: Sequence[ExecutedRow]
+    requested: Mapping[DraftShape, int]
+    draft_s: float
+    verify_s: float
+    round_s: float
+    path: DraftPath = DraftPath.DEVICE
+    catches_up: bool = False
+    provisional: bool = False

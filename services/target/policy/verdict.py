@@ -1,0 +1,114 @@
+"""What `auto` has decided and why, as data for metrics, GetStats and the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from outrider.shared.obs.logging import get_logger
+from outrider.shared.spec.tree import DraftShape
+
+LOG_INTERVAL_S = 10.0
+"""Least time between two log lines."""
+
+_log = get_logger("outrider.target")
+
+
+class Reason(Enum):
+    """Why `auto` drafts or decodes plainly.
+
+    - PAYS: Some rows draft, because that is estimated to be faster.
+    - DOES_NOT_PAY: No row drafts, because plain decoding is estimated to be faster.
+    - PROBING: Some rows draft, or a plain round runs, only to measure what the estimates lack.
+    - UNMEASURED: No row drafts, because too few rounds were measured.
+    - DRAFT_AWAY: No row drafts, because the draft cannot draft now.
+    - IDLE: There was no row in mode `auto` yet.
+    """
+
+    PAYS = "pays"
+    DOES_NOT_PAY = "does_not_pay"
+    PROBING = "probing"
+    UNMEASURED = "unmeasured"
+    DRAFT_AWAY = "draft_away"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The controller's last decision.
+
+    Attributes:
+        reason: Why it was made.
+        shapes: Number of `auto` rows that draft, by shape.
+        plain_rows: Number of `auto` rows that decode plainly.
+        batch_size: Number of rows of the round, including those that are not `auto`.
+        speedup: Estimated tokens per second of the best choice, relative to plain `auto` rows.
+            None if there is no estimate.
+        round_s: Estimated duration of a round, in seconds. None if there is no estimate.
+    """
+
+    reason: Reason = Reason.IDLE
+    shapes: Mapping[DraftShape, int] = field(default_factory=dict)
+    plain_rows: int = 0
+    batch_size: int = 0
+    speedup: float | None = None
+    round_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The shapes and their numbers of rows, e.g. ``16 x chain 3, 48 plain``."""
+        parts = [f"{count} x {shape_name(shape)}" for shape, count in self.shapes.items()]
+        return ", ".join([*parts, f"{self.plain_rows} plain"] if self.plain_rows or not parts else parts)
+
+
+def shape_name(shape: DraftShape) -> str:
+    """Return the name of a shape, e.g. ``chain 3`` or ``tree 5/4/16`` (depth, topk, nodes)."""
+    if shape.topk == 1:
+        return f"chain {shape.depth}"
+    return f"tree {shape.depth}/{shape.topk}/{shape.max_nodes}"
+
+
+class DecisionLog:
+    """Logs a line when the decision changes, at most once per `LOG_INTERVAL_S`.
+
+    Looks are not logged, because they are short and regular. Neither is a change of the number of rows alone.
+
+    Args:
+        now: Returns monotonic seconds.
+        write: Writes a line. By default, the line goes to the log of the target.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        write: Callable[[Verdict], None] | None = None,
+    ) -> None:
+        self._now = now
+        self._write = write or _write
+        self._written_at: float | None = None
+        self._written: object = None
+
+    def note(self, verdict: Verdict) -> None:
+        """Log a decision if it differs from the last line and the last line is old enough."""
+        if verdict.reason in (Reason.PROBING, Reason.UNMEASURED, Reason.IDLE):
+            return
+        key = (verdict.reason, frozenset(verdict.shapes))
+        now = self._now()
+        recent = self._written_at is not None and now - self._written_at < LOG_INTERVAL_S
+        if key == self._written or recent:
+            return
+        self._written, self._written_at = key, now
+        self._write(verdict)
+
+
+def _write(verdict: Verdict) -> None:
+    _log.info(
+        "auto has decided",
+        reason=verdict.reason.value,
+        rows=verdict.text,
+        batch_size=verdict.batch_size,
+        estimated_speedup=None if verdict.speedup is None else round(verdict.speedup, 3),
+        round_ms=None if verdict.round_s is None else round(verdict.round_s * 1e3, 3),
+    )

@@ -1,0 +1,49 @@
+"""Limits how long a round waits for the proposals of its `auto` rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.services.target.policy.cost_model import RoundCosts
+from outrider.services.target.policy.expectations import expected_tokens
+from outrider.services.target.policy.row_state import RowBound
+
+WAIT_SHARE = 0.75
+"""Maximum wait for proposals, as a share of the time that the proposals can save."""
+P99_MULTIPLE = 2.0
+"""Maximum wait for proposals, as a multiple of the 99th percentile of measured proposal times."""
+UNMEASURED_WAIT_S = 0.1
+"""Maximum wait in seconds while fewer than `ANSWERS_TO_JUDGE` proposals have been measured."""
+ANSWERS_TO_JUDGE = 8
+"""Number of proposals that are measured before the measured times limit the wait.
+
+The first proposals are slow because caches and buffers of target and draft are cold.
+"""
+
+
+def wait_cap_s(rows: Sequence[RowBound], batch_size: int, costs: RoundCosts, *, known: bool) -> float:
+    """Return the maximum time in seconds that a round waits for the proposals of its `auto` rows.
+
+    The limit is the smaller of two values:
+
+    - `P99_MULTIPLE` times the 99th percentile of the measured proposal times;
+    - `WAIT_SHARE` of the time that the proposal can save. A proposal of n expected tokens saves the time of n
+      plain rounds, but costs the time of its verify pass. The assumed saving is at least one plain round.
+
+    Args:
+        rows: The `auto` rows.
+        batch_size: Number of sequences of the round.
+        costs: The measured costs.
+        known: Whether the drafter's acceptance is known. Until then, all nodes are assumed to be accepted.
+            Otherwise the round might not wait, and acceptance would never be measured.
+    """
+    plain_s = costs.plain(batch_size)
+    if plain_s is None or costs.num_answers < ANSWERS_TO_JUDGE:
+        return UNMEASURED_WAIT_S
+    gain = plain_s
+    for row in {(row.forms, row.useful_depth, row.state.acceptance.level): row for row in rows}.values():
+        tokens = expected_tokens(row)
+        for bound in row.forms:
+            expected = tokens.get(bound, 1.0) if known else 1.0 + min(bound.depth, row.useful_depth)
+            gain = max(gain, expected * plain_s - costs.verify(batch_size, batch_size + bound.max_nodes - 1))
+    return min(P99_MULTIPLE * (costs.answer_p99 or 0.0), WAIT_SHARE * gain)

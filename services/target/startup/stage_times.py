@@ -1,0 +1,65 @@
+"""Measures how long the stages of a start take, and logs the progress of loading."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from outrider.shared.obs.logging import get_logger
+
+_log = get_logger("outrider.target")
+
+
+class StageTimes:
+    """Seconds of each stage, for the log line `start`.
+
+    Attributes:
+        seconds: Seconds by stage, in the order of the stages. `imports` is the time from the start of the
+            process to the first stage.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        age_s = process_age_s()
+        if age_s is not None:
+            self.seconds["imports"] = round(age_s, 2)
+        self._last = time.monotonic()
+
+    def done(self, stage: str) -> None:
+        """Note that a stage has ended. The time since the end of the previous stage counts for it."""
+        now = time.monotonic()
+        self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self._last, 2)
+        self._last = now
+
+    def log(self) -> None:
+        """Log the seconds of all stages."""
+        _log.info("start", **{f"{stage}_s": seconds for stage, seconds in self.seconds.items()})
+
+
+def process_age_s() -> float | None:
+    """Return the seconds since the start of this process; None if Linux's /proc is not there."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:
+        return None
+    return uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def progress_logger(model: Path) -> Callable[[int, int], None]:
+    """Return a function that logs each quarter of a model's loading.
+
+    The function is called with the number of loaded bytes and the total.
+    """
+    quarters = 0
+
+    def report(loaded: int, total: int) -> None:
+        nonlocal quarters
+        quarter = 4 * loaded // max(total, 1)
+        if quarter > quarters:
+            quarters = quarter
+            _log.info("loading", model=str(model), percent=25 * quarter)
+
+    return report

@@ -1,0 +1,110 @@
+"""The request options and the ways to speculate that `outrider verify` compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from outrider.services.target.request import GenerationRequest, SpeculationLimits, SpeculationParams
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import LogitRules
+from outrider.shared.spec.tree import DraftShape
+
+LARGEST_SEED = (1 << 64) - 1
+STOP_OPTION = "stop_token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to ask for an answer.
+
+    Attributes:
+        sampling: The sampling parameters.
+        stops: True if a token from the middle of the greedy answer ends the answer.
+        ignore_eos: Whether the model's end-of-text tokens are ignored.
+        share: Share of the run's tokens that the answer may have.
+    """
+
+    sampling: SamplingParams
+    stops: bool = False
+    ignore_eos: bool = True
+    share: float = 1.0
+
+
+GREEDY = SamplingParams(temperature=0.0)
+OPTIONS: Mapping[str, Option] = {
+    "greedy": Option(GREEDY),
+    "end of text": Option(GREEDY, ignore_eos=False),
+    STOP_OPTION: Option(GREEDY, stops=True),
+    "max_tokens": Option(GREEDY, share=0.5),
+    "temperature 0.7": Option(SamplingParams(temperature=0.7, seed=1)),
+    "temperature 1": Option(SamplingParams(temperature=1.0, seed=2)),
+    "temperature 1.5": Option(SamplingParams(temperature=1.5, seed=3)),
+    "top_k": Option(SamplingParams(top_k=20, seed=4)),
+    "top_p": Option(SamplingParams(top_p=0.9, seed=5)),
+    "min_p": Option(SamplingParams(min_p=0.05, seed=6)),
+    "all filters": Option(SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, seed=7)),
+    "seed": Option(SamplingParams(seed=LARGEST_SEED)),
+    "penalties": Option(SamplingParams(0.7, seed=8, rules=LogitRules(0.5, 0.5, 1.2))),
+    "logit_bias": Option(SamplingParams(seed=9, rules=LogitRules(logit_bias=((1, 2.0), (2, -3.0))))),
+    "min_tokens": Option(replace(GREEDY, rules=LogitRules(min_tokens=6)), ignore_eos=False),
+    "bad_words": Option(SamplingParams(0.7, seed=10, rules=LogitRules(bad_words=((3,), (4, 5))))),
+    "n": Option(SamplingParams(seed=2, choice_index=1)),
+    "sampled stop": Option(SamplingParams(temperature=0.7, seed=1), stops=True, ignore_eos=False),
+}
+"""Name → option. A test checks that every field of `SamplingParams` is in use."""
+
+
+def ways(shape: DraftShape) -> Mapping[str, Sequence[SpeculationParams]]:
+    """Return the runs with speculation: name → the speculation of the requests, in turn.
+
+    Args:
+        shape: Shape of the trees.
+    """
+    limits = SpeculationLimits(shape)
+    chain = limits.resolve(SpeculationMode.ON, topk=1, max_nodes=shape.depth + 1)
+    tree, auto = limits.resolve(SpeculationMode.ON), limits.resolve(SpeculationMode.AUTO)
+    return {
+        "chain": [chain],
+        "tree": [tree],
+        "auto": [auto],
+        "mixed": [tree, limits.resolve(SpeculationMode.OFF), chain, auto],
+    }
+
+
+def plain(shape: DraftShape) -> Sequence[SpeculationParams]:
+    """Return the speculation of the run without speculation."""
+    return [SpeculationLimits(shape).resolve(SpeculationMode.OFF)]
+
+
+def requests_of(
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    speculation: Sequence[SpeculationParams],
+    stop_tokens: Sequence[int] | None = None,
+) -> dict[str, GenerationRequest]:
+    """Return one request for each prompt and option, by its id.
+
+    Args:
+        prompts: Prompts as token ids.
+        tokens: Length of the answers.
+        speculation: Speculation of the requests, in turn.
+        stop_tokens: For each prompt, the token for `Option.stops`. None leaves out options that stop.
+    """
+    requests: dict[str, GenerationRequest] = {}
+    for name, option in OPTIONS.items():
+        if option.stops and stop_tokens is None:
+            continue
+        for index, prompt in enumerate(prompts):
+            request = GenerationRequest(
+                f"{name}, prompt {index + 1}",
+                tuple(prompt),
+                max(1, int(tokens * option.share)),
+                option.sampling,
+                speculation[len(requests) % len(speculation)],
+                ignore_eos=option.ignore_eos,
+            )
+            if option.stops and stop_tokens is not None:
+                request = replace(request, stop_token_ids=frozenset([stop_tokens[index]]))
+            requests[request.request_id] = request
+    return requests

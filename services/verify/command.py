@@ -1,0 +1,209 @@
+"""Runs `outrider verify`: answers prompts with and without speculation, and prints the comparison."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.services.doctor.command import PROBE_SHAPE, torch_device, torch_dtype
+from outrider.services.doctor.pair import Pair
+from outrider.services.doctor.probe import PAGE_SIZE
+from outrider.services.doctor.prompts import read_prompts
+from outrider.services.verify.cases import OPTIONS, plain, requests_of, ways
+from outrider.services.verify.compare import Difference, differences
+from outrider.services.verify.law import LawTest, check_law
+from outrider.services.verify.pair_engine import PairEngine
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.obs.logging import configure_logging
+from outrider.shared.spec.algorithm import Algorithm
+from outrider.shared.spec.tree import DraftShape
+
+SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """Options of `outrider verify`.
+
+    Attributes:
+        target: Folder of the target.
+        draft: Folder of a head or a draft model, or None.
+        algorithm: Value of `--speculative-algorithm`.
+        token_map: Value of `--speculative-token-map`.
+        device, dtype: Device and data type in the services' notation, including ``auto``.
+        prompts: JSON lines file with prompts. None selects the built-in prompts.
+        num_prompts, tokens: Number of prompts, and length of each answer in tokens.
+        samples: Number of answers for the test of the output law.
+        shape: Shape of the draft trees.
+        as_json: Whether to print one JSON object instead of a table.
+    """
+
+    target: Path
+    draft: Path | None
+    algorithm: Algorithm = Algorithm.AUTO
+    token_map: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    prompts: Path | None = None
+    num_prompts: int = 4
+    tokens: int = 48
+    samples: int = 512
+    shape: DraftShape = PROBE_SHAPE
+    as_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRun:
+    """One run with speculation, compared with the run without.
+
+    Attributes:
+        name: ``chain``, ``tree``, ``auto`` or ``mixed``.
+        requests, tokens: Number of answers and of their tokens.
+        accept_length: Average number of tokens per round with draft nodes.
+        differences: The first difference of each answer that is not equal, near-ties included.
+    """
+
+    name: str
+    requests: int
+    tokens: int
+    accept_length: float
+    differences: Sequence[Difference]
+
+    @property
+    def wrong(self) -> list[Difference]:
+        """The differences that rounding does not explain."""
+        return [one for one in self.differences if not one.is_near_tie]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The runs, and the test of the output law."""
+
+    runs: Sequence[VerifiedRun]
+    law: LawTest
+
+    @property
+    def passed(self) -> bool:
+        """True if speculation changed nothing."""
+        return self.law.holds and not any(run.wrong for run in self.runs)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        runs = [
+            {
+                "name": run.name,
+                "requests": run.requests,
+                "tokens": run.tokens,
+                "accept_length": round(run.accept_length, 3),
+                "near_ties": len(run.differences) - len(run.wrong),
+                "differences": [
+                    {name: None if value == math.inf else value for name, value in asdict(one).items()}
+                    for one in run.wrong
+                ],
+            }
+            for run in self.runs
+        ]
+        return {
+            "passed": self.passed,
+            "options": list(OPTIONS),
+            "runs": runs,
+            "law": {**asdict(self.law), "holds": self.law.holds},
+        }
+
+
+def run_verify(options: VerifyOptions) -> int:
+    """Verify a pair and print the report.
+
+    Returns:
+        Exit code: 0 if speculation changed nothing, or 1 if it did.
+
+    Raises:
+        ConfigurationError: A flag is invalid, or the pair has no draft.
+        OutriderError: The pair cannot be loaded, or a request failed.
+    """
+    configure_logging("verify", "warning")
+    device = torch_device(options.device)
+    dtype = torch_dtype(options.dtype, device)
+    pair = Pair(options.target, options.draft, options.algorithm, device, dtype, options.token_map)
+    if not pair.drafts:
+        raise ConfigurationError(
+            "verify compares speculation on and off. Give a draft with --draft or --speculative-algorithm.",
+            field="--draft",
+        )
+    report = verify(pair, options, Console(stderr=True, highlight=False))
+    if options.as_json:
+        print(json.dumps(report.as_json(), indent=1))
+    else:
+        print_report(report, Console(highlight=False))
+    return 0 if report.passed else 1
+
+
+def verify(pair: Pair, options: VerifyOptions, progress: Console) -> VerifyReport:
+    """Run all comparisons on a pair. Each finished run prints a line to `progress`."""
+    vocabulary = pair.target_config.vocab_size
+    prompts = read_prompts(options.prompts, pair.target, vocabulary, options.num_prompts)
+    longest = max(len(prompt) for prompt in prompts) + options.tokens
+    engine = PairEngine(pair, longest + options.shape.max_nodes + 2 * PAGE_SIZE, options.shape)
+    off_ways = plain(options.shape)
+    greedy = engine.answer(requests_of(prompts, options.tokens, off_ways).values(), speculate=False).tokens
+    stops = [_middle(greedy[f"greedy, prompt {index + 1}"]) for index in range(len(prompts))]
+    off = engine.answer(requests_of(prompts, options.tokens, off_ways, stops).values(), speculate=False)
+    progress.print("answered without speculation")
+    runs = []
+    for name, speculation in ways(options.shape).items():
+        requests = requests_of(prompts, options.tokens, speculation, stops)
+        on = engine.answer(requests.values(), speculate=True)
+        runs.append(
+            VerifiedRun(
+                name,
+                len(requests),
+                sum(len(tokens) for tokens in on.tokens.values()),
+                on.accept_length,
+                differences(engine, requests, off, on),
+            )
+        )
+        progress.print(f"compared: {name}")
+    law = check_law(engine, prompts[0], options.samples, ways(options.shape)["tree"][0])
+    return VerifyReport(runs, law)
+
+
+def _middle(tokens: Sequence[int]) -> int:
+    return tokens[len(tokens) // 2]
+
+
+def print_report(report: VerifyReport, console: Console) -> None:
+    """Print the runs as a table, then the first differences, the output law, and the verdict."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("speculation", "answers", "tokens", "accept length", "equal", "near-ties", "different"):
+        table.add_column(heading, justify="left" if heading == "speculation" else "right")
+    for run in report.runs:
+        equal, wrong = run.requests - len(run.differences), len(run.wrong)
+        ties = len(run.differences) - wrong
+        numbers = (run.requests, run.tokens, f"{run.accept_length:.2f}", equal, ties, wrong)
+        table.add_row(run.name, *(str(number) for number in numbers))
+    console.print(table)
+    for run in report.runs:
+        for one in run.wrong[:SHOWN]:
+            console.print(
+                f"[red]{run.name}, {one.request}: token {one.token} is {one.on}, without speculation "
+                f"{one.off} (gap {one.gap:.4g}, rounding explains {one.allowed:.2g})[/]"
+            )
+    law = report.law
+    console.print(
+        f"output law: {law.samples} samples at temperature {law.temperature:g}, {law.outcomes} outcomes, "
+        f"p = {law.p_value:.3g}"
+        + ("" if law.holds else " [red](the counts contradict the target's probabilities)[/]")
+    )
+    if report.passed:
+        console.print("[green]Speculation changes nothing: the same tokens for every option.[/]")
+    else:
+        console.print(
+            "[bold red]Speculation changed answers. Please report this with the output of --json.[/]"
+        )

@@ -1,0 +1,94 @@
+"""Compares the answers of two runs. Two tokens with almost equal scores may be exchanged by rounding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.services.target.request import GenerationRequest
+from outrider.services.verify.pair_engine import Answers, PairEngine, scores_of
+from outrider.shared.base.logit_rules import LogitRules
+
+NEAR_TIE = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Data type → largest gap between two scores that rounding can close, relative to the largest logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token at which two answers differ.
+
+    Attributes:
+        request: The request's id: option and prompt.
+        token: Index of the token in the answers.
+        off, on: The tokens without and with speculation; None behind the end of an answer.
+        gap: Difference between the best score and the lower score of the two tokens.
+        allowed: Largest gap that rounding explains.
+    """
+
+    request: str
+    token: int
+    off: int | None
+    on: int | None
+    gap: float
+    allowed: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        """True if rounding explains the difference."""
+        return self.gap <= self.allowed
+
+
+def ruled(
+    logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], rules: LogitRules
+) -> torch.Tensor:
+    """Return ``[vocab]``: the logits after bias and penalties. Forbidden tokens keep their logits.
+
+    Args:
+        logits: ``[vocab] float32``.
+        prompt, output: Tokens of the prompt, and tokens generated so far.
+        rules: The rules.
+    """
+    out = logits.clone()
+    for token, bias in rules.logit_bias:
+        out[token] += bias
+    for token in {*prompt, *output}:
+        out[token] *= 1 / rules.repetition_penalty if out[token] > 0 else rules.repetition_penalty
+    for token, count in Counter(output).items():
+        out[token] -= rules.frequency_penalty * count + rules.presence_penalty
+    return out
+
+
+def differences(
+    engine: PairEngine, requests: Mapping[str, GenerationRequest], off: Answers, on: Answers
+) -> list[Difference]:
+    """Return the first difference of each answer, near-ties included."""
+    found = (
+        _difference(engine, request, off.tokens.get(name, []), on.tokens.get(name, []))
+        for name, request in requests.items()
+    )
+    return [one for one in found if one is not None]
+
+
+def _difference(
+    engine: PairEngine, request: GenerationRequest, off: list[int], on: list[int]
+) -> Difference | None:
+    if off == on:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(off, on, strict=False)) if a != b), min(len(off), len(on)))
+    first, second = (answer[at] if at < len(answer) else None for answer in (off, on))
+    if first is None or second is None:
+        return Difference(request.request_id, at, first, second, float("inf"), 0.0)
+    context = [*request.prompt_ids, *off[:at]]
+    logits = engine.logits(context)
+    rules = request.sampling.rules
+    scores = scores_of(ruled(logits, request.prompt_ids, off[:at], rules), len(context), request.sampling)
+    pair = scores[torch.tensor([first, second])]
+    # Rules may forbid the best token, so that only the two tokens can be compared.
+    best = scores.max() if rules.neutral else pair.max()
+    gap = float(best - pair.min())
+    scale = float(logits.abs().max()) / (request.sampling.temperature or 1.0)
+    allowed = NEAR_TIE.get(engine.decoder.dtype, 0.0) * scale
+    return Difference(request.request_id, at, first, second, gap, allowed)

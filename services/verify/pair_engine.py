@@ -1,0 +1,142 @@
+"""Loads a target and its draft into this process, and answers requests with or without the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from outrider.kernels.philox import gumbel_noise
+from outrider.kernels.verify.filters import filter_logits
+from outrider.services.doctor.pair import Pair
+from outrider.services.doctor.probe import BATCH, PAGE_SIZE, drafting, load_draft
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.engine import TargetEngine
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.request import Event, FailedEvent, GenerationRequest, TokensEvent
+from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
+from outrider.services.target.scheduling.scheduler import Scheduler
+from outrider.shared.attn.base import build_batch
+from outrider.shared.attn.create import create_backend
+from outrider.shared.base.generation import SamplingParams
+from outrider.shared.nn.open import load_decoder
+from outrider.shared.spec.tree import DraftShape
+
+
+@dataclass
+class Answers:
+    """The answers of one run. An `EventSink`.
+
+    Attributes:
+        tokens: Request id → emitted tokens.
+        failed: Requests that failed.
+        accept_length: Average number of tokens per round, over rounds with draft nodes.
+    """
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    failed: list[FailedEvent] = field(default_factory=list)
+    accept_length: float = 1.0
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Collect the tokens and the failures of one step."""
+        for event in events:
+            if isinstance(event, TokensEvent):
+                self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            elif isinstance(event, FailedEvent):
+                self.failed.append(event)
+
+
+class PairEngine:
+    """A loaded pair.
+
+    Args:
+        pair: The pair, which must have a draft method.
+        room: Largest number of tokens of a sequence, tree included.
+        shape: Shape of the largest draft tree.
+
+    Raises:
+        CheckpointError, ConfigurationError: The pair cannot be loaded.
+    """
+
+    def __init__(self, pair: Pair, room: int, shape: DraftShape) -> None:
+        self.decoder = load_decoder(pair.target, pair.device, pair.dtype)
+        self._room = room
+        self._draft, self._spec = load_draft(pair, self.decoder, room, shape)
+
+    def answer(self, requests: Iterable[GenerationRequest], *, speculate: bool) -> Answers:
+        """Answer requests, several at a time.
+
+        Args:
+            requests: The requests.
+            speculate: False leaves the draft out, whatever the requests ask for.
+
+        Raises:
+            OutriderError: A request failed.
+        """
+        decoder, answers = self.decoder, Answers()
+        around = (
+            drafting(self._draft, self._spec, decoder)
+            if speculate
+            else nullcontext(NoDrafter(decoder.device))
+        )
+        with around as drafter:
+            pool = decoder.make_pool(BATCH * -(-self._room // PAGE_SIZE), PAGE_SIZE)
+            runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device))
+            queue = list(requests)
+            scheduler = Scheduler(
+                pool.allocator, PAGE_SIZE, SchedulerLimits(max_running=BATCH, max_queued=len(queue))
+            )
+            limits = EngineLimits(
+                decoder.config.vocab_size, self._room, frozenset(decoder.config.eos_token_ids)
+            )
+            engine = TargetEngine(runner, scheduler, drafter, limits)
+            for request in queue:
+                engine.submit(request, answers)
+            while engine.has_work():
+                engine.step()
+            answers.accept_length = engine.stats().speculation.accept_length
+        if answers.failed:
+            raise answers.failed[0].error
+        return answers
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the logits ``[vocab] float32`` of the token after `tokens`, from one pass, on the host."""
+        decoder = self.decoder
+        pool = decoder.make_pool(-(-len(tokens) // PAGE_SIZE), PAGE_SIZE)
+        lease = pool.lease(len(tokens))
+        assert lease is not None, "the pool has room for these tokens"
+        attention = create_backend("auto", decoder.device)
+        attention.plan(build_batch(pool, [lease], [0], [len(tokens)]))
+        ids = torch.tensor(tokens, device=decoder.device)
+        positions = torch.arange(len(tokens), device=decoder.device)
+        with torch.inference_mode():
+            hidden = decoder.forward(ids, positions, attention, pool).hidden[-1:]
+            return decoder.logits(hidden)[0].float().cpu()
+
+
+def scores_of(logits: torch.Tensor, position: int, sampling: SamplingParams) -> torch.Tensor:
+    """Return the scores ``[vocab] float32`` whose largest one is the token at a position.
+
+    Args:
+        logits: ``[vocab] float32``.
+        position: Position of the token in the sequence.
+        sampling: The sampling parameters. Greedy sampling returns the logits.
+    """
+    if sampling.temperature == 0:
+        return logits
+    seed = sampling.seed - (1 << 64) if sampling.seed >> 63 else sampling.seed
+    choice = torch.tensor([sampling.choice_index], dtype=torch.int32)
+    noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), choice, logits.shape[0])
+    return (filtered(logits, sampling) + noise)[0]
+
+
+def filtered(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Return ``[1, vocab]``: the logits after temperature and filters. A filtered token has -inf."""
+    return filter_logits(
+        logits[None] / sampling.temperature,
+        torch.tensor([sampling.top_k], dtype=torch.int32),
+        torch.tensor([sampling.top_p]),
+        torch.tensor([sampling.min_p]),
+    )

@@ -1,0 +1,239 @@
+"""Attention of prompt chunks by a library's attention function, over K/V in the pool.
+
+A chunk's attention is divided into tiles (see `tiles`). The results of a row's tiles are merged by
+log-sum-exp, which is exact. Everything is enqueued without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from outrider.kernels.merge_attention import merge_attention
+from outrider.shared.attn.base import AttentionBatch
+from outrider.shared.attn.tiles import LEAST_GAIN_US, SIZES, Tile, TileShape, gain_us, tiles_of
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]]
+"""Attention of one tile: ``(q [rows, heads, dim], k [keys, kv_heads, dim], v [keys, kv_heads, dim], causal,
+scale)`` to ``(out [rows, heads, dim], lse [rows, heads] fp32)``.
+
+Inputs are contiguous. Outputs may have any strides with a dense last dimension of `out`. The log-sum-exp is
+the natural logarithm over the scaled scores.
+"""
+
+Others = Callable[[int, int, torch.Tensor], None]
+"""Attends from the rows of sequences ``[first, last)`` and writes ``out [rows, heads, dim]`` of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """The rows of one sequence.
+
+    Attributes:
+        rows: The sequence's rows of the batch.
+        start, stop: Token indices of the rows.
+        tiles: The tiles of the rows, or None if this project's kernel attends from them.
+    """
+
+    rows: slice
+    start: int
+    stop: int
+    tiles: list[Tile] | None
+
+
+class ChunkAttention:
+    """Attends from prompt chunks by tiles. Use it on the thread that created it.
+
+    A library may keep its plans per thread, so on other threads nothing is taken.
+
+    Args:
+        attend: Attention of one tile.
+        shapes: The shapes that `attend` may be called with. Chunks that need other shapes are not taken.
+        most_rows: Largest number of rows of a tile.
+        dtype: Dtype of queries, keys and values.
+        sizes: See `tiles.tiles_of`.
+        least_gain_us: Least estimated gain per layer for which a chunk is taken.
+    """
+
+    def __init__(
+        self,
+        attend: Attend,
+        shapes: Collection[TileShape],
+        most_rows: int,
+        dtype: torch.dtype,
+        *,
+        sizes: Sequence[int] = SIZES,
+        least_gain_us: float = LEAST_GAIN_US,
+    ) -> None:
+        self._attend = attend
+        self._shapes = set(shapes)
+        self._most_rows = most_rows
+        self._dtype = dtype
+        self._sizes = sizes
+        self._least_gain_us = least_gain_us
+        self._thread = threading.get_ident()
+        self._divided: tuple[object, int, list[_Chunk]] | None = None
+
+    def attend(
+        self,
+        batch: AttentionBatch,
+        q: torch.Tensor,
+        k_plane: torch.Tensor,
+        v_plane: torch.Tensor,
+        scale: float,
+        others: Others,
+    ) -> torch.Tensor | None:
+        """Attend from all rows of a causal batch, or return None if no sequence is taken.
+
+        Args:
+            batch: The planned batch. Its K/V is stored already.
+            q: ``[rows, heads, dim]``.
+            k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``.
+            scale: Factor on the scores.
+            others: Attends from the sequences that are not taken.
+
+        Returns:
+            ``[rows, heads, dim]`` in q's dtype; any strides with a dense last dimension.
+        """
+        chunks = self._chunks(batch, q, k_plane)
+        if all(chunk.tiles is None for chunk in chunks):
+            return None
+        if len(chunks) == 1 and len(chunks[0].tiles or ()) == 1:  # Without a merge, there is nothing to copy.
+            return self._parts(chunks[0], batch.page_table[0], q, k_plane, v_plane, scale, None)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        first = 0  # First sequence that was neither taken nor passed to `others`.
+        for b, chunk in enumerate(chunks):
+            if chunk.tiles is None:
+                continue
+            if first < b:
+                others(first, b, out)
+            first = b + 1
+            self._parts(chunk, batch.page_table[b], q[chunk.rows], k_plane, v_plane, scale, out[chunk.rows])
+        if first < len(chunks):
+            others(first, len(chunks), out)
+        return out
+
+    @property
+    def tile(self) -> Attend:
+        """Attention of one tile by the library."""
+        return self._attend
+
+    def allow(self, shape: TileShape) -> None:
+        """Let the library be called with another shape, whose plan exists now."""
+        self._shapes.add(shape)
+
+    def takes(self, lens: Sequence[tuple[int, int]], width: int) -> bool:
+        """Return True if the library would attend from some of these chunks on this thread.
+
+        Args:
+            lens: For each chunk, the token index of its first row and its number of rows.
+            width: Number of heads times elements per head.
+        """
+        return threading.get_ident() == self._thread and any(
+            self._tiles(start, start + count, width) is not None for start, count in lens
+        )
+
+    def _chunks(self, batch: AttentionBatch, q: torch.Tensor, k_plane: torch.Tensor) -> list[_Chunk]:
+        """Return the sequences of a batch, or nothing if the batch cannot be taken."""
+        lens = batch.host_lens
+        if (
+            lens is None
+            or batch.ancestors is not None
+            or not q.dtype == k_plane.dtype == self._dtype
+            or threading.get_ident() != self._thread
+        ):
+            return []
+        width = q.shape[1] * q.shape[2]
+        # The layers of a pass have the same lengths, so divide them once.
+        if self._divided is not None and self._divided[0] is lens and self._divided[1] == width:
+            chunks = self._divided[2]
+        else:
+            chunks, row = [], 0
+            for start, count in lens:
+                tiles = self._tiles(start, start + count, width)
+                chunks.append(_Chunk(slice(row, row + count), start, start + count, tiles))
+                row += count
+            self._divided = lens, width, chunks
+        # A draft head may attend from a part of the planned rows only.
+        return chunks if chunks and chunks[-1].rows.stop == q.shape[0] else []
+
+    def _tiles(self, start: int, stop: int, width: int) -> list[Tile] | None:
+        if stop - start < self._sizes[-1]:
+            return None
+        tiles = tiles_of(start, stop, self._most_rows, self._sizes)
+        if any(tile.shape not in self._shapes for tile in tiles):
+            return None
+        return tiles if gain_us(tiles, start, stop, width) >= self._least_gain_us else None
+
+    def _parts(
+        self,
+        chunk: _Chunk,
+        pages: torch.Tensor,
+        q: torch.Tensor,
+        k_plane: torch.Tensor,
+        v_plane: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend from one sequence's rows and return ``[rows, heads, dim]``.
+
+        Args:
+            chunk: The rows and their tiles.
+            pages: ``[max_pages] int32``, the sequence's pages.
+            q: ``[rows, heads, dim]``.
+            k_plane, v_plane: The planes of the layer.
+            scale: Factor on the scores.
+            out: Where to write the result, contiguous. May be None if there is a single tile.
+        """
+        assert chunk.tiles is not None
+        start, stop = chunk.start, chunk.stop
+        origin = min(tile.row for tile in chunk.tiles)
+        last = max(tile.row + tile.shape.rows for tile in chunk.tiles)
+        if origin < start or stop < last:
+            # Rows of zeros fill the blocks at both ends. Their results are dropped.
+            q = functional.pad(q, (0, 0, 0, 0, start - origin, last - stop))
+        q = q.contiguous()
+        left: dict[int, int] = {}
+        for tile in chunk.tiles:
+            left[tile.row] = left.get(tile.row, 0) + 1
+        merged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        loaded, k, v = (-1, 0), q, q
+        part = q
+        for tile in chunk.tiles:
+            rows, keys, causal = tile.shape
+            if loaded != (tile.key, keys):
+                loaded = tile.key, keys
+                k, v = (_tokens(plane, pages, tile.key, keys, stop) for plane in (k_plane, v_plane))
+            part, lse = self._attend(q[tile.row - origin : tile.row - origin + rows], k, v, causal, scale)
+            begin, end = max(tile.row, start), min(tile.row + rows, stop)
+            part, lse = (one[begin - tile.row : end - tile.row] for one in (part, lse))
+            left[tile.row] -= 1
+            target = None if out is None or left[tile.row] else out[begin - start : end - start]
+            before = merged.pop(tile.row, None)
+            if before is not None:
+                # Intermediate sums stay in fp32. From the second merge on, they are overwritten.
+                kept = before if before[0].dtype is torch.float32 else (None, None)
+                part, lse = merge_attention(
+                    *before, part, lse, out=kept[0] if target is None else target, out_lse=kept[1]
+                )
+            elif target is not None:
+                target.copy_(part)
+            if left[tile.row]:
+                merged[tile.row] = part, lse
+        return part if out is None else out
+
+
+def _tokens(plane: torch.Tensor, pages: torch.Tensor, first: int, count: int, stop: int) -> torch.Tensor:
+    """Copy ``[first, first + count)`` of a sequence's tokens: ``[count, kv_heads, dim]``, contiguous.
+
+    Tokens from `stop` on are zeros. Only rows that are dropped see them, but a leftover NaN would spread.
+    """
+    size, end = plane.shape[1], min(first + count, stop)
+    skipped = first // size
+    whole = plane.index_select(0, pages[skipped : -(-end // size)]).flatten(0, 1)
+    tokens = whole[first - skipped * size : end - skipped * size]
+    return functional.pad(tokens, (0, 0, 0, 0, 0, first + count - end)) if end < first + count else tokens

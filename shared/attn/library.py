@@ -1,0 +1,248 @@
+"""Prepares prompt attention by cuDNN, through torch: checks it, builds its plans, decides whether to use it.
+
+cuDNN builds a plan for each shape, on the host and once per thread. Building takes too long to do while
+requests wait, so plans are built while no request is live, and only shapes with plans are used.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.kernels.tree_attention import tree_attention
+from outrider.shared.attn.base import AttentionBatch
+from outrider.shared.attn.chunks import Attend, ChunkAttention
+from outrider.shared.attn.tiles import SIZES, TileShape, shapes_of
+from outrider.shared.obs.logging import get_logger
+
+BUILD_S = 3.0
+"""Maximum time for building plans at startup, in seconds. The first plans are the most useful ones."""
+LARGEST_DIM = 128
+"""Largest head that every cuDNN of torch's packages supports on Hopper."""
+LARGEST_ERROR = 0.02
+"""Largest error relative to this project's kernel, both in 16 bits. Rounding alone causes about 0.004."""
+_CHECK_PAGE, _CHECK_SCALE = 16, 0.3
+"""A scale well above dim ** -0.5, so that a few tokens have most of the weight, as in a model."""
+
+_log = get_logger("outrider.attention")
+
+
+def cudnn_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend by cuDNN (see `chunks.Attend`). Several query heads may share a K/V head.
+
+    `scaled_dot_product_attention` does not return the log-sum-exp, so call the operation below it.
+    """
+    rows, heads, _ = q.shape
+    result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(one.unsqueeze(0).transpose(1, 2) for one in (q, k, v)),  # [1, heads, rows, dim]
+        None,  # no bias
+        True,  # with the log-sum-exp
+        0.0,  # no dropout
+        causal,
+        False,  # no mask for debugging
+        scale=scale,
+    )
+    out: torch.Tensor = result[0]
+    lse: torch.Tensor = result[1]  # [1, heads, rows] or [1, heads, rows, 1]
+    return out[0].transpose(0, 1), lse.reshape(heads, rows).t()
+
+
+class Library:
+    """Prepares attention of prompt chunks by a library, one piece at a time.
+
+    Use it on the thread that runs the passes, because a library may keep its plans per thread.
+
+    Args:
+        heads, kv_heads, head_dim: Shape of the queries, keys and values of one token in one layer.
+        dtype: Their dtype.
+        device: Their device.
+        most_rows: Largest number of prompt tokens per pass.
+        attend: Attention of one tile. By default cuDNN's, if the device is a Hopper GPU.
+        sizes: See `tiles.tiles_of`.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        most_rows: int,
+        *,
+        attend: Attend | None = None,
+        sizes: Sequence[int] = SIZES,
+    ) -> None:
+        self._heads = _Heads(heads, kv_heads, head_dim, dtype, device)
+        self._most_rows = most_rows
+        self._attend = attend
+        self._sizes = sizes
+
+    @torch.inference_mode()
+    def prepare(self, use: Callable[[ChunkAttention | None], None]) -> Iterator[TileShape | None]:
+        """Check the library, then build one plan for each item that is taken from the iterator.
+
+        Args:
+            use: Called with the library's attention once it has passed the check. The shapes that it takes
+                grow with each plan. Called with None if the library fails later.
+
+        Yields:
+            None after the check, then the shape of each plan, the most useful first. Nothing if the library
+            cannot be used. The log says why.
+        """
+        heads, attend = self._heads, self._attend
+        if attend is None:
+            reason = _unsupported(heads.dim, heads.dtype, heads.device)
+            if reason is not None:
+                _log.info("prompts attend by this project's kernel", reason=reason)
+                return
+            attend = cudnn_attention
+        wanted = shapes_of(self._most_rows, self._sizes)
+        try:
+            error = _error(attend, heads, self._sizes)
+            if not error < LARGEST_ERROR:  # A NaN is an error, too.
+                _log.error(
+                    "prompts attend by this project's kernel: the library's disagrees", error=round(error, 4)
+                )
+                return
+            chunks = ChunkAttention(attend, (), self._most_rows, heads.dtype, sizes=self._sizes)
+            use(chunks)
+            yield None
+            for shape in wanted:
+                _build(attend, shape, heads)
+                chunks.allow(shape)
+                yield shape
+        except Exception:
+            # The library may be missing, too old or out of memory. Serving works without it.
+            _log.exception("prompts attend by this project's kernel: the library's failed")
+            use(None)
+            return
+        _log.info("long prompts attend by a library", plans=len(wanted), error=round(error, 4))
+
+
+def prepare_within(
+    library: Library,
+    use: Callable[[ChunkAttention | None], None],
+    limit_s: float = BUILD_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Prepare a library at once, but begin no further plan after `limit_s` seconds.
+
+    Args:
+        library: The library.
+        use: See `Library.prepare`.
+        limit_s: Maximum time in seconds for the check and all plans but the last.
+        clock: Returns the time in seconds.
+    """
+    started = clock()
+    for _ in library.prepare(use):
+        if clock() - started > limit_s:
+            return
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The shape of queries, keys and values, their dtype and their device."""
+
+    q: int
+    kv: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why cuDNN's attention is not used, or None if it can be."""
+    if device.type != "cuda":
+        return "there is no GPU"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "the library is faster on Hopper GPUs only, as far as measured"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "the library needs 16-bit numbers"
+    if head_dim > LARGEST_DIM or head_dim % 8:
+        return f"the library does not support heads of {head_dim} elements"
+    return None
+
+
+def _build(attend: Attend, shape: TileShape, heads: _Heads) -> None:
+    """Call the library once with a shape, so that it builds its plan."""
+    q, k, v = (
+        torch.zeros(count, width, heads.dim, dtype=heads.dtype, device=heads.device)
+        for count, width in ((shape.rows, heads.q), (shape.keys, heads.kv), (shape.keys, heads.kv))
+    )
+    attend(q, k, v, shape.causal, 1.0)
+
+
+def _error(attend: Attend, heads: _Heads, sizes: Sequence[int]) -> float:
+    """Return the largest relative error of a random chunk against this project's kernel.
+
+    The chunk lies behind prefixes of different lengths, so that all kinds of merges take part: the kernels of
+    all of them are compiled here.
+    """
+    device, dtype, least = heads.device, heads.dtype, sizes[-1]
+    longest = min(8 * least, sizes[0])
+    tokens = longest + least
+    pages = -(-tokens // _CHECK_PAGE)
+    generator = torch.Generator().manual_seed(0)
+    k_plane, v_plane = (
+        torch.randn(pages, _CHECK_PAGE, heads.kv, heads.dim, generator=generator).to(device, dtype)
+        for _ in range(2)
+    )
+    table = torch.randperm(pages, generator=generator).to(device, torch.int32)[None]
+    q = torch.randn(least, heads.q, heads.dim, generator=generator).to(device, dtype)
+    largest = 0.0
+    # One merge, two, and as many as there can be. The second chunk is not aligned to tiles.
+    for start in (least, 2 * least + least // 2, longest - least):
+        batch = _check_batch(table, start, least, device)
+        chunks = ChunkAttention(
+            attend, shapes_of(least, sizes), least, dtype, sizes=sizes, least_gain_us=float("-inf")
+        )
+        found = chunks.attend(batch, q, k_plane, v_plane, _CHECK_SCALE, _no_others)
+        assert found is not None
+        expected = tree_attention(
+            q,
+            k_plane,
+            v_plane,
+            batch.page_table,
+            batch.prefix_lens,
+            batch.kv_lens,
+            batch.query_start,
+            None,
+            scale=_CHECK_SCALE,
+            max_query_len=batch.max_query_len,
+            max_kv_len=batch.max_kv_len,
+        )
+        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+        if math.isnan(error):
+            return error
+        largest = max(largest, error)
+    return largest
+
+
+def _check_batch(table: torch.Tensor, start: int, count: int, device: torch.device) -> AttentionBatch:
+    """Return a batch of one sequence."""
+    prefix, kv, rows = (
+        torch.tensor(numbers, dtype=torch.int32).to(device)
+        for numbers in ([start], [start + count], [0, count])
+    )
+    return AttentionBatch(
+        page_table=table,
+        prefix_lens=prefix,
+        kv_lens=kv,
+        query_start=rows,
+        ancestors=None,
+        slots=torch.full((count,), -1, device=device),
+        max_query_len=count,
+        max_kv_len=start + count,
+        host_lens=((start, count),),
+    )
+
+
+def _no_others(first: int, last: int, out: torch.Tensor) -> None:
+    """Do nothing: the only sequence is taken."""

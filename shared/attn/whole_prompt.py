@@ -1,0 +1,55 @@
+"""Attention of a pass over one whole prompt by a library, with fixed shapes, so that it can be recorded."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.shared.attn.base import AttentionBatch
+from outrider.shared.attn.chunks import Attend
+from outrider.shared.attn.triton import KernelAttention
+from outrider.shared.kv.pool import KVPool
+
+
+class WholePromptAttention(KernelAttention):
+    """`KernelAttention` for a batch of one prompt from its first token on, followed by padding rows.
+
+    The library attends causally from all rows to all rows. No row of the prompt sees the padding, because
+    padding is at the end. Layers with windows, sinks or caps attend by our kernel.
+
+    Args:
+        attend: The library's attention.
+        pages: ``[ceil(rows / page_size)] int32``, the prompt's pages. Further places may name any page.
+        length: ``[1] int32``, number of tokens of the prompt.
+    """
+
+    def __init__(self, attend: Attend, pages: torch.Tensor, length: torch.Tensor) -> None:
+        super().__init__()
+        self._attend = attend
+        self._pages = pages
+        self._length = length
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Find the padding, whose K/V must not be read: it may be left over, even NaN."""
+        super().plan(batch)
+        rows = batch.slots.shape[0]
+        self._padding = (torch.arange(rows, device=batch.slots.device) >= self._length)[:, None, None]
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        pool: KVPool,
+        scale: float,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """Attend over K/V that is already in the pool."""
+        if pool.latent or window or softcap or sinks is not None:
+            return super().attend(layer, q, pool, scale, window, sinks, softcap)
+        k, v = (
+            plane.index_select(0, self._pages).flatten(0, 1)[: q.shape[0]].masked_fill_(self._padding, 0.0)
+            for plane in (pool.k_planes[layer], pool.v_planes[layer])
+        )
+        out, _ = self._attend(q.contiguous(), k, v, True, scale)
+        return out.flatten(1)

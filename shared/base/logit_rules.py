@@ -1,0 +1,186 @@
+"""Options that change the logits before a token is sampled, and the logprobs that a client asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.shared.base.errors import InvalidRequestError
+
+MAX_BIASES = 1024
+MAX_ALLOWED_TOKENS = 65536
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
+MAX_BAD_WORDS_TOKENS = 2048
+MAX_TOP_LOGPROBS = 20
+MAX_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """Rules that change the logits of the next token. The defaults change nothing.
+
+    The rules apply in this order: bias, repetition penalty, frequency and presence penalty, forbidden tokens.
+    "Output" means the tokens that the request has generated so far, on the path of the token's tree node.
+
+    Attributes:
+        presence_penalty: Subtracted from the logit of each token that the output contains.
+        frequency_penalty: Subtracted once for every occurrence of a token in the output.
+        repetition_penalty: Divides the positive and multiplies the negative logits of the tokens that the
+            prompt or the output contains; above 0.
+        logit_bias: Tokens and the numbers that are added to their logits; at most one number per token.
+        min_tokens: Number of output tokens before which no token may end the text.
+        allowed_token_ids: The only tokens that may be chosen. None allows all tokens.
+        bad_words: Token sequences that the output must not contain.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(math.isfinite(value) and -2 <= value <= 2, name, f"between -2 and 2, not {value}")
+        _check(
+            math.isfinite(self.repetition_penalty) and 0 < self.repetition_penalty <= 1e6,
+            "repetition_penalty",
+            f"above 0 and at most 1000000, not {self.repetition_penalty}",
+        )
+        _check(0 <= self.min_tokens < 1 << 31, "min_tokens", f"at least 0, not {self.min_tokens}")
+        self._check_tokens()
+
+    def _check_tokens(self) -> None:
+        _check(
+            len(self.logit_bias) <= MAX_BIASES,
+            "logit_bias",
+            f"an object of at most {MAX_BIASES} tokens, not {len(self.logit_bias)}",
+        )
+        for _, value in self.logit_bias:
+            _check(
+                math.isfinite(value) and abs(value) <= MAX_BIAS,
+                "logit_bias",
+                f"an object of numbers between -{MAX_BIAS:g} and {MAX_BIAS:g}, not {value}",
+            )
+        _check(
+            len({token for token, _ in self.logit_bias}) == len(self.logit_bias),
+            "logit_bias",
+            "an object that names each token once",
+        )
+        if self.allowed_token_ids is not None:
+            _check(
+                1 <= len(self.allowed_token_ids) <= MAX_ALLOWED_TOKENS,
+                "allowed_token_ids",
+                f"a list of 1 to {MAX_ALLOWED_TOKENS} tokens, not {len(self.allowed_token_ids)}",
+            )
+        _check(
+            len(self.bad_words) <= MAX_BAD_WORDS,
+            "bad_words",
+            f"a list of at most {MAX_BAD_WORDS} token sequences, not {len(self.bad_words)}. A word can take "
+            "two sequences, one with and one without a space before it",
+        )
+        for word in self.bad_words:
+            _check(
+                1 <= len(word) <= MAX_BAD_WORD_TOKENS,
+                "bad_words",
+                f"a list of words of 1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(word)}",
+            )
+        total = sum(len(word) for word in self.bad_words)
+        _check(
+            total <= MAX_BAD_WORDS_TOKENS,
+            "bad_words",
+            f"a list of words of at most {MAX_BAD_WORDS_TOKENS} tokens in total, not {total}",
+        )
+
+    @property
+    def neutral(self) -> bool:
+        """True if the rules change nothing."""
+        return self == NO_RULES
+
+    @property
+    def forbids(self) -> bool:
+        """True if the rules may forbid every token."""
+        return bool(self.allowed_token_ids or self.bad_words or self.min_tokens)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check that all token ids are below `vocab_size`.
+
+        Raises:
+            InvalidRequestError: The error names the field.
+        """
+        bad_words = [token for word in self.bad_words for token in word]
+        for name, tokens in (
+            ("logit_bias", [token for token, _ in self.logit_bias]),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words", bad_words),
+        ):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+                raise InvalidRequestError(
+                    f"{name} contains the token id {wrong}, but the vocabulary has {vocab_size} entries.",
+                    field=name,
+                )
+
+
+def _check(valid: bool, field: str, allowed: str) -> None:
+    if not valid:
+        raise InvalidRequestError(f"{field} must be {allowed}.", field=field)
+
+
+NO_RULES = LogitRules()
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobParams:
+    """The log-probabilities that a client asks for, under the model's own distribution.
+
+    The distribution is the softmax of the logits before any rule, temperature or filter.
+
+    Attributes:
+        top: Number of the most likely tokens to report beside each output token. None reports no logprobs of
+            output tokens.
+        prompt_top: The same for prompt tokens.
+        prompt_start: Index of the first prompt token to report. Token 0 has no logprob.
+    """
+
+    top: int | None = None
+    prompt_top: int | None = None
+    prompt_start: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("top", "prompt_top"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+                raise InvalidRequestError(
+                    f"logprobs must be between 0 and {MAX_TOP_LOGPROBS}, not {value}.", field="logprobs"
+                )
+        if self.prompt_start < 0:
+            raise InvalidRequestError(
+                f"prompt_start must be at least 0, not {self.prompt_start}.", field="prompt_start"
+            )
+
+    @property
+    def wanted(self) -> bool:
+        """True if any logprobs are wanted."""
+        return self.top is not None or self.prompt_top is not None
+
+
+NO_LOGPROBS = LogprobParams()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one token, and the most likely tokens at its place.
+
+    Attributes:
+        logprob: Natural logarithm of the token's probability.
+        top: The most likely tokens and their logprobs, best first. Ties are in the order of the token ids.
+    """
+
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()

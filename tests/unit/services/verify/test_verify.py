@@ -1,0 +1,102 @@
+"""`outrider verify` on the embedded pair: it passes, and it finds tokens that speculation changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outrider.services.cli import commands as cli
+from outrider.services.target.request import GenerationRequest
+from outrider.services.verify import command
+from outrider.services.verify.cases import OPTIONS, ways
+from outrider.services.verify.law import chi_square
+from outrider.services.verify.pair_engine import Answers, PairEngine
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.spec.tree import DraftShape
+
+torch.set_num_threads(1)
+DEMO = Path(__file__).parents[4] / "models" / "demo"
+PAIR = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "eagle3"), "--device", "cpu", "--json"]
+
+
+def verify(prompts: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    prompts.write_text('{"prompt_ids": [5, 6, 7]}\n{"messages": [{"role": "user", "content": "Hi!"}]}\n')
+    arguments = ["verify", *PAIR, "--prompts", str(prompts), "--tokens", "8", "--samples", "256", *more]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code in (0, 1), result.exception
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_the_embedded_pair_passes_with_every_option(tmp_path: Path) -> None:
+    code, report = verify(tmp_path / "prompts.jsonl", "--dtype", "float32")
+    assert (code, report["passed"]) == (0, True)
+    assert [run["name"] for run in report["runs"]] == ["chain", "tree", "auto", "mixed"]
+    for run in report["runs"]:
+        assert run["requests"] == 2 * len(OPTIONS)
+        assert run["differences"] == []
+    assert report["runs"][1]["accept_length"] > 1.2, "the run without drafted tokens would compare nothing"
+    assert report["law"]["outcomes"] >= 8
+    assert report["law"]["p_value"] > 1e-4
+
+
+def test_tokens_and_probabilities_that_speculation_changes_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token of one request is replaced, and every second token of the samples."""
+    answer = PairEngine.answer
+
+    def changed(self: PairEngine, requests: Iterable[GenerationRequest], *, speculate: bool) -> Answers:
+        answers = answer(self, requests, speculate=speculate)
+        for name, tokens in answers.tokens.items() if speculate else ():
+            if name == "top_p, prompt 2":
+                tokens[-1] ^= 1
+            elif name.isdigit():
+                tokens[1] = answers.tokens["1"][1]
+        return answers
+
+    monkeypatch.setattr(PairEngine, "answer", changed)
+    tree = {"tree": ways(DraftShape(5, 4, 16))["tree"]}
+    monkeypatch.setattr(command, "ways", lambda _shape: tree)
+    code, report = verify(tmp_path / "prompts.jsonl", "--dtype", "float32")
+    assert (code, report["passed"]) == (1, False)
+    for run in report["runs"]:
+        (difference,) = run["differences"]
+        assert (difference["request"], difference["token"]) == ("top_p, prompt 2", 7)
+        assert difference["off"] == difference["on"] ^ 1
+    assert report["law"]["holds"] is False
+
+
+def test_a_pair_without_a_draft_is_refused() -> None:
+    result = CliRunner().invoke(cli.app, ["verify", "--target", str(DEMO / "target"), "--device", "cpu"])
+    assert isinstance(result.exception, ConfigurationError)
+    assert "Give a draft with --draft" in str(result.exception)
+
+
+def test_every_sampling_parameter_is_among_the_options() -> None:
+    defaults = SamplingParams(temperature=0.0)
+    for parameter in fields(SamplingParams):
+        values = {getattr(option.sampling, parameter.name) for option in OPTIONS.values()}
+        assert values - {getattr(defaults, parameter.name)}, f"no option sets {parameter.name}"
+
+
+def test_every_mode_of_speculation_is_compared() -> None:
+    speculations = [one for run in ways(DraftShape(5, 4, 16)).values() for one in run]
+    assert {one.mode for one in speculations} == set(SpeculationMode)
+    assert {one.shape.topk for one in speculations if one.mode is SpeculationMode.ON} == {1, 4}
+
+
+def test_chi_square_tells_the_law_from_another() -> None:
+    expected = [40.0, 30.0, 20.0, 4.0, 3.0]
+    right, cells = chi_square(expected, [44, 27, 19, 3, 4])
+    assert cells == 4, "the two rare outcomes are one cell"
+    assert right == pytest.approx(0.8614, abs=1e-4)
+    assert chi_square(expected, [20, 50, 20, 4, 3])[0] < 1e-4
+    assert chi_square([100.0], [100.0]) == (1.0, 1)

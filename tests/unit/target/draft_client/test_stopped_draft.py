@@ -1,0 +1,187 @@
+"""Laws: a draft that is stopped, once or again and again, holds up only rows in mode `on`, and not for long.
+
+The clock advances only while the target waits and by the time of rounds, so waits can be added up.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from support.clocked_draft import CAP_S, FAULT_S, ROUND_S, SHAPE, Pulsing, Target
+
+from outrider.services.target.draft_client.answer_times import (
+    ANSWERS_TO_JUDGE,
+    FLOOR_SHARE,
+    OTHERS_FLOOR_S,
+    OTHERS_MULTIPLE,
+    AnswerTimes,
+)
+from outrider.services.target.draft_client.breaker import CAPACITY_S, OPENING_SHARE, SHARE, BreakerState
+from outrider.services.target.draft_client.deadlines import TURN_S
+from outrider.services.target.draft_client.wait_budget import WaitBudget
+from outrider.shared.spec.drafter import AWAITED, ProposalRequest, ProposalRow
+
+ANSWER_S = 0.004
+SECONDS = 60.0
+ON, AUTO = 1, 2
+PULSES = [(0.9, 1.0), (0.3, 0.4), (2.5, 3.0)]
+"""Seconds for which the draft is stopped, and seconds of a period. `reliability` measurements use these."""
+
+
+def running(monkeypatch: pytest.MonkeyPatch, stopped_s: float, period_s: float, *sessions: int) -> Target:
+    target = Target(monkeypatch, partial(Pulsing, answer_s=ANSWER_S, stopped_s=stopped_s, period_s=period_s))
+    for session_id in sessions:
+        target.open(session_id)
+    return target
+
+
+def run_warm(target: Target, *on: int) -> None:
+    """Run rounds until the waits follow measured times."""
+    assert target.mixed_round(on=set(on)).isdisjoint(on), "no other row waits for the first trees"
+    for _round in range(2 * ANSWERS_TO_JUDGE):
+        assert target.mixed_round(on=set(on)) == set(target.fences)
+    target.connection.waited_s = 0.0
+
+
+@pytest.mark.parametrize(("stopped_s", "period_s"), PULSES)
+@pytest.mark.parametrize("sessions", [(AUTO,), (ON,), (ON, AUTO)])
+def test_a_draft_that_stops_again_and_again_costs_other_rows_a_small_share(
+    monkeypatch: pytest.MonkeyPatch, stopped_s: float, period_s: float, sessions: tuple[int, ...]
+) -> None:
+    target = running(monkeypatch, stopped_s, period_s, *sessions)
+    in_vain_s, began = 0.0, target.clock.now
+    while target.clock.now < began + SECONDS:
+        target.reopen()
+        before = target.connection.waited_s
+        target.mixed_round(on={ON})
+        waited_s = target.connection.waited_s - before
+        if waited_s > ANSWER_S + 1e-9:
+            in_vain_s += waited_s
+    allowed = SECONDS * (SHARE + OPENING_SHARE) + 2 * CAPACITY_S + FLOOR_SHARE * FAULT_S
+    assert in_vain_s <= allowed
+    assert in_vain_s / SECONDS < 0.05, "the rows beside a stopped draft keep 95 % of their speed"
+
+
+@pytest.mark.parametrize(("stopped_s", "period_s"), PULSES)
+def test_a_row_of_mode_on_keeps_most_of_its_speed(
+    monkeypatch: pytest.MonkeyPatch, stopped_s: float, period_s: float
+) -> None:
+    target = running(monkeypatch, stopped_s, period_s, ON)
+    rounds = taken = 0
+    began = target.clock.now
+    while target.clock.now < began + SECONDS:
+        target.reopen()
+        taken += ON in target.mixed_round(on={ON})
+        rounds += 1
+    assert taken / rounds > 0.8, "a row that waits in vain is given up soon, and the draft is left alone"
+
+
+def test_a_stopped_draft_delays_one_round_and_gives_the_row_up_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = running(monkeypatch, 0.0, 1.0, ON)
+    run_warm(target, ON)
+    connection = target.connection
+    assert isinstance(connection, Pulsing)
+    connection.stopped_s = connection.period_s = 1e9
+    others_s = max(OTHERS_FLOOR_S, OTHERS_MULTIPLE * ANSWER_S)
+    began = target.clock.now
+    assert target.mixed_round(on={ON}) == set(), "the round goes on without the row"
+    assert connection.waited_s == pytest.approx(others_s)
+    waited = 1
+    while not target.mixed_round(on={ON}):
+        waited += 1
+    limit_s = FLOOR_SHARE * FAULT_S
+    assert connection.waited_s == pytest.approx(others_s), "later rounds do not wait"
+    assert target.clock.now - began == pytest.approx(limit_s, abs=3 * ROUND_S)
+    assert waited == pytest.approx((limit_s - others_s) / ROUND_S, abs=3)
+    assert target.drafter.fallback_reason(ON) == "late"
+    assert target.link.breaker.refuses_all, "no further row waits until the draft shows life"
+
+
+def test_a_row_alone_waits_in_turns_so_that_the_engine_can_look_for_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = running(monkeypatch, 0.0, 1.0, ON)
+    run_warm(target, ON)
+    connection = target.connection
+    assert isinstance(connection, Pulsing)
+    connection.answer_s = 2.5 * TURN_S
+    frames = connection.frames
+    request = ProposalRequest(1, [ProposalRow(target.fences[ON], 7, SHAPE, must_wait=True)], None)
+    for _turn in range(2):
+        before = target.clock.now
+        assert target.drafter.propose(request).num_nodes.tolist() == [1]
+        assert target.drafter.fallback_reason(ON) == AWAITED
+        assert target.clock.now - before == pytest.approx(TURN_S)
+    assert target.drafter.propose(request).num_nodes.tolist() == [3]
+    assert connection.frames == frames + 1, "the tree is requested once"
+
+
+def test_a_row_whose_session_is_lost_while_it_awaits_its_tree_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = running(monkeypatch, 0.0, 1.0, ON)
+    run_warm(target, ON)
+    connection = target.connection
+    assert isinstance(connection, Pulsing)
+    connection.stopped_s = connection.period_s = 1e9
+    assert target.mixed_round(on={ON}) == set()
+    target.drafter._sessions[ON].lose()
+    assert target.mixed_round(on={ON}) == {ON}
+    assert target.drafter.fallback_reason(ON) == "resync"
+
+
+def test_answers_to_rows_of_mode_on_do_not_bring_back_a_draft_that_is_too_slow_for_auto(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = running(monkeypatch, 0.0, 1.0, ON, AUTO)
+    connection = target.connection
+    assert isinstance(connection, Pulsing)
+    connection.answer_s = 3 * CAP_S
+    began, missed = target.clock.now, 0
+    while target.clock.now < began + SECONDS:
+        target.mixed_round(on={ON})
+        missed += target.drafter.fallback_reason(AUTO) == "late" and (
+            target.link.breaker.state is not BreakerState.OPEN
+        )
+    assert missed * CAP_S <= SECONDS * SHARE + CAPACITY_S
+
+
+def test_a_budget_grows_with_time_up_to_its_capacity() -> None:
+    budget = WaitBudget(share=0.1, capacity_s=1.0)
+    assert budget.empty_s(0.0) == 0.0
+    budget.spend(1.5, 0.0)
+    assert budget.empty_s(0.0) == pytest.approx(5.0)
+    assert budget.empty_s(3.0) == pytest.approx(2.0)
+    assert budget.empty_s(6.0) == 0.0
+    assert budget.empty_s(1000.0) == 0.0
+    budget.spend(1.1, 1000.0)
+    assert budget.empty_s(1000.0) == pytest.approx(1.0), "a long calm adds no more than the capacity"
+
+
+def test_waits_follow_the_99th_percentile_between_a_floor_and_the_fault_deadline() -> None:
+    times = AnswerTimes(2.0)
+    for _answer in range(ANSWERS_TO_JUDGE - 1):
+        times.in_time(0.001)
+    assert times.limit_s == 2.0, "too few answers to judge"
+    times.in_time(0.001)
+    assert (times.limit_s, times.others_s) == (0.25, 0.01)
+    times.in_time(0.2)
+    assert (times.limit_s, times.others_s) == (0.8, 0.4)
+    times.in_time(5.0)
+    assert (times.limit_s, times.others_s) == (2.0, 2.0)
+
+
+def test_only_late_answers_in_a_row_make_waits_longer() -> None:
+    times = AnswerTimes(2.0)
+    for _answer in range(100):
+        times.in_time(0.001)
+    for _period in range(100):
+        times.late(0.9)
+        times.in_time(0.001)
+    assert times.limit_s == 0.25, "a draft that stops now and then is not a slow draft"
+    for _answer in range(6):
+        times.late(0.3)
+    assert times.limit_s == pytest.approx(1.2), "a draft that became slower is waited for longer"
