@@ -104,8 +104,10 @@ def test_each_request_gets_what_it_gets_alone(
         Crowd(harness, random.Random(num_pages + 1), haste=1.0).run(again)
     check_outputs(decoder, harness, [*clients, *again], outputs)
     stats = harness.engine.stats().speculation
-    print(f"{seen.mixed} of {seen.rounds} rounds mixed, {harness.scheduler.num_retractions} retractions")
-    assert seen.mixed > seen.rounds / 4
+    print(seen, f"{harness.scheduler.num_retractions} retractions")
+    # How often rows in mode `auto` draft depends on measured times, so they do not count.
+    assert seen.meetings > seen.rounds / 8
+    assert seen.mixed_meetings > seen.meetings / 2
     assert stats.accepted_tokens > 0
     assert (harness.scheduler.num_retractions > 0) == (num_pages < 100)
     keys = [key for key in cache.keys if isinstance(key, GraphKey)]

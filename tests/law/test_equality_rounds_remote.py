@@ -307,7 +307,7 @@ def test_a_draft_model_without_features(
         tmp_path / "small", vocab_size=VOCAB, hidden_size=24, num_layers=2, head_dim=8, seed=4
     )
     draft = DraftProcess(tmp_path, scheme, folders[0], small)
-    drafter = follow(draft, decoder)
+    drafter = follow(draft, decoder, PATIENT_S)
     try:
         sampling = SamplingParams(temperature=1.0, seed=3)
         plain = generate_plain(decoder, NoDrafter(), PROMPT, 60, sampling=sampling)
@@ -318,6 +318,7 @@ def test_a_draft_model_without_features(
             assert (run(harness) > 5) == (plan is not None)
             assert harness.sink.tokens["a"] == plain
             report = harness.sink.finished["a"].speculation
+            assert report.fallback_reason == ""
             rounds.append((report.rounds, report.accepted_tokens))
         assert rounds[0] == rounds[1]
     finally:

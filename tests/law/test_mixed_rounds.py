@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from support.device_toys import AnswerDrafter
 from support.mixed_requests import (
@@ -39,11 +39,52 @@ from outrider.shared.spec.drafter import FeatureSpec
 torch.set_num_threads(1)
 MIXTURES = 80
 """Number of mixtures per plan."""
-ALWAYS = {"accepted tokens", "cancelled", "losses", "mixed", "retractions", "tokens cut", "trees"}
+ALWAYS = {
+    "accepted tokens",
+    "bounded trees",
+    "cancelled",
+    "losses",
+    "mixed",
+    "retractions",
+    "tokens cut",
+    "trees",
+}
 PROMPTS_IN = {"recorded prompts", "packed prompts", "recorded chunks behind others"}
 ON_DEVICE = {"drafts on the device", "kv_full"}
 ON_HOST = {"drafts through the host", "fake"}
 """What the mixtures of a plan must cover, as counted in `Service.seen`."""
+PROMPTS_THAT_ARRIVE_TOGETHER = [
+    Asked(
+        prompt=prompt,
+        new_tokens=12,
+        sampling=SamplingParams(temperature=0.0),
+        mode=SpeculationMode.ON,
+        shape=(3, 2, 7),
+        trace=False,
+        priority=0,
+        stop_at=None,
+        joins=0,
+        cancels=None,
+        pauses=None,
+    )
+    for prompt in (1, 2, 3, 2)
+]
+"""A mixture whose prompts always share a recorded pass. Drawn prompts seldom arrive together."""
+ROOMY = Machine(
+    max_running=6,
+    page_size=4,
+    spare_slots=1000,
+    prefill_chunk=512,
+    prefill_budget=64,
+    prefill_sizes=(4, 16, 64),
+    max_packed_rows=2048,
+    features=True,
+    accuracy=0.8,
+    refuse_every=0,
+    losses=(),
+    down=(0, 0),
+    seed=0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +113,7 @@ def test_every_mixture_gives_everybody_the_plain_output(
         suppress_health_check=[HealthCheck.too_slow],
     )
     @given(st.lists(requests(), min_size=4, max_size=8), machines())
+    @example(PROMPTS_THAT_ARRIVE_TOGETHER, ROOMY)
     def check(asked: list[Asked], machine: Machine) -> None:
         seen.update(serve(decoder, plan, asked, machine))
 

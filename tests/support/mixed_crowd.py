@@ -16,6 +16,7 @@ from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import Round, RoundRunner
 from outrider.shared.base.generation import FinishReason, SamplingParams, SpeculationMode
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 from support.target_harness import Harness, assert_same_tokens
 from support.traces import check_traces
 
@@ -183,10 +184,15 @@ class Mixtures:
     Attributes:
         rounds: Number of rounds.
         mixed: Number of rounds with at least two tree shapes, or with a tree beside a plain row.
+        meetings: Number of rounds in which rows ask for different shapes, or some for a tree and others for
+            none. Rows in mode `auto` ask for nothing, because the controller may choose either.
+        mixed_meetings: Number of these rounds that are mixed.
     """
 
     rounds: int = 0
     mixed: int = 0
+    meetings: int = 0
+    mixed_meetings: int = 0
 
 
 @contextmanager
@@ -196,11 +202,26 @@ def watched_rounds() -> Iterator[Mixtures]:
 
     def watching(self: RoundRunner, entries: Sequence[Entry], *rest: object, **options: object) -> Round:
         found.rounds += 1
-        found.mixed += len({entry.shape for entry in entries}) > 1
+        mixed = len({entry.shape for entry in entries}) > 1
+        meeting = len({asked_shape(entry) for entry in entries if not is_auto(entry)}) > 1
+        found.mixed += mixed
+        found.meetings += meeting
+        found.mixed_meetings += meeting and mixed
         return launch(self, entries, *rest, **options)  # type: ignore[arg-type]
 
     with mock.patch.object(RoundRunner, "launch", watching):
         yield found
+
+
+def is_auto(entry: Entry) -> bool:
+    """Return True for a row in mode `auto`."""
+    return entry.sequence.controller_row is not None
+
+
+def asked_shape(entry: Entry) -> DraftShape:
+    """Return the shape that the client of a row asked for; `NO_DRAFT` in mode `off`."""
+    sequence = entry.sequence
+    return sequence.request.speculation.shape.bounded() if sequence.wants_drafts else NO_DRAFT
 
 
 def check_outputs(

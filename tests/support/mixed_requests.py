@@ -24,7 +24,7 @@ from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import Round
 from outrider.services.target.policy.controller import RowBound
-from outrider.services.target.policy.cost_model import DraftPath
+from outrider.services.target.policy.cost_model import DraftPath, RoundCosts
 from outrider.services.target.policy.offered_shapes import cut
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.services.target.scheduling.sequence import Sequence as Row
@@ -68,6 +68,8 @@ SAMPLINGS = (
 )
 BROKEN_CHANCE = 0.3
 """Probability that a drafter on the host answers with a random tree, or with no tree."""
+KEEPS_TREE_CHANCE = 0.8
+"""Probability that a row of a fixed shape drafts in a round whose fixed trees may be bounded."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ class Service:
         launch = mock.patch.object(loop._rounds, "launch", self._checked(loop._rounds.launch))
         budget = mock.patch.object(engine._budget, "tokens", return_value=self.machine.prefill_budget)
         choice = mock.patch.object(controller, "choose", self._choose)
+        share = mock.patch.object(engine._planner._share, "choose", self._share)
         recorded = self.harness.runner._recorded
         assert recorded is not None
         prompts = mock.patch.object(recorded, "run", self._noted(recorded.run))
@@ -227,6 +230,9 @@ class Service:
             patches.enter_context(launch)
             patches.enter_context(budget)
             patches.enter_context(choice)
+            patches.enter_context(share)
+            # Nothing depends on whether a plain round was measured.
+            patches.enter_context(mock.patch.object(RoundCosts, "measured_plain", new=True))
             patches.enter_context(prompts)
             last = max(one.joins + max((one.cancels or (0,))[0], sum(one.pauses or (0,))) for one in asked)
             step = 0
@@ -340,6 +346,12 @@ class Service:
         for row in rows:
             form = self._rng.choice(row.forms)
             chosen.append(self._rng.choice([NO_DRAFT, form, cut(form, self._rng.randint(1, form.depth))]))
+        return chosen
+
+    def _share(self, rows: list[int], base_s: float, round_s: Callable[[Sequence[int]], float]) -> set[int]:
+        """Choose at random which rows of fixed shapes draft, in the place of their measured bound."""
+        chosen = {row for row in rows if self._rng.random() < KEEPS_TREE_CHANCE}
+        self.seen["bounded trees"] += len(rows) - len(chosen)
         return chosen
 
     def _host_tree(self, tokens: list[int], row: ProposalRow) -> list[Node]:

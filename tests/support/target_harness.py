@@ -15,7 +15,6 @@ from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.recorder import Recorder
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.policy.fixed_share import FixedShare
 from outrider.services.target.request import (
     Event,
     FailedEvent,
@@ -45,6 +44,7 @@ from outrider.shared.spec.drafter import (
 from outrider.shared.spec.tree import DraftBatch, mask_words
 from support.compute_device import DEVICE
 from support.rule_oracle import ruled
+from support.unbounded_share import UnboundedShare
 
 Node = tuple[int, int]
 """Token and parent index of a draft node. The root is node 0 and is not listed."""
@@ -95,8 +95,7 @@ class FakeDrafter:
         self.rows: dict[int, list[torch.Tensor]] = {}
         self.lost: list[int] = []
         self.current_state = DrafterState.ON
-        self.opens = 0
-        self.nodes_proposed = 0
+        self.opens = self.nodes_proposed = 0
 
     def feature_spec(self) -> FeatureSpec | None:
         return self.spec
@@ -227,13 +226,6 @@ def random_plan(vocab_size: int, seed: int = 0) -> Callable[[list[int], Proposal
     return plan
 
 
-class EveryRow(FixedShare):
-    """Lets every row of a fixed shape draft, however long its round takes."""
-
-    def choose(self, rows: list[int], base_s: float, round_s: Callable[[Sequence[int]], float]) -> set[int]:
-        return set(rows)
-
-
 @dataclass
 class Harness:
     """An engine with a toy model. `run` steps the engine until it is idle."""
@@ -306,14 +298,12 @@ def make_harness(
     attention: AttentionBackend | None = None,
     recorder: Recorder | None = None,
     prefill_sizes: Sequence[int] = (),
-    bounds_fixed_trees: bool = False,
     **limits: int,
 ) -> Harness:
     """Make an engine that has no thread of its own.
 
-    By default, the engine reads each round before it launches the next, and every row of a fixed shape gets
-    its tree. With `bounds_fixed_trees`, measured times decide which of these rows draft (`FixedShare`), as
-    in production. Then the rounds differ from run to run.
+    By default, the engine reads each round before it launches the next. Every row of a fixed shape gets its
+    tree, because the times of toy rounds, which would bound the trees, differ from run to run.
     """
     pool = decoder.make_pool(num_pages, page_size)
     attention = attention or create_backend("auto", decoder.device)
@@ -321,8 +311,7 @@ def make_harness(
     scheduler = Scheduler(pool.allocator, page_size, SchedulerLimits(**limits))
     engine_limits = EngineLimits(decoder.config.vocab_size, max_model_len, frozenset(eos))
     engine = TargetEngine(runner, scheduler, drafter, engine_limits, plan=plan, recorder=recorder)
-    if not bounds_fixed_trees:
-        engine._planner._share = EveryRow()
+    engine._planner._share = UnboundedShare()
     return Harness(engine, scheduler, runner, Collector())
 
 
@@ -348,10 +337,8 @@ def next_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
     assert lease is not None
     attention = create_backend("auto", decoder.device)
     attention.plan(build_batch(pool, [lease], [0], [len(tokens)]))
-    ids, positions = (
-        torch.tensor(tokens, device=decoder.device),
-        torch.arange(len(tokens), device=decoder.device),
-    )
+    ids = torch.tensor(tokens, device=decoder.device)
+    positions = torch.arange(len(tokens), device=decoder.device)
     with torch.inference_mode():
         return decoder.logits(decoder.forward(ids, positions, attention, pool).hidden).float().cpu()
 
