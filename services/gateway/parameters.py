@@ -191,7 +191,7 @@ class RequestBuilder:
         if p.seed is not None:
             _check(-(1 << 63) <= p.seed <= MASK_64, f"{name}seed", "a 64-bit integer", p.seed)
         _check(-(1 << 31) <= p.priority < 1 << 31, "priority", "a 32-bit integer", p.priority)
-        _check_text(p.cache_salt, "cache_salt")
+        check_prompt_text(p.cache_salt, "cache_salt")
         if len(p.cache_salt) > MAX_SALT_CHARS:
             raise InvalidRequestError(
                 f"cache_salt must have at most {MAX_SALT_CHARS} characters.", field="cache_salt"
@@ -222,7 +222,7 @@ class RequestBuilder:
                 f"{name}stop accepts at most {most} strings, not {len(p.stop)}.", field=f"{name}stop"
             )
         for stop in p.stop:
-            _check_text(stop, f"{name}stop")
+            check_prompt_text(stop, f"{name}stop")
             if not 1 <= len(stop) <= self._settings.max_stop_chars:
                 raise InvalidRequestError(
                     f"Each string of {name}stop must have 1 to {self._settings.max_stop_chars} characters.",
@@ -334,20 +334,12 @@ class RequestBuilder:
         )
         for name, value, cap in caps:
             if value is not None and not 1 <= value <= cap:
-                hint = (
-                    " It counts the root: 1 means no draft nodes."
-                    if name == "max_nodes" and value < 1
-                    else ""
-                )
+                counts_root = name == "max_nodes" and value < 1
+                hint = " It counts the root: 1 means no draft nodes." if counts_root else ""
                 field = f"{surface.speculation}.{name}"
                 raise InvalidRequestError(
                     f"{field} must be between 1 and {cap} on this server, not {value}.{hint}", field=field
                 )
-
-
-def check_prompt_text(text: str, field: str) -> None:
-    """Reject text that cannot be encoded in UTF-8. JSON escapes can contain lone surrogates."""
-    _check_text(text, field)
 
 
 def _check(valid: bool, field: str, allowed: str, value: object) -> None:
@@ -355,7 +347,8 @@ def _check(valid: bool, field: str, allowed: str, value: object) -> None:
         raise InvalidRequestError(f"{field} must be {allowed}, not {value}.", field=field)
 
 
-def _check_text(text: str, field: str) -> None:
+def check_prompt_text(text: str, field: str) -> None:
+    """Reject text that cannot be encoded in UTF-8. JSON escapes can contain lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

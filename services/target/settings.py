@@ -359,7 +359,7 @@ class TargetSettings(ServiceSettings):
     def _check_ineffective(self) -> None:
         """Refuse options that have no effect in combination with the other options."""
         waits = self.attention_backend is AttentionKind.FLASHINFER
-        overlaps = self.overlap_schedule is OverlapSchedule.ON
+        overlaps, on_cpu = self.overlap_schedule is OverlapSchedule.ON, self.torch_device().type == "cpu"
         for name, idle, why in (
             (
                 "overlap_schedule",
@@ -386,11 +386,7 @@ class TargetSettings(ServiceSettings):
                 self.draft_address() is None,
                 "there is no draft in another process; set draft, or omit it",
             ),
-            (
-                "mem_fraction_static",
-                self.torch_device().type == "cpu",
-                "on a CPU kv_tokens sizes the cache; omit it",
-            ),
+            ("mem_fraction_static", on_cpu, "on a CPU kv_tokens sizes the cache; omit it"),
         ):
             value = getattr(self, name)
             if idle and value != type(self).model_fields[name].default:
