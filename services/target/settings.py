@@ -72,9 +72,7 @@ class TargetSettings(ServiceSettings):
         description="auto, reference, triton or flashinfer (separate install; no CUDA graphs or overlap).",
     )
     deterministic: bool = Field(
-        False,
-        description="Compute bit-identical logits with and without speculation, in every batch and chunking. "
-        "Slower.",
+        False, description="Compute bit-identical logits with and without drafts, in any batch. Slower."
     )
     quantization: Quantization = Field(
         Quantization.NONE, description="none, or fp8: 8-bit weights and activations in layers' products."
@@ -174,8 +172,7 @@ class TargetSettings(ServiceSettings):
     step_deadline_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds after which a step of the engine counts as hung: the target is not ready. "
-        "After three times as long, the process ends.",
+        description="Seconds after which a step counts as hung; after three times, the target ends.",
     )
     drain_notice_s: float = Field(
         0.0, ge=0, description="On SIGTERM: seconds between not serving and refusing new requests."
