@@ -180,9 +180,7 @@ class TargetSettings(ServiceSettings):
     drain_grace_s: float = Field(
         30.0, ge=0, description="On SIGTERM: seconds that running requests may take to finish."
     )
-    log_interval_s: float = Field(
-        10.0, ge=0, description="Seconds between log lines on load and speed; 0 logs none."
-    )
+    log_interval_s: float = Field(10.0, ge=0, description="Seconds between lines on load and speed; 0: none.")
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."
     )
