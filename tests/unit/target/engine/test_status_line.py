@@ -41,7 +41,8 @@ def test_the_line_has_rates_of_the_interval() -> None:
         "tokens_per_s": 50.0,
         "accept_length": 3.0,
         "kv_usage": 0.25,
-        "speculation": "on", "auto": "idle",
+        "speculation": "on",
+        "auto": "idle",
     }
     again = line.fields(replace(busy, generated_tokens=600), 20.0)
     assert again is not None
