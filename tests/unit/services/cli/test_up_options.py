@@ -82,7 +82,7 @@ def test_the_help_of_up_is_in_groups() -> None:
     [
         (
             {"host": "0.0.0.0"},
-            "no API key. Set OUTRIDER_GATEWAY_API_KEY, --api-key-file or --api-key,.*--allow-unauthent",
+            "no API key. .*--api-key-file or --api-key,.*--allow-unauthent",
         ),
         ({"gateway_settings": {"max_choices": "0"}}, "max_choices: .*flag --max-choices"),
         ({"grpc_port": 70000}, "--grpc-port must be 0 or between"),
