@@ -151,6 +151,11 @@ class GraphCache:
         return self._device
 
     @property
+    def observed(self) -> bool:
+        """Whether the cache has an observer."""
+        return self._observer is not None
+
+    @property
     def keys(self) -> tuple[Hashable, ...]:
         """Keys of the recorded graphs, the most recently used last. Permanent graphs are not reordered."""
         return tuple(self._recorded)

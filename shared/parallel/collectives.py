@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from outrider.kernels.ahead import rehearsing
 from outrider.shared.base.errors import UnavailableError
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -82,8 +81,6 @@ def missed(rank: int) -> UnavailableError:
 class TorchCollectives:
     """`Collectives` over the default group of `torch.distributed`.
 
-    In a rehearsal (`kernels.ahead`), which a rank does alone, nothing is exchanged.
-
     Args:
         store: The ranks' common store, used to form the group.
         rank, size: This process's rank and the number of ranks.
@@ -109,23 +106,18 @@ class TorchCollectives:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add up the tensors of all ranks in place, and return `tensor`."""
-        if not rehearsing():
-            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copy rank 0's tensor to the other ranks."""
-        if not rehearsing():
-            dist.broadcast(tensor, 0)
+        dist.broadcast(tensor, 0)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return all ranks' tensors on rank 0 and None elsewhere."""
         if self.rank > 0:
-            if not rehearsing():
-                dist.gather(tensor, None, 0)
+            dist.gather(tensor, None, 0)
             return None
-        if rehearsing():
-            return tensor.new_zeros((self.size, *tensor.shape))
         out = tensor.new_empty((self.size, *tensor.shape))
         dist.gather(tensor, list(out.unbind(0)), 0)
         return out

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 
 from torch.distributed import DistError
 
-from outrider.kernels.ahead import rehearsing
 from outrider.shared.base.errors import OutriderError, UnavailableError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.parallel.channel import BEAT_S, RankConnection, ReportKind
@@ -72,15 +71,13 @@ class Lead:
         threading.Thread(target=self._watch, name="tp-watch", daemon=True).start()
 
     def send(self, command: Command) -> None:
-        """Send a command to all ranks, except in a rehearsal (`kernels.ahead`), which rank 0 does alone.
+        """Send a command to all ranks.
 
         Raises:
             OutriderError: The group has failed.
         """
         if self.failure is not None:
             raise self.failure
-        if rehearsing():
-            return
         self._step_beats = 0
         body = encode(command)
         for rank, connection in self._connections.items():
@@ -96,9 +93,6 @@ class Lead:
         An error in the block leaves the ranks out of step, so the group fails permanently.
         """
         self.send(command)
-        if rehearsing():
-            yield  # an error of a rehearsal concerns no other rank
-            return
         self._together = True
         try:
             yield

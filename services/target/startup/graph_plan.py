@@ -17,7 +17,7 @@ from outrider.kernels.ahead import compile_ahead, compiled_or_soon
 from outrider.services.target.choices import OverlapSchedule
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
-from outrider.services.target.engine.recorder import RecordingList
+from outrider.services.target.engine.recorder import RecordingList, always
 from outrider.services.target.engine.recordings import Recordings
 from outrider.services.target.model.packed_batch import SamplingMode
 from outrider.services.target.model.prefill_graph import (
@@ -174,10 +174,14 @@ def record_graphs(
     """
     if not graphs.enabled:
         return
-    recorder = engine.recorder
-    recorder.follow(lambda: list_graphs(engine.recordings, plan), partial(compiled_or_soon, graphs.device))
-    # These kernels are compiled in the background, so that the first requests find them.
-    compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
+    recorder, rehearses = engine.recorder, not graphs.observed
+    recorder.follow(
+        lambda: list_graphs(engine.recordings, plan),
+        partial(compiled_or_soon, graphs.device) if rehearses else always,
+    )
+    if rehearses:
+        # These kernels are compiled in the background, so that the first requests find them.
+        compile_ahead(graphs.device, _recordings_of_one(engine.recordings, plan), limit_s=None)
     total = recorder.num_first
     with _progress("recording CUDA graphs", to_console) as progress:
         while recorder.num_first:
@@ -224,10 +228,9 @@ def compile_kernels(
     requests. Kernels that were compiled already are skipped. Kernels are compiled even if no graphs are
     recorded. The kernels of all further graphs are compiled while the engine is idle.
 
-    Kernels are found by a rehearsal, i.e. by running passes without launching kernels. With several ranks,
-    rank 0 rehearses alone, and the other ranks find the kernels in Triton's cache on their host. A rehearsal
-    is impossible if attention needs values that a rehearsal does not compute. Kernels are then compiled at
-    their first launch, and this is logged.
+    Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
+    impossible if other ranks would have to take part, or if attention needs values that a rehearsal does not
+    compute. Kernels are then compiled at their first launch, and this is logged.
 
     Args:
         engine: Provides the recordings.
@@ -239,10 +242,15 @@ def compile_kernels(
     """
     if graphs.device.type != "cuda":
         return
-    if plan.waits:
+    if graphs.observed or plan.waits:
+        why = (
+            "other ranks would have to launch them too"
+            if graphs.observed
+            else "the attention backend waits for the device"
+        )
         _log.info(
             "kernels are compiled at their first launch, unless an earlier start has cached them",
-            why="the attention backend waits for the device",
+            why=why,
         )
         return
     started = time.monotonic()

@@ -243,18 +243,18 @@ def test_a_backend_that_waits_for_the_device_is_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "waits", "compiles"),
+    ("values", "waits", "observed", "compiles"),
     [
-        ({}, False, True),
-        ({"disable_cuda_graph": True}, False, True),
-        ({"disable_cuda_graph": True, "disable_overlap_schedule": True}, False, True),
-        ({"tp": 2}, False, True),
-        ({"attention_backend": "flashinfer"}, True, False),
+        ({}, False, False, True),
+        ({"disable_cuda_graph": True}, False, False, True),
+        ({"disable_cuda_graph": True, "disable_overlap_schedule": True}, False, False, True),
+        ({"tp": 2}, False, True, False),
+        ({"attention_backend": "flashinfer"}, True, False, False),
     ],
     ids=["graphs", "no graphs", "no graphs and no overlap", "tp", "flashinfer"],
 )
 def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
-    values: dict[str, Any], waits: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, Any], waits: bool, observed: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearsed: list[int] = []
     said: list[str] = []
@@ -266,7 +266,7 @@ def test_kernels_are_compiled_ahead_or_the_log_says_why_not(
         graph_plan, "_log", SimpleNamespace(info=lambda text, **more: said.append(more["why"]))
     )
     plan = plan_graphs(settings(**values), cuda=True, waits=waits, offers=False)
-    graphs: Any = SimpleNamespace(device=torch.device("cuda"), enabled=plan.graphs)
+    graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=observed, enabled=plan.graphs)
     engine: Any = SimpleNamespace(recordings=ListedGraphs())
     compile_kernels(engine, graphs, plan, [lambda: None], to_console=False)
     if compiles:
@@ -285,7 +285,7 @@ def test_recordings_that_a_late_draft_adds_are_rehearsed_first(monkeypatch: pyte
         graph_plan, "compile_ahead", lambda device, pieces, tell: rehearsed.extend(pieces) or 0
     )
     plan = plan_graphs(settings(), cuda=True, waits=False)
-    graphs: Any = SimpleNamespace(device=torch.device("cuda"), enabled=True)
+    graphs: Any = SimpleNamespace(device=torch.device("cuda"), observed=False, enabled=True)
     engine: Any = SimpleNamespace(recordings=ListedGraphs())
     compile_kernels(engine, graphs, plan, to_console=False)
     for rehearse in rehearsed:
