@@ -1,10 +1,10 @@
 """Plans looks: rounds that measure shapes that are not in use, and limits the time that these rounds lose.
 
 In a look, a few rows draft for a few rounds with a shape that is not in use, or all rows decode plainly. A
-look updates the estimates of the drafter's acceptance and of the cost of the shape. A look loses the time that
-the best choice would have saved for the same number of tokens. All looks together may lose a fixed share of
-the time of all rounds of the server, so the looks of many short requests lose no more than those of a long
-request. The next look measures the shape for which the looks so far and the next look together lose the least
+look updates the estimates of the drafter's acceptance and of the cost of the shape. A look loses the time
+that the best choice would have saved for the same number of tokens. All looks together may lose a fixed share
+of the time of all rounds of the server, so the looks of many short requests lose no more than those of a long
+request. The next look measures the shape for which the past looks and the next look together lose the least
 time. Cheap shapes are therefore measured more often.
 """
 
@@ -23,8 +23,8 @@ MOST_ROUNDS = 24.0
 LOOK_ROWS = 4
 """Number of rows that take part in a look."""
 LOOK_ROUNDS = 4
-"""Number of rounds of a look. A look lasts several rounds, because the drafter processes the earlier tokens of
-the rows only once per look."""
+"""Number of rounds of a look. A look lasts several rounds, because the drafter processes the earlier tokens
+of the rows only once per look."""
 LEAST_LOSS_SHARE = 0.01
 """Least estimated loss of a round of a look, as a share of a plain round."""
 FADING = 0.9
