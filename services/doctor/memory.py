@@ -47,20 +47,20 @@ class MemoryEstimate:
     """Memory needed when target and draft run in one process on one device. Sizes are in bytes.
 
     Attributes:
-        target_weights, draft_weights: Weights in the data type used for serving. Tensors that the draft
-            borrows count once. On a GPU, the weights of an EAGLE-3 head include its table of embedding
-            products.
+        target_weights, draft_weights: Sizes of the weights of target and draft, in the data type used for
+            serving. A tensor that the draft borrows from the target is counted only once. On a GPU,
+            `draft_weights` of an EAGLE-3 head includes the head's table of embedding products.
         target_kv_per_token: Keys and values (or latents) and the feature row of one token in the target.
         draft_kv_per_token: Keys and values of one token in the draft.
-        context: Full context of the target, in tokens.
+        context: Largest number of tokens of a sequence that the target supports.
         least_tokens: Minimum cache size in tokens. The target does not start with a smaller cache.
-        minimum: Weights, working memory, and caches of `least_tokens`.
-        full_context: Like `minimum`, with caches for one text of the full context.
+        minimum: Sum of the weights, the working memory, and KV caches of `least_tokens` tokens.
+        full_context: Sum of the weights, the working memory, and KV caches of `context` tokens.
         kv_tokens: Cache size in tokens that the target chooses with the given settings. 0 if the target would
             not start.
         refusal: The target's error message if the target would not start. Otherwise empty.
         reserve: Memory that the target reserves on a GPU for CUDA graphs, activations and logits.
-        available, total: Free and total memory of the device.
+        available, total: Free memory and total memory of the device, respectively.
     """
 
     target_weights: int

@@ -1,9 +1,10 @@
 """Common code of the corpus topics: the split rule, choice helpers and text helpers.
 
-A topic is a function ``make(rng, split) -> Exchange``. The split holds out templates (phrasings of a
-question) and entities (the things asked about). A held-out exchange shares no template and no entity with any
-training exchange. The words of a held-out entity may still occur elsewhere in the training text. In topics
-whose entities are numbers (units, sums), only the numbers of a held-out exchange are new.
+A topic is a function ``make(rng, split) -> Exchange``. Some templates (phrasings of a question) and entities
+(the things that a question is about) belong to the held-out split only. A held-out exchange shares no
+template and no entity with any training exchange. The words of a held-out entity may still occur elsewhere in
+the training text. In topics whose entities are numbers (units, sums), only the numbers of a held-out exchange
+are new.
 """
 
 import enum

@@ -95,13 +95,13 @@ class TokenTables:
 
     @property
     def embedding(self) -> torch.Tensor:
-        """The embedding, ``[vocab_size, hidden_size]``. Must not be missing."""
+        """The embedding, ``[vocab_size, hidden_size]``. If the head has none, call `lend` first."""
         assert self._embedding is not None, "the embedding is missing; lend() it first"
         return self._embedding
 
     @property
     def lm_head(self) -> Linear:
-        """The projection of states to logits. Must not be missing."""
+        """The projection of states to logits. If the head has none, call `lend` first."""
         assert self._lm_head is not None, "lm_head is missing; lend() it first"
         return self._lm_head
 

@@ -1,1 +1,1 @@
-"""Output parsers: they split a model's text into text, reasoning and tool calls, one file per format."""
+"""Output parsers, one file per format. They split a model's output into text, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""Reads the chunks of one answer through its parser, and collects what the answer consists of."""
+"""Parses the chunks of one answer, and collects its text, its reasoning and its tool calls."""
 
 from __future__ import annotations
 

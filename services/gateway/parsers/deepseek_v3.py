@@ -1,4 +1,4 @@
-"""Tool calls of DeepSeek V3, R1 and V3.1, between the model's own special tokens."""
+"""Parses tool calls of DeepSeek V3, R1 and V3.1, which stand between special tokens of the model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class DeepSeekV3Parser:
         self._calls = CallWriter(options)
         self._writer = TextWriter()
         self._buffer = ""
-        # "text", "list" (between calls), "kind" (before the separator), "name" (behind the separator of V3),
-        # "value" (before the arguments), "arguments" or "tail" (behind the arguments).
+        # "text", "list" (between calls), "kind" (before the separator), "name" (after the separator of V3),
+        # "value" (before the arguments), "arguments" or "tail" (after the arguments).
         self._state = "text"
         self._value = JsonValue()
 

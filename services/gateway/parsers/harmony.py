@@ -1,4 +1,4 @@
-"""The harmony format of gpt-oss: messages with a channel, and an optional recipient for tool calls."""
+"""Parses the harmony format of gpt-oss: messages with a channel, and with a recipient for tool calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HarmonyParser:
     def __init__(self, options: ToolOptions) -> None:
         self._calls = CallWriter(options)
         self._buffer = ""
-        # "header", "body" or "between" (behind the end of a message).
+        # "header", "body" or "between" (after the end of a message).
         self._state = "header"
         self._kind: type[Text] | type[Reasoning] | None = None
 

@@ -1,4 +1,4 @@
-"""Tool calls of Hermes and Qwen: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+"""Parses tool calls of Hermes and Qwen: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Reads a JSON object such as ``{"name": "f", "arguments": {…}}`` character by character.
 
-The arguments are passed on as the model wrote them, before the object is complete.
+The arguments are passed on exactly as the model wrote them. The reader does not wait for the end of the
+object.
 """
 
 from __future__ import annotations

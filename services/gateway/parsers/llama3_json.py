@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3: the answer is ``{"name": …, "parameters": {…}}``, or several such objects."""
+"""Parses tool calls of Llama 3: one or several objects ``{"name": …, "parameters": {…}}``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEPARATORS = ";, \n\t\r"
 
 
 class Llama3JsonParser:
-    """Parses objects at the start of the answer or behind the python tag.
+    """Parses objects at the start of the answer, or after the python tag.
 
     An object that names none of the request's tools is text, because an answer may consist of JSON.
     """

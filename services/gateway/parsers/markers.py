@@ -13,7 +13,7 @@ class Split:
     Attributes:
         before: Text that is certainly no part of a marker.
         marker: The marker that follows `before`, or None if no marker is complete.
-        rest: The text behind the marker. Without a marker, text that may become one.
+        rest: The text after the marker. If there is no marker, text that may become a marker.
     """
 
     before: str
@@ -57,7 +57,7 @@ class TextWriter:
         return final
 
     def call(self) -> None:
-        """Note that a tool call follows: drop the white space before the call and behind it."""
+        """Note that a tool call follows: drop the white space before and after the call."""
         self._space = ""
         self._after_call = True
 

@@ -1,4 +1,4 @@
-"""Tool calls of Mistral: ``[TOOL_CALLS]`` before a JSON list of calls, or before ``name[ARGS]{…}``."""
+"""Parses tool calls of Mistral: ``[TOOL_CALLS]``, then a JSON list of calls or ``name[ARGS]{…}``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_HEAD_CHARS = 512
 
 
 class MistralParser:
-    """Parses the calls behind the marker. The text before the marker is the answer's text."""
+    """Parses the calls after the marker. The text before the marker is the text of the answer."""
 
     in_reasoning = False
 
@@ -24,8 +24,8 @@ class MistralParser:
         self._calls = CallWriter(options)
         self._writer = TextWriter()
         self._buffer = ""
-        # "text", "head" (behind the marker), "item" (in a list, before a call), "object" (in a call of a
-        # list), "arguments" (behind a name) or "after" (behind a call of a list).
+        # "text", "head" (after the marker), "item" (in a list, before a call), "object" (in a call of a
+        # list), "arguments" (after a name) or "after" (after a call of a list).
         self._state = "text"
         self._call = JsonCall()
         self._value = JsonValue()

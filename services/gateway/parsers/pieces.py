@@ -1,4 +1,4 @@
-"""The typed pieces of an answer, and the interface of all parsers."""
+"""Defines the typed pieces of an answer, and the interface of all parsers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3.2 and Llama 4 in Python's syntax: ``[f(city="Paris"), g(x=1)]``."""
+"""Parses tool calls of Llama 3.2 and Llama 4 in Python's syntax: ``[f(city="Paris"), g(x=1)]``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PythonicParser:
         self._calls = CallWriter(options)
         self._writer = TextWriter()
         self._buffer = ""
-        # "start", "call" (behind a bracket or a comma), "next" (behind a call) or "text".
+        # "start", "call" (after a bracket or a comma), "next" (after a call) or "text".
         self._state = "start"
         # Text of the current list that no call has used.
         self._lead = ""
@@ -125,7 +125,7 @@ class PythonicParser:
         return True
 
     def _end_of_call(self, start: int) -> int | None:
-        """Return the offset behind the call's closing parenthesis, or None. Read each character once."""
+        """Return the offset after the call's closing parenthesis, or None. Read each character once."""
         at = max(self._scanned, start)
         while at < len(self._buffer):
             char = self._buffer[at]

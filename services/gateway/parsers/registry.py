@@ -1,4 +1,4 @@
-"""Names of the parsers, the choice of parsers for a model, and the parser of each answer."""
+"""Names all parsers, chooses the parsers for a model, and creates the parser of each answer."""
 
 from __future__ import annotations
 

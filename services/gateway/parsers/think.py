@@ -1,4 +1,4 @@
-"""Reasoning between two tags, such as ``<think>…</think>``, followed by the answer."""
+"""Parses reasoning between two tags, such as ``<think>…</think>``, and the answer that follows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BRACKETS = ("[THINK]", "[/THINK]")
 class ThinkParser:
     """Splits off the reasoning at the start of the text. Another parser reads the rest.
 
-    White space around the reasoning is dropped, and so are line breaks between it and the answer.
+    White space around the reasoning, and line breaks between the reasoning and the answer, are dropped.
     """
 
     def __init__(self, tags: tuple[str, str], inside: bool, answer: OutputParser) -> None:
@@ -21,7 +21,7 @@ class ThinkParser:
         Args:
             tags: The opening and the closing tag.
             inside: Whether the prompt ends with the opening tag, so that the text begins with reasoning.
-            answer: Parses the text behind the reasoning.
+            answer: Parses the text after the reasoning.
         """
         self._open, self._close = tags
         self._inside = inside

@@ -1,12 +1,12 @@
 """Decides when CUDA graphs are recorded: at start, after a change of the draft, and while no request is live.
 
     start       | first graphs | ready | idle for `IDLE_S`: preparation, then one further graph per step …
-    new draft   | idle: first graphs, at once | idle for `IDLE_S`: one further graph per step …
+    new draft   | idle: first graphs, immediately | idle for `IDLE_S`: one further graph per step …
 
-A preparation is other work that is not urgent, in pieces. One step does one piece. A request that arrives
-meanwhile waits for one recording or piece at most. While requests are live, a piece without a
-graph runs kernel by kernel, and `GraphCache` records it in place if it is used often and recording it is
-quick.
+A preparation is other work that is not urgent. It is divided into parts, and one step of the engine does one
+part. A request that arrives meanwhile waits for at most one recording or one part. While requests are live, a
+piece of a round that has no graph runs kernel by kernel. If such a piece is used often and can be recorded
+quickly, `GraphCache` records it while requests are live.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lists the CUDA graphs that can be recorded in advance: of rounds of equal requests, and of mixed rounds."""
+"""Lists the CUDA graphs to record in advance, for uniform rounds, mixed rounds and passes over prompts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Recordings:
         )
 
     def mixed(self) -> list[Recording]:
-        """List the graphs of rounds in which trees of several shapes and plain rows come together."""
+        """List the graphs of rounds that contain trees of several shapes and plain rows."""
         self._refresh()
         if not self._drafting:
             return []

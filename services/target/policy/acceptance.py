@@ -1,4 +1,4 @@
-"""Estimates how many draft tokens of a round are accepted: for each drafter, kind of sampling and request.
+"""Estimates how many draft tokens of a round are accepted, by drafter, kind of sampling and request.
 
 p_d is the probability that the draft token at depth d is accepted if its parent was accepted. The expected
 tokens of a round of depth D are the following sum. Its first term is the token that the target itself adds.
@@ -6,10 +6,10 @@ tokens of a round of depth D are the following sum. Its first term is the token 
     1 + p_1 + p_1 p_2 + ... + p_1 p_2 ... p_D
 
 `DrafterAcceptance` estimates p_d from all rounds with one drafter, for each kind of sampling, and separately
-for trees and chains. This estimate outlives requests and restarts of the draft. A request has one number of
-its own, its level, which says how much better or worse its drafts do than those of other requests. The level
-shifts the log-odds of every p_d. So a new request starts from what the server has learnt, and a few rounds
-show whether it differs.
+for trees and chains. This estimate is kept when requests end and when the draft restarts. In addition, each
+request has a *level*: a number that states how much better or worse its drafts are than those of other
+requests. The level shifts the log-odds of every p_d. A new request therefore starts from the estimate of the
+server, and its first rounds adjust the level.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ PRIOR_ACCEPTANCE = 0.6
 OTHERS_STRENGTH = 12.0
 """Largest weight of other kinds of sampling, and of the other form, in p_d, as a number of rounds."""
 FADING = 0.99
-"""Factor on the weight of what was not measured since the last decision, though the kind was.
+"""Factor on the weight of depths and forms that were not measured since the last decision.
 
-What is not in use would otherwise be judged by a few old rounds forever."""
+The factor applies only if the kind of sampling was measured. Without it, a few old rounds would decide about
+unused depths and forms forever."""
 SURE_TRIALS = 60
 """Number of trials after which the estimate of a depth below the first has no bonus; see `rates`."""
 ROUNDS_TO_KNOW = 10

@@ -1,17 +1,16 @@
 """Chooses how many tokens each `auto` request drafts in the next round, from none to the largest shape.
 
-Objective: the most expected tokens per second of the whole batch. `partition` finds the best division of the
+The objective is the largest number of expected tokens per second of the whole batch. `partition` divides the
 rows among tree shapes and plain decoding. It needs two estimates, which the controller learns from executed
-rounds (`observe`): `RoundCosts` estimates seconds, and `DrafterAcceptance` estimates tokens. Nothing is
-assumed of a drafter that was not measured yet: its first rounds are looks.
+rounds (`observe`): `RoundCosts` estimates seconds, and `DrafterAcceptance` estimates tokens.
 
 A decision is kept for several rounds, because a change of shape needs other graphs, and ends the rounds of a
-remote draft. Estimates become outdated, so a decision may include a look (`looks`): a few rows draft with a
-shape that is not in use, or all rows decode plainly for a few rounds. The time that looks lose is bounded
-over the whole server.
+remote draft. Estimates become outdated, so a decision may include a *look* (see `looks`): for a few rounds,
+some rows draft with a shape that is not in use, or all rows decode plainly. A new drafter is first used in
+looks. The time that looks lose is bounded over the whole server.
 
-What is learnt of a drafter is kept when requests end, and when a draft with the same identity comes back. The
-controller runs no model, so it is tested against synthetic machines.
+The estimates of a drafter are kept when requests end, and when a draft with the same identity reconnects. The
+controller runs no model, so tests run it against synthetic machines.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ PLAIN_ROUNDS_PER_CHOICE = 4
 FIRST_PLAIN_ROUNDS = 2
 """Number of plain rounds that measure a new batch size. The second is chosen before the first ends."""
 ADVANTAGE = 1.01
-"""Least expected rate of other shapes, as a multiple of the rate of the shapes in use."""
+"""Least expected rate of new shapes, as a multiple of the rate of the shapes in use."""
 EXCHANGE_ADVANTAGE = 1.03
-"""The same if a change of shape ends the rounds of a remote draft."""
+"""Like `ADVANTAGE`, but for changes that end the rounds of a remote draft."""
 SURPRISE = 1.5
 """A round that takes longer than this multiple of its estimate ends the decision."""
 MOST_DRAFTERS = 8
@@ -59,7 +58,7 @@ class _Decision:
     Attributes:
         number: Identifies the decision.
         partition: The best partition, which applies to all rows that the look leaves out.
-        look: The shape that is looked at; `NO_DRAFT` for a plain round; None without a look.
+        look: The shape that the look measures; `NO_DRAFT` for a plain round; None without a look.
         path: Where the trees come from.
         bucket: Bucket of the batch size.
         rounds_left: Number of rounds for which the decision still holds.
@@ -92,7 +91,7 @@ class SpeculationController:
         log: Logs decisions. By default, to the target's log.
 
     Attributes:
-        costs: What rounds cost.
+        costs: Estimates of the durations of rounds.
         verdict: The last decision, which other threads may read.
     """
 
@@ -110,7 +109,7 @@ class SpeculationController:
         self._draft_rate: float | None = None
 
     def adopt(self, identity: str) -> None:
-        """Learn about another drafter from now on. What is known of the last few drafters is kept.
+        """Learn about another drafter from now on. The estimates of the last few drafters are kept.
 
         Args:
             identity: Identifies the drafter, also after a restart.
@@ -253,7 +252,7 @@ class SpeculationController:
         partitions: Partitions,
         others: Others,
     ) -> DraftShape | None:
-        """If a look is affordable, change the shapes of some rows. Return the shape that is looked at."""
+        """If a look is affordable, change the shapes of some rows. Return the shape that is measured."""
         if not self._looks.affordable:
             return None
         # 1. A look takes a few rows, namely those that catch up fast and took part in few looks. If it is

@@ -7,7 +7,7 @@ roots. Each part is a moving average of measured times:
 
 - drafts by (depth, form, bucket of sequences), where the form is tree or chain;
 - plain verify passes by batch size, other verify passes by (batch bucket, rows);
-- the rest, which is what the device idles between two rounds, by (batch bucket, whether there are drafts).
+- the rest, which is the idle time of the device between two rounds, by (batch bucket, whether rows draft).
 
 Batch buckets are powers of 2. The times of sizes that were never executed are interpolated or extrapolated.
 """

@@ -1,4 +1,4 @@
-"""The expected tokens of the rows of a round, for each shape that a row may have."""
+"""Computes the expected tokens of each row of a round, for each shape that the row may have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tokens = Mapping[DraftShape, float]
 
 
 class Expectations:
-    """What the rows of a round are expected to yield. Rows that are alike share a mapping.
+    """The numbers of tokens that the rows of a round are expected to yield. Equal rows share a mapping.
 
     Args:
         rows: The rows.
@@ -29,7 +29,7 @@ class Expectations:
         self.tokens = [self._of(row) for row in rows]
 
     def classes(self) -> list[RowClass]:
-        """Return the rows by what is expected of them."""
+        """Return the rows, grouped by equal expectations."""
         counts: dict[int, int] = {}
         for tokens in self.tokens:
             counts[id(tokens)] = counts.get(id(tokens), 0) + 1

@@ -1,10 +1,11 @@
 """Bounds the time that trees of fixed shapes add to the rounds of other rows.
 
 A client may ask for a large tree in every round (mode `on`). Such a tree makes the round longer for all rows.
-On average, the trees of fixed shapes may double the estimated time of a round, but no more: each round adds
-`ROUND_LIMIT - 1` times its time without these trees to a credit, and the trees of a round are paid from it.
-If the credit does not suffice for all rows, they take turns. A single tree that costs more than the credit of
-a round gets its turn as well, but then no tree is drawn until the credit is paid back.
+On average, the trees of fixed shapes may at most double the estimated time of a round. This limit is a
+credit. Each round adds `ROUND_LIMIT - 1` times its time without these trees to the credit, and the time of
+its trees is subtracted. If the credit does not suffice for the trees of all rows, the rows take turns. A
+single tree that costs more than the credit of a round also gets its turn. Then no row of a fixed shape drafts
+until the credit is restored.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Bounds and directs the looks: rounds that measure what the estimates lack, not what is estimated best.
+"""Plans looks: rounds that measure shapes that are not in use, and limits the time that these rounds lose.
 
-A look is a few rounds in which a few rows draft with a shape that is not in use, or all rows decode plainly.
-It refreshes the acceptance of the drafter and the cost of the shape. The time that looks lose, compared with
-the best choice, is paid from a budget that is a fixed share of the time of all rounds of the server. So the
-looks of many short requests cost no more than those of a long one. What a shape's looks have cost so far
-decides which shape is next, so that cheap shapes are looked at more often.
+In a look, a few rows draft for a few rounds with a shape that is not in use, or all rows decode plainly. A
+look updates the estimates of the drafter's acceptance and of the cost of the shape. A look loses the time
+that the best choice would have saved for the same number of tokens. All looks together may lose a fixed share
+of the time of all rounds of the server, so the looks of many short requests lose no more than those of a long
+request. The next look measures the shape for which the past looks and the next look together lose the least
+time. Cheap shapes are therefore measured more often.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ MOST_ROUNDS = 24.0
 LOOK_ROWS = 4
 """Number of rows that take part in a look."""
 LOOK_ROUNDS = 4
-"""Number of rounds of a look. The rows' catch-up on their texts is paid only once per look."""
+"""Number of rounds of a look. A look lasts several rounds, because the drafter processes the earlier tokens
+of the rows only once per look."""
 LEAST_LOSS_SHARE = 0.01
 """Least estimated loss of a round of a look, as a share of a plain round."""
 FADING = 0.9
@@ -30,7 +32,7 @@ FADING = 0.9
 
 
 class Looks:
-    """The budget of looks, and the losses of each shape's looks, in seconds."""
+    """The budget for looks, and the time that the looks of each shape have lost, in seconds."""
 
     def __init__(self) -> None:
         self.lost_s = 0.0
@@ -46,18 +48,18 @@ class Looks:
         self._balance = min(self._most, self._balance + LOOK_SHARE * round_s)
 
     def spend(self, shape: DraftShape, loss_s: float) -> None:
-        """Count a round of a look that lost `loss_s` seconds. The loss is negative if the look was a gain."""
+        """Count a round of a look that lost `loss_s` seconds. The loss is negative if the look saved time."""
         self.lost_s += loss_s
         self._balance = min(self._most, (self._balance or 0.0) - loss_s)
         self._losses[shape] = max(0.0, self._losses.get(shape, 0.0) + loss_s)
 
     @property
     def affordable(self) -> bool:
-        """True if a look may be affordable, depending on what it costs."""
+        """True if some look may be affordable, because the budget is not used up."""
         return self._balance is not None and self._balance > 0
 
     def next(self, losses: Mapping[DraftShape, float], plain_s: float) -> DraftShape | None:
-        """Return the shape to look at now, or None.
+        """Return the shape that the next look measures, or None if no look is affordable.
 
         Args:
             losses: For each shape that is not in use, the estimated loss of a round, in seconds.

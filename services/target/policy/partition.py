@@ -1,14 +1,14 @@
 """Divides the rows of a round among at most two tree shapes and plain decoding.
 
-Objective: the most expected tokens per second of the round,
+The objective is the largest number of expected tokens per second of the round:
 
     expected tokens, summed over all rows  /  seconds of the round (`RoundCosts.round`)
 
-For a given set of shapes, each row decides alone. It takes the shape that yields the most tokens after a
-price is deducted for each of its nodes. The price is the number of tokens that the round could produce in the
-time that a node costs. The rows with the best drafts therefore get the largest shapes, and rows whose drafts
-are not worth their nodes get none. Rows that are alike form one class, so that the work does not grow with
-the batch.
+Each node of a tree has a *price*: the number of tokens that the round can produce in the time that the node
+costs. For a given set of shapes, each row gets the shape with the most expected tokens after the price of its
+nodes is deducted. Rows with good drafts therefore get large shapes. Rows whose drafts yield less than their
+price decode plainly. Rows with equal expectations form one class, so that the work does not grow with the
+batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_SHAPES = 2
 MOST_OFFERED = 8
 """Largest number of shapes that are compared. Requests with other bounds cannot prolong a decision."""
 PRICE_STEPS = 2
-"""Number of times that the price is computed again from the rate that it leads to."""
+"""Number of times that the price is computed from the rate of the latest partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Others:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A rule that gives each row its shape, and what the rule leads to.
+    """A rule that assigns a shape to each row, and the expected result of this rule.
 
     Attributes:
         shapes: The shapes that rows may get, besides plain decoding.

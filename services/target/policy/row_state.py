@@ -1,4 +1,4 @@
-"""The controller's inputs: its memory of each request, the bounds of each row, and executed rounds."""
+"""Defines the controller's inputs: the state of each request, the bounds of each row, and executed rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `auto` has decided and why, as data for metrics, GetStats and the log."""
+"""The last decision of `auto` and its reason, as data for metrics, GetStats and the log."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Reason(Enum):
 
     - PAYS: Some rows draft, because that is estimated to be faster.
     - DOES_NOT_PAY: No row drafts, because plain decoding is estimated to be faster.
-    - PROBING: Some rows draft, or a plain round runs, only to measure what the estimates lack.
+    - PROBING: Some rows draft, or a plain round runs, only as a look (see `looks`).
     - UNMEASURED: No row drafts, because too few rounds were measured.
     - DRAFT_AWAY: No row drafts, because the draft cannot draft now.
-    - IDLE: There was no row in mode `auto` yet.
+    - IDLE: There has been no row in mode `auto` yet.
     """
 
     PAYS = "pays"
@@ -40,7 +40,7 @@ class Verdict:
     """The controller's last decision.
 
     Attributes:
-        reason: Why it was made.
+        reason: The reason for the decision.
         shapes: Number of `auto` rows that draft, by shape.
         plain_rows: Number of `auto` rows that decode plainly.
         batch_size: Number of rows of the round, including those that are not `auto`.

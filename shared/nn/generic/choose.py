@@ -13,8 +13,8 @@ def read_generic(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -> Generi
     """Return the configuration of a model that runs through `transformers`, or None for other models.
 
     Returns:
-        The configuration. None if one of the families reads the model, or if `transformers` does not
-        implement the model.
+        The configuration. None if one of Outrider's own model families implements the model, or if
+        `transformers` does not implement it.
 
     Raises:
         CheckpointError: `transformers` implements the model but the model cannot be served, or `transformers`

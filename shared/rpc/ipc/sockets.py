@@ -1,7 +1,7 @@
-"""Listens and connects on unix sockets for processes of the same user only.
+"""Opens unix sockets, and connects to them, for processes of the same user only.
 
-The socket's file has mode 0600. The folder of this file must not be writable for other users. Both processes
-check the credentials of their peer.
+The socket's file has mode 0600. Other users must not have permission to write to the folder of this file.
+Both processes check the credentials of their peer.
 """
 
 from __future__ import annotations
