@@ -45,6 +45,8 @@ def start(tmp_path: Path, address: str, *arguments: str) -> Any:
         encoding="utf-8",
         timeout=WAIT_S,
         dimensions=(40, 80),
+        # A test run in the background may ignore SIGINT, and child processes inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
