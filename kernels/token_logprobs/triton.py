@@ -1,8 +1,8 @@
 """Triton version of token_logprobs. The package documents the contract.
 
 The first launch has one program per result and part of the vocabulary: it finds the part's maximum, the sum of
-its exponentials, and its most likely tokens. The second launch merges the parts of each result. Results that
-nobody wants end before their first logit.
+its exponentials, and its most likely tokens. The second launch merges the parts of each result. A
+program whose row needs no logprobs returns before it loads a logit.
 """
 
 from __future__ import annotations

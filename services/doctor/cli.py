@@ -10,51 +10,60 @@ import typer
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.spec.algorithm import FIELD, Algorithm
 
+# Flags that `outrider verify` shares.
+TargetDir = Annotated[
+    Path,
+    typer.Option(
+        "--target",
+        help="Target model: a folder in Hugging Face layout, or ORG/NAME on the hub.",
+        metavar="DIR|ORG/NAME",
+    ),
+]
+DraftDir = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        "--speculative-draft-model-path",
+        help="Draft head or draft model: a folder, or ORG/NAME on the hub.",
+        metavar="DIR|ORG/NAME|none",
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a --target on the hub.", show_default="main"),
+]
+DraftRevision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a --draft on the hub.", show_default="main"),
+]
+AlgorithmName = Annotated[
+    str,
+    typer.Option("--speculative-algorithm", help="Drafting method, as in `outrider up`."),
+]
+TokenMap = Annotated[
+    Path | None,
+    typer.Option(
+        "--speculative-token-map", help="FR-Spec token map (.pt, .safetensors or .json).", metavar="FILE"
+    ),
+]
+DtypeName = Annotated[
+    str,
+    typer.Option(
+        help="Data type of the weights: auto (bfloat16 on CUDA, float32 on a CPU), float32, bfloat16 or "
+        "float16."
+    ),
+]
+
 
 def doctor(
-    target: Annotated[
-        Path,
-        typer.Option(
-            "--target",
-            help="Target model: a folder in Hugging Face layout, or ORG/NAME on the hub.",
-            metavar="DIR|ORG/NAME",
-        ),
-    ],
-    draft: Annotated[
-        str,
-        typer.Option(
-            "--draft",
-            "--speculative-draft-model-path",
-            help="Draft head or draft model: a folder, or ORG/NAME on the hub.",
-            metavar="DIR|ORG/NAME|none",
-        ),
-    ] = "none",
-    revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a --target on the hub.", show_default="main"),
-    ] = None,
-    draft_revision: Annotated[
-        str | None,
-        typer.Option(help="Branch, tag or commit of a --draft on the hub.", show_default="main"),
-    ] = None,
-    algorithm: Annotated[
-        str,
-        typer.Option("--speculative-algorithm", help="Drafting method, as in `outrider up`."),
-    ] = "auto",
-    token_map: Annotated[
-        Path | None,
-        typer.Option(
-            "--speculative-token-map", help="FR-Spec token map (.pt, .safetensors or .json).", metavar="FILE"
-        ),
-    ] = None,
+    target: TargetDir,
+    draft: DraftDir = "none",
+    revision: Revision = None,
+    draft_revision: DraftRevision = None,
+    algorithm: AlgorithmName = "auto",
+    token_map: TokenMap = None,
     device: Annotated[str, typer.Option(help="Device to plan for: auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Data type of the weights: auto (bfloat16 on CUDA, float32 on a CPU), float32, bfloat16 or "
-            "float16."
-        ),
-    ] = "auto",
+    dtype: DtypeName = "auto",
     probe: Annotated[
         bool,
         typer.Option(

@@ -39,7 +39,7 @@ class Gpu:
 
     @property
     def is_idle(self) -> bool:
-        """True if nobody seems to use the GPU."""
+        """True if no process seems to use the GPU."""
         return self.total - self.free <= IDLE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Writes log lines on another thread, so that a full disk or a log that nobody reads stops no service."""
+"""Writes log lines on another thread, so that a full disk or an unread pipe cannot block a service."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def drawn_results(rng: random.Random, trees: dict[str, torch.Tensor], vocab: int
 
 
 def check_logprobs(device: str, dtype: torch.dtype, vocab: int, guards: Guards) -> None:
-    """Check logprobs against the reference, with ties, masked logits, and results that nobody wants."""
+    """Compare logprobs with the reference: ties, masked logits, and rows without requested logprobs."""
     generator = torch.Generator().manual_seed(vocab)
     logits = (3 * torch.randn(4, vocab, generator=generator)).to(dtype)
     logits[1] = logits[1].round()

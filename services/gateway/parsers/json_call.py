@@ -22,6 +22,14 @@ class JsonValue:
         self._escaped = False
         self.done = False
 
+    def take(self, text: str) -> tuple[str, str]:
+        """Add text up to the end of the value. Return that text, and the text after the value."""
+        for at, char in enumerate(text):
+            self.push(char)
+            if self.done:
+                return text[: at + 1], text[at + 1 :]
+        return text, ""
+
     def push(self, char: str) -> None:
         """Add one character. `done` is True once the value is complete."""
         if self._in_string:

@@ -117,15 +117,11 @@ class MistralParser:
         return True
 
     def _arguments(self, pieces: list[Piece]) -> bool:
-        for at, char in enumerate(self._buffer):
-            self._value.push(char)
-            if self._value.done:
-                pieces += self._calls.arguments(self._buffer[: at + 1])
-                self._buffer, self._state = self._buffer[at + 1 :], "text"
-                return True
-        pieces += self._calls.arguments(self._buffer)
-        self._buffer = ""
-        return False
+        arguments, self._buffer = self._value.take(self._buffer)
+        pieces += self._calls.arguments(arguments)
+        if self._value.done:
+            self._state = "text"
+        return self._value.done
 
     def _add_text(self, text: str, pieces: list[Piece]) -> None:
         if final := self._writer.add(text):

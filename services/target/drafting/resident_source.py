@@ -68,7 +68,7 @@ class ResidentSource(DraftSource):
         self._groups: dict[tuple[int, int], _Group] = {}
         # Sessions that drafted in the last enqueued pass, so that their K/V lacks no row of earlier passes.
         self._continuous: set[int] = set()
-        # Tokens that the drafter was not told of yet, because their sequences do not draft.
+        # New tokens of sequences that do not draft. The drafter receives them later, in larger commits.
         self._untold: dict[int, list[int]] = {}
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
