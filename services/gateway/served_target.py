@@ -10,7 +10,8 @@ class ServedTarget:
     """Information about the target: its model, its limits and its speculation.
 
     `num_steps`, `topk` and `num_draft_tokens` are the default tree shape. `max_steps`, `max_topk` and
-    `max_nodes` limit the speculation options of requests.
+    `max_nodes` limit the speculation options of requests. `resumes` is whether the target can go on with an
+    answer that another target has begun.
     """
 
     model_id: str
@@ -32,6 +33,7 @@ class ServedTarget:
     max_topk: int
     max_nodes: int
     speculation_state: str
+    resumes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
