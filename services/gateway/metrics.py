@@ -27,6 +27,9 @@ class GatewayMetrics:
         self.generation_tokens = metrics.counter("generation_tokens", "Generated tokens.")
         self.success = metrics.counter("request_success", "Finished sequences.", ["finished_reason"])
         self.failures = metrics.counter("request_failures", "Failed sequences, by reason.", ["reason"])
+        self.moved = metrics.counter(
+            "gateway_moved_sequences", "Sequences that went on at another target, by reason.", ["reason"]
+        )
         self.http_requests = metrics.counter("http_requests", "HTTP requests.", ["route", "status"])
         self.active = metrics.gauge("gateway_requests_active", "Admitted sequences that have not finished.")
         self.waiting = metrics.gauge("gateway_requests_waiting", "Admitted sequences that have no token yet.")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from outrider.shared.base.errors import ModelNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,11 @@ class TargetStats:
     rounds: int
     prometheus_text: str
     auto: AutoDecision = AutoDecision()
+
+
+def unknown_model(model: str, names: Sequence[str]) -> ModelNotFoundError:
+    """Return the error of a request for a model that is not among the served `names`."""
+    known = ", ".join(repr(name) for name in names)
+    return ModelNotFoundError(
+        f"The model {model[:128]!r} does not exist. Models served here: {known}.", field="model"
+    )

@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.served_target import ServedTarget, TargetStats
-from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.version import installed_version
 
 HIDDEN_SUFFIXES = ("_created", "_bucket")
@@ -20,19 +19,16 @@ async def status_object(core: GatewayCore) -> dict[str, Any]:
     """Return the current status. `target` and `model` are null while the target does not answer."""
     stats: TargetStats | None = None
     info: ServedTarget | None = None
-    if core.client.ready:
-        try:
-            stats = await core.client.stats()
-            info = await core.client.refresh_info()
-        except OutriderError:
-            stats = info = None
+    found = (await core.targets.refresh(core.targets.members[:1]))[0]
+    if found is not None:
+        info, stats = found
     now = time.time()
     return {
         "at": now,
         "version": installed_version(),
         "uptime_s": round(now - core.started_at, 3),
         "ready": core.ready,
-        "draining": core.draining,
+        "draining": core.lifecycle.draining,
         "gateway": {
             "active": core.admission.active,
             "waiting": core.admission.waiting,

@@ -12,7 +12,7 @@ from outrider.shared.base.errors import ProtocolError
 from outrider.target.v1 import target_pb2
 
 MIN_TARGET_VERSION, MAX_TARGET_VERSION = 1, 1
-"""Lowest and highest version of the target's service that this release supports, as a target and as a gateway.
+"""Lowest and highest version of the target's service that this release supports, in targets and gateways.
 
 Increment the highest for any change that the previous release would reject or misread. A new optional field
 needs no increment if an older peer may ignore it. If an older peer must not ignore it, add a feature instead.
@@ -48,8 +48,8 @@ def agree_with_target(reply: target_pb2.GetInfoReply) -> frozenset[TargetFeature
         older, needed = ("gateway", lowest) if lowest > MAX_TARGET_VERSION else ("target", MIN_TARGET_VERSION)
         raise ProtocolError(
             f"The target supports versions {lowest} to {highest} of its service, this gateway "
-            f"{MIN_TARGET_VERSION} to {MAX_TARGET_VERSION}. The {older} is older: update it to a release that "
-            f"supports version {needed}.",
+            f"{MIN_TARGET_VERSION} to {MAX_TARGET_VERSION}. The {older} is older: update it to a release "
+            f"that supports version {needed}.",
             field="min_version",
         )
     sent = set(reply.features)

@@ -176,7 +176,7 @@ def test_draining_finishes_streams_and_refuses_the_rest(make_gateway: MakeGatewa
             gate.release(2)
             assert list(lines)[-2] == "data: [DONE]"
         drained.result(TIMEOUT_S)
-        assert core.idle.is_set()
+        assert core.lifecycle.idle.is_set()
     with pytest.raises(httpx.ConnectError):
         httpx.get(gateway.stack.base_url + "/health")
 

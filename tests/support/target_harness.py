@@ -397,6 +397,4 @@ def assert_same_tokens(
     best = next_scores(decoder, [*prompt, *expected[:at]], params, len(prompt)).topk(2).values
     gap = float(best[0] - best[1])
     print(f"near-tie at token {at}: {expected[at]} or {found[at]}, top-two gap {gap:.2e}")
-    assert gap < 1e-4, (
-        f"token {at} is {found[at]}, plain decoding chose {expected[at]}; the top-two gap is {gap:.2e}"
-    )
+    assert gap < 1e-4, f"token {at} is {found[at]}, plain decoding chose {expected[at]}; gap {gap:.2e}"

@@ -36,7 +36,7 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     The reply to a batch, or to `n` above 1, is a list. As in SGLang, every event of a stream repeats all text
     that has been generated so far.
     """
-    core = core_of(request)
+    core = core_of(request).of_model(body.model)
     core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
     headers = ignored_header(body)
@@ -207,7 +207,10 @@ async def model_info(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Describe the speculation settings, with SGLang's names, and the current load."""
     core = core_of(request)
-    info, stats = await core.client.refresh_info(), await core.client.stats()
+    found = (await core.targets.refresh(core.targets.members[:1]))[0]
+    if found is None:
+        raise core.targets.unavailable()
+    info, stats = found
     return JsonResponse(
         {
             "version": installed_version(),

@@ -87,8 +87,8 @@ class EngineLimits:
         self._check_tokens(request.resume_ids, "resume_ids")
         if len(request.resume_ids) >= request.max_new_tokens:
             raise InvalidRequestError(
-                f"resume_ids has {len(request.resume_ids)} tokens, so none of the {request.max_new_tokens} new "
-                f"tokens is left.",
+                f"resume_ids has {len(request.resume_ids)} tokens, so none of the {request.max_new_tokens} "
+                f"new tokens is left.",
                 field="resume_ids",
             )
         if not sequence.stop_ids.isdisjoint(request.resume_ids):

@@ -27,7 +27,6 @@ from outrider.shared.base.generation import RoundTrace, SpeculationMode
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 
-
 RESUMED_EARLIER = 1 << 48
 """Subtracted from the arrival number of a resumed request, so that it is older than all new ones. Its client
 has been reading tokens already."""
