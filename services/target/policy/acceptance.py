@@ -38,6 +38,10 @@ SURE_TRIALS = 60
 """Number of trials after which the estimate of a depth below the first has no bonus; see `rates`."""
 ROUNDS_TO_KNOW = 10
 """Number of rounds, with decay, after which the acceptance of a drafter counts as known."""
+ACCEPTED_TO_KNOW = 3
+"""Number of rounds with an accepted draft token, with decay, that are enough instead of `ROUNDS_TO_KNOW`.
+
+A few accepted tokens show that a drafter works. A few rejected tokens do not show that it fails."""
 ROW_DECAY = 0.95
 """Factor on the weight of a request's older rounds for each new round."""
 ROW_STRENGTH = 6.0
@@ -119,7 +123,9 @@ class DrafterAcceptance:
     @property
     def known(self) -> bool:
         """True if enough rounds were measured to rely on the estimates."""
-        return sum(counts.trials[0] for counts in self._counts.values()) >= ROUNDS_TO_KNOW
+        trials = sum(counts.trials[0] for counts in self._counts.values())
+        accepted = sum(counts.successes[0] for counts in self._counts.values())
+        return trials >= ROUNDS_TO_KNOW or accepted > ACCEPTED_TO_KNOW - 0.5
 
     def rates(self, kind: SamplingKind, chain: bool) -> list[float]:
         """Return p_1, p_2, ..., `MAX_DEPTH` numbers.

@@ -17,7 +17,8 @@ from outrider.shared.spec.tree import DraftShape
 LOOK_SHARE = 0.005
 """Share of the time of rounds that looks may lose."""
 FIRST_ROUNDS = 2.0
-"""Initial balance, as a number of plain rounds."""
+"""Initial balance, as a number of plain rounds. The first look may cost twice this balance, because otherwise
+a drafter that takes long for a round would not be measured during the first requests of the server."""
 MOST_ROUNDS = 24.0
 """Largest balance, as a number of plain rounds."""
 LOOK_ROWS = 4
@@ -70,8 +71,9 @@ class Looks:
         if not due or self._balance is None:
             return None
         shape = min(due, key=lambda one: self._losses.get(one, 0.0) + LOOK_ROUNDS * due[one])
+        credit = 0.0 if self._losses else FIRST_ROUNDS * plain_s
         # A look that costs more than the largest balance must still be possible.
-        if self._balance < min(LOOK_ROUNDS * due[shape], self._most / 2):
+        if self._balance + credit < min(LOOK_ROUNDS * due[shape], self._most / 2):
             return None
         for known in self._losses:
             self._losses[known] *= FADING
