@@ -21,8 +21,8 @@ BytesOf = Callable[[int], bytes]
 def token_bytes(tokenizer: Tokenizer | None) -> BytesOf:
     """Return a function for the bytes of single tokens, which need not be valid UTF-8.
 
-    Args:
-        tokenizer: Without a tokenizer, every token is empty.
+    tokenizer: Decodes the tokens. With None, the bytes of every token are empty.
+    tokenizer: Without a tokenizer, every token is empty.
     """
     if tokenizer is None:
         return lambda token: b""

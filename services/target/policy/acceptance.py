@@ -20,15 +20,16 @@ from enum import Enum
 from outrider.shared.base.generation import SamplingParams
 
 MAX_DEPTH = 16
-"""Depths from this one on are assumed to have the same probability."""
+"""Number of depths with an estimate of their own. Greater depths have the probability of the last one."""
 DECAY = 0.995
 """Factor on the weight of older rounds of a drafter for each new round of a request."""
 PRIOR_STRENGTH = 3.0
 """Weight of the prior of a drafter's p_d, as a number of rounds."""
 PRIOR_ACCEPTANCE = 0.6
-"""Prior of p_1 before any round was measured."""
+"""Estimate of p_1 before any round was measured."""
 OTHERS_STRENGTH = 12.0
-"""Largest weight of other kinds of sampling, and of the other form, in p_d, as a number of rounds."""
+"""Largest weight that rounds of other kinds of sampling and of the other form have in p_d, as a number of
+rounds."""
 FADING = 0.99
 """Factor on the weight of depths and forms that were not measured since the last decision.
 
@@ -94,7 +95,7 @@ class _Counts:
 
 
 class DrafterAcceptance:
-    """The acceptance of one drafter. Rates and expected tokens are those of the last `refresh`."""
+    """The acceptance of one drafter. `refresh` updates the rates and the expected tokens."""
 
     __slots__ = ("_counts", "_expected", "_rates")
 
@@ -175,7 +176,7 @@ class DrafterAcceptance:
 
 
 class RowAcceptance:
-    """How the drafts of one request do, compared with those of all requests of its kind."""
+    """The acceptance of one request's drafts, relative to that of all requests of its kind."""
 
     __slots__ = ("_accepted", "_drafter", "_expected", "_trials", "kind")
 

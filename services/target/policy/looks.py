@@ -1,10 +1,11 @@
 """Plans looks: rounds that measure shapes that are not in use, and limits the time that these rounds lose.
 
 In a look, a few rows draft for a few rounds with a shape that is not in use, or all rows decode plainly. A
-look updates the estimates of the drafter's acceptance and of the cost of the shape. A look loses the time
-that the best choice would have saved for the same number of tokens. All looks together may lose a fixed share
-of the time of all rounds of the server, so the looks of many short requests lose no more than those of a long
-request. The next look measures the shape for which the past looks and the next look together lose the least
+look updates the estimates of the drafter's acceptance and of the cost of the shape. The loss of a look is the
+time by which it was slower than the best choice for the same number of tokens. All looks together may lose a
+fixed share of the time of all rounds of the server. The looks of many short requests therefore lose no more
+than those of one long request. The next look measures the shape whose past looks and next look together
+lose the
 time. Cheap shapes are therefore measured more often.
 """
 
