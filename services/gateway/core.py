@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 from outrider.services.gateway.admission import Admission
 from outrider.services.gateway.generation import Generator
+from outrider.services.gateway.lifecycle import Lifecycle
 from outrider.services.gateway.logprobs import token_bytes
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
@@ -20,8 +22,9 @@ from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request import ChoiceEvent
 from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from outrider.services.gateway.served_target import TargetStats, unknown_model
+from outrider.services.gateway.served_target import unknown_model
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.gateway.target_client.member import Member
 from outrider.services.gateway.target_client.pool import ModelTargets, PoolLimits, TargetPool
 from outrider.services.gateway.target_client.stream import ReaderLimits
 from outrider.services.gateway.tokenizer import TextCodec
@@ -60,41 +63,11 @@ class Job:
     per_prompt: tuple[Parameters, ...] = ()
 
 
-class Lifecycle:
-    """Whether the gateway accepts requests, and how many run.
-
-    Attributes:
-        draining: True once shutdown has begun. The gateway then reports not ready.
-        admitting: Whether new requests are accepted.
-        idle: Event that is set while no request is running.
-    """
-
-    def __init__(self) -> None:
-        self.draining = False
-        self.admitting = True
-        self.idle = asyncio.Event()
-        self.idle.set()
-        self._running = 0
-
-    def began(self) -> None:
-        """Count a request."""
-        self._running += 1
-        self.idle.clear()
-
-    def ended(self) -> None:
-        """Stop counting a request."""
-        self._running -= 1
-        if not self._running:
-            self.idle.set()
-
-
 class GatewayCore:
-    """The core that REST and gRPC share: the state of the process, and what belongs to the default model.
+    """The core that REST and gRPC share. A gateway process has one core.
 
-    Args:
-        settings: The gateway's settings.
-        parent: The process's core, if this one serves another model. The state of the process is shared.
-        model_id: The other model.
+    If the targets serve several models, `of_model` returns a copy of the core for each other model. The copy
+    shares everything with the core but the settings, the text codec and the targets of its model.
 
     Attributes:
         targets: All targets.
@@ -105,31 +78,28 @@ class GatewayCore:
         errors: The latest error replies.
     """
 
-    def __init__(
-        self, settings: GatewaySettings, parent: GatewayCore | None = None, model_id: str | None = None
-    ) -> None:
-        self.settings = settings
-        self._codecs = _load_codecs(settings) if parent is None else parent._codecs
-        self.codec = replace(self._codecs[settings.tokenizer]) if settings.tokenizer else None
-        self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
-        if parent is None:
-            self.metrics = GatewayMetrics()
-            self.errors = RecentErrors()
-            self.admission = Admission(
-                settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
-            )
-            self.targets = _target_pool(settings, self.metrics)
-            self.lifecycle = Lifecycle()
-            self.started_at = int(time.time())
-            # Client's name of a sequence or a batch → ids of the running sequences.
-            self._by_rid: dict[str, set[str]] = {}
-        else:
-            self.metrics, self.errors, self.admission = parent.metrics, parent.errors, parent.admission
-            self.targets, self.lifecycle, self._by_rid = parent.targets, parent.lifecycle, parent._by_rid
-            self.started_at = parent.started_at
-        self.client = ModelTargets(self.targets, model_id)
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.metrics = GatewayMetrics()
+        self.errors = RecentErrors()
+        self.admission = Admission(
+            settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
+        )
+        self.targets = _target_pool(settings, self.metrics)
+        self.lifecycle = Lifecycle()
+        self.started_at = int(time.time())
+        # Client's name of a sequence or a batch → ids of the running sequences.
+        self._by_rid: dict[str, set[str]] = {}
+        self._codecs = _load_codecs(settings)
         # The cores of other models, by model id.
         self._others: dict[str, GatewayCore] = {}
+        self._serve_model(settings, None)
+
+    def _serve_model(self, settings: GatewaySettings, model_id: str | None) -> None:
+        """Set what belongs to one model. `model_id` is None for the default model."""
+        self.settings = settings
+        self.codec = replace(self._codecs[settings.tokenizer]) if settings.tokenizer else None
+        self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
+        self.client = ModelTargets(self.targets, model_id)
         if self.codec:
             self.codec.limit.context = lambda: self.client.info.max_model_len
         self.builder = RequestBuilder(
@@ -187,7 +157,8 @@ class GatewayCore:
             changes: dict[str, object] = {"served_model_name": names}
             if model_id in self.settings.tokenizers:
                 changes["tokenizer"] = self.settings.tokenizers[model_id]
-            self._others[model_id] = GatewayCore(self.settings.model_copy(update=changes), self, model_id)
+            core = self._others[model_id] = copy.copy(self)
+            core._serve_model(self.settings.model_copy(update=changes), model_id)
         return self._others[model_id]
 
     def need_codec(self, field: str) -> TextCodec:
@@ -279,20 +250,23 @@ class GatewayCore:
         return limit if job.timeout_s is None else min(job.timeout_s, limit)
 
     async def render_metrics(self) -> str:
-        """Return the gateway's metrics. If the target answers, append the target's metrics."""
-        try:
-            return self.join_metrics((await self.targets.stats(self.targets.members[:1]))[0])
-        except OutriderError:
-            return self.join_metrics(None)
+        """Return the gateway's metrics, followed by the metrics of the targets that answer."""
+        members = self.targets.members
+        stats = await self.targets.stats(members)
+        found = [(one, text.prometheus_text) for one, text in zip(members, stats, strict=True) if text]
+        return self.join_metrics(found)
 
-    def join_metrics(self, stats: TargetStats | None) -> str:
-        """Return the gateway's metrics, followed by the target's metrics unless `stats` is None."""
+    def join_metrics(self, texts: Sequence[tuple[Member, str]]) -> str:
+        """Return the gateway's metrics, followed by the given metrics of targets.
+
+        Each sample of a target gets the labels `model` and `target`.
+        """
         metrics = self.metrics
         metrics.active.set(self.admission.active)
         metrics.waiting.set(self.admission.waiting)
         metrics.waiting_tokens.set(self.admission.waiting_tokens)
-        metrics.target_ready.set(self.targets.ready)
-        return join_expositions(metrics.render(), stats.prometheus_text) if stats else metrics.render()
+        metrics.show_targets(self.targets.members)
+        return join_expositions(metrics.render(), [(one.labels, text) for one, text in texts])
 
     @staticmethod
     def _draining() -> UnavailableError:

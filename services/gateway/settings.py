@@ -143,7 +143,7 @@ class GatewaySettings(ServiceSettings):
         Raises:
             ConfigurationError: If an address is malformed, or other hosts could connect without a key.
         """
-        if not self.target:
+        if not self.sources:
             raise ConfigurationError("target: Give the address of at least one target.", field="target")
         for source in self.sources:
             source.check()
@@ -166,7 +166,8 @@ class GatewaySettings(ServiceSettings):
     @property
     def sources(self) -> tuple[TargetSource, ...]:
         """Where the addresses of the targets come from."""
-        return tuple(TargetSource(one) for one in self.target)
+        entries = [entry.strip() for one in self.target for entry in one.split(",")]
+        return tuple(TargetSource(entry) for entry in entries if entry)
 
     @property
     def tokenizers(self) -> dict[str, Path]:

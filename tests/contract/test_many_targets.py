@@ -227,6 +227,46 @@ def test_a_deadline_holds_while_a_request_waits_for_a_target(
         assert [one["error"]["code"] for one in lines if "error" in one] == ["deadline_exceeded"]
 
 
+def test_metrics_and_status_tell_the_targets_apart(
+    make_gateway: MakeGateway, make_target: MakeTarget
+) -> None:
+    text = "# HELP outrider_x_total x\n# TYPE outrider_x_total counter\noutrider_x_total{} 2\n"
+    usage = "outrider_kv_cache_usage_perc"
+    text += f"# HELP {usage} x\n# TYPE {usage} gauge\n{usage} "
+    targets = [
+        make_target(
+            model_id=name,
+            fingerprint=name,
+            prometheus_text=f"{text}{use}\n",
+        )
+        for name, use in (("a", 0.5), ("b", 0.25))
+    ]
+    gateway = make_gateway(target=[one.address for one in targets])
+    wait_all(gateway, 2)
+    with client_of(gateway) as http:
+        lines = http.get("/metrics").text.splitlines()
+        for target in targets:
+            labels = f'{{model="{target.model_id}",target="{target.address}"}}'
+            assert f"outrider_x_total{labels} 2" in lines
+        assert lines.count("# TYPE outrider_x_total counter") == 1
+        status = http.get("/status.json").json()
+        assert [(one["address"], one["model"], one["ready"]) for one in status["targets"]] == [
+            (one.address, one.model_id, True) for one in targets
+        ]
+        assert status["metrics"]["outrider_x_total"] == 4
+        assert status["metrics"]["outrider_kv_cache_usage_perc"] == 0.375
+        assert status["target"]["max_running_requests"] == 32
+        assert status["model"]["names"] == ["a", "b"]
+        assert len(http.get("/server_info").json()["internal_states"]) == 2
+        targets[0].stop()
+        wait_all(gateway, 1)
+        status = http.get("/status.json").json()
+        assert status["ready"]
+        assert [one["ready"] for one in status["targets"]] == [False, True]
+        assert status["targets"][0]["stats"] is None
+        assert status["target"]["max_running_requests"] == 16
+
+
 def test_requests_are_routed_by_the_model_that_they_name(
     make_gateway: MakeGateway, make_target: MakeTarget
 ) -> None:

@@ -22,6 +22,7 @@ from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, i
 from outrider.services.gateway.routes.logprobs import native_meta
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
+from outrider.services.gateway.served_target import TargetStats
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 from outrider.shared.base.generation import FinishReason
 from outrider.shared.base.version import installed_version
@@ -189,7 +190,7 @@ async def model_info(request: Request) -> Response:
     return JsonResponse(
         {
             "model_path": info.model_id,
-            "served_model_name": (core.settings.served_model_name or (info.model_id,))[0],
+            "served_model_name": core.model_names[0],
             "tokenizer_path": str(core.settings.tokenizer) if core.settings.tokenizer else None,
             "is_generation": True,
             "weight_version": info.weight_version,
@@ -207,10 +208,10 @@ async def model_info(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Describe the speculation settings, with SGLang's names, and the current load."""
     core = core_of(request)
-    found = (await core.targets.refresh(core.targets.members[:1]))[0]
-    if found is None:
+    found = [one for one in await core.targets.refresh(core.targets.members) if one is not None]
+    if not found:
         raise core.targets.unavailable()
-    info, stats = found
+    info = found[0][0]
     return JsonResponse(
         {
             "version": installed_version(),
@@ -224,17 +225,20 @@ async def server_info(request: Request) -> Response:
             "speculative_max_topk": info.max_topk,
             "speculative_max_nodes": info.max_nodes,
             "max_running_requests": info.max_running_requests,
-            "internal_states": [
-                {
-                    "num_running_reqs": stats.running,
-                    "num_waiting_reqs": stats.waiting,
-                    "draft_state": stats.draft_state,
-                    "avg_spec_accept_length": stats.accept_length,
-                    "kv_pages_total": stats.pages_total,
-                    "kv_pages_free": stats.pages_free,
-                    "kv_pages_held": stats.pages_held,
-                    "auto": decision_object(stats.auto),
-                }
-            ],
+            "internal_states": [_load(stats) for _, stats in found],
         }
     )
+
+
+def _load(stats: TargetStats) -> dict[str, Any]:
+    """Return the current load of one target."""
+    return {
+        "num_running_reqs": stats.running,
+        "num_waiting_reqs": stats.waiting,
+        "draft_state": stats.draft_state,
+        "avg_spec_accept_length": stats.accept_length,
+        "kv_pages_total": stats.pages_total,
+        "kv_pages_free": stats.pages_free,
+        "kv_pages_held": stats.pages_held,
+        "auto": decision_object(stats.auto),
+    }

@@ -31,6 +31,12 @@ class Member:
         return self.client.address
 
     @property
+    def labels(self) -> dict[str, str]:
+        """The labels of the target's metrics."""
+        info = self.client.known_info
+        return {"model": "" if info is None else info.model_id, "target": self.address}
+
+    @property
     def model_key(self) -> tuple[str, str]:
         """Identifies the model and its data type. Targets with equal keys compute the same tokens."""
         info = self.client.known_info

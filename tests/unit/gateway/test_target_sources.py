@@ -62,7 +62,7 @@ async def test_an_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_settings_take_several_addresses() -> None:
-    settings = GatewaySettings(target="127.0.0.1:7001,unix:/run/b.sock,dns:///t:7001")
+    settings = GatewaySettings(target=("127.0.0.1:7001, unix:/run/b.sock", "dns:///t:7001"))
     settings.check()
     assert [one.changes for one in settings.sources] == [False, False, True]
 
