@@ -17,7 +17,7 @@ from prometheus_client import (
 )
 
 # The library would add a gauge with the time of creation to each counter and histogram.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PREFIX = "outrider"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
