@@ -6,7 +6,6 @@ page is not current.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,12 +52,11 @@ def updated(page: str) -> str:
     """Return the page with new tables between its markers."""
     for service, settings_type in SERVICES.items():
         begin, end = f"<!-- {service}: begin -->\n", f"<!-- {service}: end -->\n"
-        pattern = re.escape(begin) + ".*?" + re.escape(end)
-        page, count = re.subn(
-            pattern, lambda _, new=begin + table(settings_type) + end: new, page, flags=re.DOTALL
-        )
-        if count != 1:
+        before, found, rest = page.partition(begin)
+        _old, closed, after = rest.partition(end)
+        if not (found and closed):
             raise SystemExit(f"{PAGE} has no place for the settings of the {service}.")
+        page = before + begin + table(settings_type) + end + after
     return page
 
 
