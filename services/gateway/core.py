@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from outrider.services.gateway.admission import Admission
@@ -27,6 +27,7 @@ from outrider.services.gateway.tokenizer import TextCodec
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.metrics import join_expositions
+from outrider.shared.obs.open_tracer import open_tracer
 
 DRAIN_RETRY_S = 5.0
 
@@ -69,6 +70,7 @@ class GatewayCore:
         admitting: Whether new requests are accepted.
         idle: Event that is set while no request is running.
         errors: The latest error replies.
+        tracer: Records the spans of requests.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -76,6 +78,7 @@ class GatewayCore:
         self.codec = TextCodec.load(settings.tokenizer) if settings.tokenizer else None
         self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
         self.metrics = GatewayMetrics()
+        self.tracer = open_tracer("gateway", settings.otlp_endpoint, settings.trace_share)
         self.errors = RecentErrors()
         self.admission = Admission(
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
@@ -161,6 +164,8 @@ class GatewayCore:
                     for parameters, part in _parts(job, prompts)
                     for request in self.builder.build(part, parameters, job.surface, info, deadline)
                 ]
+                if traceparent := note.span.traceparent:
+                    requests = [replace(request, traceparent=traceparent) for request in requests]
                 ids = [request.request_id for request in requests]
                 names = list(zip(job.rids or ids, ids, strict=True))
                 for rid, request_id in names:

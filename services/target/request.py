@@ -133,6 +133,7 @@ class GenerationRequest:
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
         priority: Requests with higher values are admitted first.
         logprobs: The log-probabilities that the client wants.
+        traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
     """
 
     request_id: str
@@ -145,6 +146,7 @@ class GenerationRequest:
     deadline: float | None = None
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
