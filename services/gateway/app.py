@@ -95,7 +95,7 @@ def create_app(core: GatewayCore) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After"],
         )
-    app.add_middleware(RequestContext, metrics=core.metrics, errors=core.errors)
+    app.add_middleware(RequestContext, metrics=core.metrics, errors=core.errors, tracer=core.tracer)
     _describe_validation(app)
     return app
 
@@ -181,6 +181,7 @@ class GatewayServer:
             await self._http_task
         await core.targets.close()
         self._socket.close()
+        await asyncio.to_thread(core.tracer.close)
 
     async def failed(self) -> None:
         """Return when the HTTP server ends on its own."""

@@ -70,6 +70,7 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         priority=request.priority,
         cache_salt=request.cache_salt,
         logprobs=logprobs_to_proto(request.logprobs),
+        traceparent=request.traceparent,
         resume_ids=request.resume_ids,
     )
 

@@ -31,6 +31,7 @@ from outrider.services.gateway.tokenizer import TextCodec
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.metrics import join_expositions
+from outrider.shared.obs.open_tracer import open_tracer
 
 DRAIN_RETRY_S = 5.0
 
@@ -76,10 +77,12 @@ class GatewayCore:
         parsers: The parsers of the model's answers.
         lifecycle: Whether requests are accepted.
         errors: The latest error replies.
+        tracer: Records the spans of requests.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.metrics = GatewayMetrics()
+        self.tracer = open_tracer("gateway", settings.otlp_endpoint, settings.trace_share)
         self.errors = RecentErrors()
         self.admission = Admission(
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
@@ -203,6 +206,8 @@ class GatewayCore:
                     for parameters, part in _parts(job, prompts)
                     for request in self.builder.build(part, parameters, job.surface, info, deadline)
                 ]
+                if traceparent := note.span.traceparent:
+                    requests = [replace(request, traceparent=traceparent) for request in requests]
                 ids = [request.request_id for request in requests]
                 names = list(zip(job.rids or ids, ids, strict=True))
                 for rid, request_id in names:

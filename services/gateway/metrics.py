@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from outrider.services.gateway.request import FINISH_NAMES, Finished
 from outrider.services.gateway.target_client.member import Member
+from outrider.shared.base.version import installed_version
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
 
 
@@ -14,6 +15,8 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self._metrics = metrics = Metrics()
+        build = metrics.gauge("build_info", "1; the label is the version of the gateway.", ["version"])
+        build.labels(installed_version()).set(1)
         self.time_to_first_token = metrics.histogram(
             "time_to_first_token_seconds", "Time from submission to the first token.", REQUEST_BUCKETS_S
         )

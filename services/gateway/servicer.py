@@ -27,6 +27,7 @@ from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.tools import Tool, template_tools
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.obs.tracing import TRACEPARENT, checked_traceparent
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
 
@@ -78,7 +79,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         sequences = core.builder.check(turn.parameters, GRPC_CHAT, 1)
         rids = rids_of(request.options.rid or None, sequences)
         job = Job(turn.prompts, sequences, turn.parameters, GRPC_CHAT, context.time_remaining(), rids)
-        async with aclosing(self._replies(core, job, gateway_pb2.ChatReply, turn.reader)) as replies:
+        parent = _traceparent(context)
+        replies_of = self._replies(core, job, gateway_pb2.ChatReply, turn.reader, parent)
+        async with aclosing(replies_of) as replies:
             async for reply in replies:
                 yield reply
 
@@ -104,7 +107,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
         rids = rids_of(request.options.rid or None, sequences)
         job = Job(prompts, sequences, parameters, GRPC_COMPLETE, context.time_remaining(), rids)
-        async with aclosing(self._replies(core, job, gateway_pb2.CompleteReply, plain_reader)) as replies:
+        parent = _traceparent(context)
+        replies_of = self._replies(core, job, gateway_pb2.CompleteReply, plain_reader, parent)
+        async with aclosing(replies_of) as replies:
             async for reply in replies:
                 yield reply
 
@@ -160,11 +165,16 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         return gateway_pb2.AbortReply(aborted=self._core.abort(None if request.all else request.rid))
 
     async def _replies(
-        self, core: GatewayCore, job: Job, make: type[Reply], reader_of: Callable[[], AnswerReader]
+        self,
+        core: GatewayCore,
+        job: Job,
+        make: type[Reply],
+        reader_of: Callable[[], AnswerReader],
+        parent: str,
     ) -> AsyncGenerator[Reply, None]:
         seed = 0
         readers: dict[int, AnswerReader] = {}
-        note = RequestNote()
+        note = RequestNote(span=self._core.tracer.begin("gRPC", parent))
         current_note.set(note)
         async with aclosing(self._logged(core, job, note)) as events:
             async for one in events:
@@ -201,6 +211,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         finally:
             elapsed_ms = round((time.perf_counter() - note.began) * 1e3, 1)
             _log.info("request", method="gRPC", elapsed_ms=elapsed_ms, **note.fields())
+            method = "Chat" if job.surface is GRPC_CHAT else "Complete"
+            note.end_span(f"{SERVICE_NAME}/{method}", rpc__system="grpc")
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -226,6 +238,11 @@ async def _tell_request_id(context: Context) -> None:
     await context.send_initial_metadata(
         ((REQUEST_ID_KEY, request_id_of(given if isinstance(given, str) else None)),)
     )
+
+
+def _traceparent(context: Context) -> str:
+    """Return the caller's span, or an empty text."""
+    return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
 
 
 def _message(message: gateway_pb2.Message, number: int) -> dict[str, Any]:

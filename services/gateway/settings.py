@@ -9,13 +9,13 @@ from pydantic import Field
 from outrider.services.gateway.parsers.registry import AUTO, REASONING_NAMES, TOOL_NAMES
 from outrider.services.gateway.target_sources import TargetSource
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import ServiceSettings, settings_config
+from outrider.shared.base.settings import TracedSettings, settings_config
 from outrider.shared.rpc.address import is_local
 
 MIB = 1024 * 1024
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(TracedSettings):
     """Settings of `outrider serve gateway`."""
 
     model_config = settings_config("gateway")

@@ -7,7 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+# The library would add a gauge with the time of creation to each counter and histogram.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PREFIX = "outrider"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
