@@ -67,6 +67,8 @@ class TargetClient:
         limits: Limits on unread events.
         probe_timeout_s: Time after which the answer to a health check is overdue.
         on_change: Called after every change of `ready` or `known_info`.
+        abandons: Called when the answer to a health check is overdue. Returns whether to end the session, so
+            that its sequences can go on at another target.
 
     Attributes:
         address: The target's address.
@@ -79,10 +81,12 @@ class TargetClient:
         limits: ReaderLimits,
         probe_timeout_s: float = PROBE_TIMEOUT_S,
         on_change: Callable[[], None] = lambda: None,
+        abandons: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address = address
         self.connections = 0
         self._on_change = on_change
+        self._abandons = abandons
         # The last logged reason why the target cannot be used.
         self._refusal = ""
         self._probe_timeout_s = probe_timeout_s
@@ -234,6 +238,8 @@ class TargetClient:
     def _set_answers(self, answers: bool) -> None:
         self._answers = answers
         self._announce()
+        if not answers and self._outgoing is not None and self._abandons():
+            raise ConnectionError("the target does not answer health checks")
 
     async def _hold_session(self) -> None:
         assert self._channel is not None
