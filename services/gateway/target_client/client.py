@@ -87,6 +87,7 @@ class TargetClient:
         self.connections = 0
         self._on_change = on_change
         self._abandons = abandons
+        self._closed = False
         # The last logged reason why the target cannot be used.
         self._refusal = ""
         self._probe_timeout_s = probe_timeout_s
@@ -108,6 +109,7 @@ class TargetClient:
 
     async def close(self) -> None:
         """Close the session. Running sequences receive no further events."""
+        self._closed = True
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -206,7 +208,8 @@ class TargetClient:
 
     async def _run(self) -> None:
         attempt = 0
-        while True:
+        # A task group that fails while it is cancelled reports only the failure, so the flag is needed as well.
+        while not self._closed:
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._watch_health())
@@ -216,6 +219,8 @@ class TargetClient:
                 # A session that was established restarts the back-off.
                 attempt = 0 if self._outgoing is not None else attempt
                 self._disconnected(failure.exceptions[0])
+            if self._closed:
+                return
             await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
             attempt += 1
 
