@@ -208,8 +208,7 @@ class TargetClient:
 
     async def _run(self) -> None:
         attempt = 0
-        # A task group that fails while it is cancelled reports only the failure, so the flag is needed as well.
-        while not self._closed:
+        while True:
             try:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._watch_health())
@@ -219,6 +218,7 @@ class TargetClient:
                 # A session that was established restarts the back-off.
                 attempt = 0 if self._outgoing is not None else attempt
                 self._disconnected(failure.exceptions[0])
+            # A task group that fails while it is cancelled reports only the failure, so the flag is needed.
             if self._closed:
                 return
             await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
