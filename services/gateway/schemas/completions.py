@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from pydantic import Field
 
@@ -71,7 +71,7 @@ def as_batch(prompt: Prompt) -> list[str | list[int]]:
     """Return one entry per prompt: its text or its token ids."""
     if isinstance(prompt, str):
         return [prompt]
-    ids = [part for part in prompt if isinstance(part, int)]
-    if ids or not prompt:
-        return [ids] if ids else []
-    return [part for part in prompt if not isinstance(part, int)]
+    # The types of the parts are equal, as validation has ensured. Token ids may be millions.
+    if prompt and isinstance(prompt[0], int):
+        return [cast("list[int]", prompt)]
+    return cast("list[str | list[int]]", list(prompt))
