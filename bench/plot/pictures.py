@@ -96,7 +96,7 @@ def accepted_by_position(results: Path, theme: Theme) -> str:
     recorded = _read(results, HELDOUT)
     steps = recorded["num_steps"]
     series = []
-    for name, label in (("T=0", "temperature 0"), ("T=1", "temperature 1")):
+    for name, label in (("T=0", "temperature 0"), ("T=1 coupled", "temperature 1")):
         found = recorded["heldout"][name]
         # A round that emitted n tokens accepted n - 1 drafted ones.
         rounds = sum(found["histogram"].values())

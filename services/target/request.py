@@ -134,6 +134,7 @@ class GenerationRequest:
         priority: Requests with higher values are admitted first.
         logprobs: The log-probabilities that the client wants.
         traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
+        resume_ids: Tokens that another target has emitted for this request. They count as output.
     """
 
     request_id: str
@@ -147,6 +148,7 @@ class GenerationRequest:
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
     traceparent: str = ""
+    resume_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from outrider.shared.base.errors import InvalidRequestError, OutriderError, Unav
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.tracing import TRACEPARENT, Tracer, checked_traceparent
 from outrider.shared.rpc.convert import report_to_proto
+from outrider.shared.rpc.target_version import offer_to
 from outrider.shared.rpc.tensors import split_tensor
 from outrider.shared.spec.drafter import DrafterState
 from outrider.target.v1 import target_pb2, target_pb2_grpc
@@ -187,7 +188,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         decoder, limits = serving.decoder, serving.limits
         config, shape = decoder.config, limits.default
         algorithm, draft_model = serving.describe_draft()
-        return target_pb2.GetInfoReply(
+        reply = target_pb2.GetInfoReply(
             model_id=serving.model_id,
             architecture=config.architecture,
             vocab_size=config.vocab_size,
@@ -212,6 +213,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             ),
             weight_version=decoder.fingerprint[:16],
         )
+        offer_to(reply)
+        return reply
 
     async def GetStats(
         self, request: target_pb2.GetStatsRequest, context: grpc.aio.ServicerContext[Any, Any]
