@@ -200,6 +200,28 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
         ),
     ),
     (
+        "Targets",
+        (
+            Panel(
+                "Ready targets",
+                [("{{target}}", gauge("gateway_ready_targets", "target"))],
+                help="1 for each target that is connected and serving.",
+                most=1,
+            ),
+            Panel(
+                "Tokens on each target",
+                [("{{target}}", gauge("gateway_target_load_tokens", "target"))],
+                help="Prompt tokens and expected new tokens of the gateway's sequences.",
+                stacked=True,
+            ),
+            Panel(
+                "Sequences that moved to another target",
+                [("{{reason}}", rate("gateway_moved_sequences", "reason"))],
+                unit="ops",
+            ),
+        ),
+    ),
+    (
         "Memory",
         (
             Panel(
