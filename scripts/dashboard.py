@@ -200,6 +200,41 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
         ),
     ),
     (
+        "Draft with its own process",
+        (
+            Panel("Trees per second", [("trees", rate("draft_trees"))], unit="ops", width=6),
+            Panel(
+                "Mean time of a step",
+                [
+                    ("growing trees", mean("draft_propose_seconds")),
+                    ("extending", mean("draft_extend_seconds")),
+                ],
+                unit="s",
+                width=6,
+            ),
+            Panel(
+                "Sequences and pages",
+                [
+                    ("sequences", gauge("draft_sessions")),
+                    ("pages {{state}}", gauge("draft_kv_pages", "state")),
+                ],
+                width=6,
+            ),
+            Panel(
+                "Lost and dropped",
+                [
+                    ("lost: {{reason}}", rate("draft_lost_sequences", "reason")),
+                    ("dropped: {{reason}}", rate("draft_messages_dropped", "reason")),
+                    ("evicted", rate("draft_sessions_evicted")),
+                    ("expired", rate("draft_sessions_expired")),
+                    ("failed steps", rate("draft_step_failures")),
+                ],
+                unit="ops",
+                width=6,
+            ),
+        ),
+    ),
+    (
         "Targets",
         (
             Panel(
