@@ -376,6 +376,7 @@ def _make_engine(
         settings.max_queued_requests,
         settings.max_queued_prompt_tokens,
         settings.prefill_tokens(),
+        not settings.disable_prefix_cache,
     )
     limits = EngineLimits(
         config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids)

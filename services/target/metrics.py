@@ -190,11 +190,11 @@ class TargetMetrics:
         sequences = tuple(scheduler.active)
         self._running.set(len(sequences))
         self._waiting.set(len(scheduler.waiting))
-        self._kv_usage.set(1 - allocator.free_pages / allocator.num_pages)
+        self._kv_usage.set(1 - allocator.available_pages / allocator.num_pages)
         reserved = sum(sequence.reserved_len for sequence in sequences)
         self._kv_tokens.labels("committed").set(sum(sequence.cached_len for sequence in sequences))
         self._kv_tokens.labels("reserved").set(reserved)
-        held = (allocator.num_pages - allocator.free_pages) * scheduler.page_size
+        held = (allocator.num_pages - allocator.available_pages) * scheduler.page_size
         self._kv_tokens.labels("leaked").set(0 if sequences else held)
         self._preemptions.inc(scheduler.num_retractions - self._preemptions_seen)
         self._preemptions_seen = scheduler.num_retractions

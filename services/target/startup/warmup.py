@@ -56,7 +56,7 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
         (SpeculationMode.OFF, 0.0),
         (SpeculationMode.AUTO, 0.0),
     )
-    for mode, temperature in rounds:
+    for number, (mode, temperature) in enumerate(rounds):
         sink = _EndSink()
         length = min(RUN_THROUGH_PROMPT, engine.limits.max_model_len // 2)
         request = GenerationRequest(
@@ -67,6 +67,7 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
             speculation=limits.resolve(mode),
             ignore_eos=True,
             deadline=time.monotonic() + RUN_THROUGH_TIMEOUT_S,
+            cache_salt=f"warm-up {number}",  # compute every prompt
         )
         try:
             engine.submit(request, sink)

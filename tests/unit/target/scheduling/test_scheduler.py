@@ -30,15 +30,24 @@ class NoSink:
 
 
 def make_sequence(
-    session_id: int, prompt_len: int, max_new_tokens: int, max_nodes: int = 1, priority: int = 0
+    session_id: int,
+    prompt_len: int,
+    max_new_tokens: int,
+    max_nodes: int = 1,
+    priority: int = 0,
+    *,
+    token: int | None = None,
+    salt: str = "",
 ) -> Sequence:
+    """Make a sequence whose prompt repeats one token, by default a token that no other sequence has."""
     request = GenerationRequest(
         request_id=str(session_id),
-        prompt_ids=[1] * prompt_len,
+        prompt_ids=[100 + session_id if token is None else token] * prompt_len,
         max_new_tokens=max_new_tokens,
         sampling=SamplingParams(temperature=0.0),
         speculation=SpeculationParams(SpeculationMode.ON, DraftShape(4, 2, max_nodes)),
         priority=priority,
+        cache_salt=salt,
     )
     return Sequence(request, NoSink(), session_id=session_id, page_size=PAGE_SIZE, follow=True)
 
@@ -81,9 +90,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens=st.integers(1, 14),
         max_nodes=st.sampled_from([1, 2, 5, 8]),
         priority=st.integers(-1, 1),
+        token=st.sampled_from([2, 3, None]),
+        salt=st.sampled_from(["", "other"]),
     )
-    def submit(self, prompt_len: int, max_new_tokens: int, max_nodes: int, priority: int) -> object:
-        sequence = make_sequence(self.next_id, prompt_len, max_new_tokens, max_nodes, priority)
+    def submit(
+        self,
+        prompt_len: int,
+        max_new_tokens: int,
+        max_nodes: int,
+        priority: int,
+        token: int | None,
+        salt: str,
+    ) -> object:
+        sequence = make_sequence(
+            self.next_id, prompt_len, max_new_tokens, max_nodes, priority, token=token, salt=salt
+        )
         assert sequence.max_len <= self.scheduler.capacity, (
             "the strategy must stay within what a server would admit"
         )
@@ -113,6 +134,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def resume(self, sequence: Sequence) -> None:
         sequence.paused_at = None
 
+    @rule()
+    def flush(self) -> None:
+        self.scheduler.prefixes.flush()
+
+    @rule(sequence=live)
+    def disown(self, sequence: Sequence) -> None:
+        self.scheduler.disown(sequence)
+
+    @rule()
+    def change_draft(self) -> None:
+        self.scheduler.prefixes.flush()
+        for sequence in list(self.scheduler.active):
+            self.scheduler.recompute(sequence)
+
     @rule(sequence=consumes(live))
     def drop(self, sequence: Sequence) -> None:
         self.scheduler.release(sequence, 0.0)
@@ -139,6 +174,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             execute(self.scheduler, self.scheduler.schedule(0.0), 3)
         assert not list(self.scheduler), "everything must finish once nothing is paused"
         self.scheduler.check()
+        assert self.scheduler.allocator.available_pages == NUM_PAGES
+        self.scheduler.prefixes.flush()
         assert self.scheduler.allocator.free_pages == NUM_PAGES
 
 
@@ -274,6 +311,7 @@ def test_the_results_in_flight_of_a_recomputed_sequence_are_void() -> None:
     scheduler, (sequence,) = running(64, [4], 30)
     slot = sequence.slot
     sequence.tokens_ahead, sequence.passes_ahead = 5, 1
+    scheduler.prefixes.flush()
     scheduler.recompute(sequence)
     assert sequence.slot == slot
     assert sequence.residence == 2
