@@ -58,6 +58,25 @@ class AutoDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """The target's cache of prefixes.
+
+    Attributes:
+        enabled: False if the cache is turned off.
+        queried_tokens, hit_tokens: Number of prompt tokens of all admitted requests, and number of those
+            whose K/V was stored already.
+        pages: Number of stored pages.
+        evicted_pages: Number of pages that were evicted.
+    """
+
+    enabled: bool = False
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    pages: int = 0
+    evicted_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TargetStats:
     """The target's current load, its totals since its start, and its metrics as Prometheus text."""
 
@@ -72,3 +91,4 @@ class TargetStats:
     rounds: int
     prometheus_text: str
     auto: AutoDecision = AutoDecision()
+    prefix_cache: PrefixCacheStats = PrefixCacheStats()

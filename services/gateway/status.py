@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -67,6 +68,7 @@ def _target(stats: TargetStats, info: ServedTarget) -> dict[str, Any]:
         "rounds": stats.rounds,
         "max_running_requests": info.max_running_requests,
         "kv_pages": {"total": stats.pages_total, "free": stats.pages_free, "held": stats.pages_held},
+        "prefix_cache": asdict(stats.prefix_cache),
         "draft": {
             "state": stats.draft_state,
             "algorithm": info.algorithm or None,

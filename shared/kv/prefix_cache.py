@@ -45,6 +45,25 @@ class PrefixMatch:
         return next(lacking, len(self.nodes))
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """A snapshot of a prefix cache.
+
+    Attributes:
+        enabled: False if the cache is turned off.
+        queried_tokens, hit_tokens: Number of prompt tokens of admitted requests, and number of those whose
+            K/V was stored already.
+        pages: Number of stored pages that sequences can find.
+        evicted_pages: Number of pages that were evicted because other pages were needed.
+    """
+
+    enabled: bool = False
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    pages: int = 0
+    evicted_pages: int = 0
+
+
 @dataclass(slots=True)
 class _Path:
     """The nodes that a lease pins.
@@ -85,15 +104,11 @@ class PrefixCache:
         self._tree = PrefixTree(allocator, page_size)
         self._paths: dict[PageLease, _Path] = {}
 
-    @property
-    def num_pages(self) -> int:
-        """Number of stored pages that sequences can find."""
-        return self._tree.num_nodes
-
-    @property
-    def evicted_pages(self) -> int:
-        """Number of pages that were evicted because other pages were needed."""
-        return self._tree.evicted_pages
+    def stats(self) -> PrefixStats:
+        """Return a snapshot of the counts. Other threads may call this method."""
+        return PrefixStats(
+            self.enabled, self.queried_tokens, self.hit_tokens, self._tree.num_nodes, self._tree.evicted_pages
+        )
 
     def start_counting(self) -> None:
         """Reset the counts."""

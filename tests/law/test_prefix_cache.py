@@ -1,4 +1,4 @@
-"""A prompt whose prefix is stored gets the same output, and drafts that are as good, as one that is computed."""
+"""A prompt with a stored prefix gets the output of a computed prompt, and drafts that are as good."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_second_identical_prompt_keeps_its_accept_length(pair: Pair, plan: Loo
 
 
 def test_prompts_with_the_same_prefix_are_computed_once(decoder: Decoder) -> None:
-    other = PROMPT[:48] + [1, 2, 3, 4]
+    other = [*PROMPT[:48], 1, 2, 3, 4]
     harness = make_harness(decoder, NoDrafter(), prefill_chunk=30)
     with computed_rows() as spans:
         for index in range(4):
@@ -274,7 +274,7 @@ def test_a_crowd_with_common_prefixes_in_a_small_pool(decoder: Decoder, drafts: 
     drafter.shutdown()
     _check_crowd(decoder, harness, clients)
     assert harness.scheduler.num_retractions, "the pool should be too small"
-    assert harness.scheduler.prefixes.evicted_pages
+    assert harness.engine.stats().prefixes.evicted_pages
     assert harness.scheduler.prefixes.hit_tokens
 
 

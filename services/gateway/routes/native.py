@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -230,6 +231,7 @@ async def server_info(request: Request) -> Response:
                     "kv_pages_total": stats.pages_total,
                     "kv_pages_free": stats.pages_free,
                     "kv_pages_held": stats.pages_held,
+                    "prefix_cache": asdict(stats.prefix_cache),
                     "auto": decision_object(stats.auto),
                 }
             ],

@@ -46,8 +46,9 @@ async def abort_request(body: AbortRequest, request: Request) -> Response:
     return JsonResponse({"aborted": aborted}, headers=headers)
 
 
-@router.get("/flush_cache")
-@router.post("/flush_cache")
-async def flush_cache() -> Response:
-    """Do nothing, because there is no prefix cache."""
-    return JsonResponse({"success": True, "message": "There is no prefix cache, so nothing was flushed."})
+@router.get("/flush_cache", responses=ERROR_RESPONSES)
+@router.post("/flush_cache", responses=ERROR_RESPONSES)
+async def flush_cache(request: Request) -> Response:
+    """Empty the cache of prefixes. Running requests go on."""
+    pages = await core_of(request).client.flush_prefixes()
+    return JsonResponse({"success": True, "message": f"Removed {pages} pages from the prefix cache."})

@@ -26,6 +26,7 @@ from outrider.shared.base.generation import (
     SamplingParams,
     SpeculationMode,
 )
+from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto, rules_from_proto
 from outrider.target.v1 import target_pb2
@@ -145,6 +146,17 @@ def decision_to_proto(verdict: Verdict, looks_lost_s: float) -> target_pb2.AutoD
         estimated_speedup=verdict.speedup,
         round_ms=None if verdict.round_s is None else verdict.round_s * 1e3,
         looks_lost_ms=looks_lost_s * 1e3,
+    )
+
+
+def prefix_stats_to_proto(stats: PrefixStats) -> target_pb2.PrefixCacheStats:
+    """Convert the numbers of the prefix cache to a message."""
+    return target_pb2.PrefixCacheStats(
+        enabled=stats.enabled,
+        queried_tokens=stats.queried_tokens,
+        hit_tokens=stats.hit_tokens,
+        pages=stats.pages,
+        evicted_pages=stats.evicted_pages,
     )
 
 

@@ -201,6 +201,7 @@ class TargetEngine(Steppable):
             speedup_estimate=self.controller.speedup_estimate,
             verdict=self.controller.verdict,
             looks_lost_s=self.controller.lost_s,
+            prefixes=scheduler.prefixes.stats(),
         )
 
     @property

@@ -22,7 +22,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.services.target.scheduling.queue_gate import QueueGate
@@ -36,15 +35,9 @@ PLENTY = 4
 """Spare pages are reserved only if the number of available pages is at least this multiple of the number of
 spare pages."""
 LONG_PREFIX = 256
-"""Tokens of a prefix for which a sequence waits if another sequence is computing them. It also waits for fewer
-tokens if they are at least half of what it lacks."""
+"""Tokens of a prefix for which a sequence waits if another sequence is computing them.
 
-
-class _Wait(Enum):
-    """What a sequence waits for before its admission."""
-
-    FOR_ROOM = "room"
-    FOR_PREFIX = "prefix"
+It also waits for fewer tokens if they are at least half of those that it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +165,14 @@ class Scheduler:
         """Prefill an active sequence again, e.g. to capture missing features.
 
         The results of passes in flight become void. The prefix cache must have been flushed. A sequence that
-        shares pages with other sequences waits for pages of its own.
+        shares pages with other sequences, or lacks room for its next round, gives up its pages and waits.
         """
         sequence.feature_len = 0
         if not sequence.cached_len:
             return
         assert sequence.lease is not None
-        if not self.prefixes.take_back(sequence.lease):
+        owns = self.prefixes.take_back(sequence.lease)
+        if not owns or not self.reserve_ahead(sequence, sequence.committed_len):
             self._requeue(sequence)
             return
         sequence.cached_len = sequence.found_len = 0
@@ -242,7 +236,9 @@ class Scheduler:
         for sequence in (
             [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ()
         ):
-            while (lease := self._lease_for_admission(sequence)) is _Wait.FOR_ROOM:
+            if self._awaits_prefix(sequence):
+                continue
+            while (lease := self._lease_for_admission(sequence)) is None:
                 # Slow readers must not hold what other requests wait for. Paused sequences give up their
                 # slots and pages, the youngest first.
                 if not any(other.paused_at is not None for other in self.active):
@@ -250,9 +246,7 @@ class Scheduler:
                 victim = self._victim()
                 self._retract(victim)
                 retracted.append(victim)
-            if not isinstance(lease, PageLease):
-                continue
-            self._start(sequence, lease)
+            sequence.lease = lease
             sequence.status = SequenceStatus.PREFILLING
             sequence.slot = self._free_slots.pop()
             sequence.residence += 1
@@ -262,26 +256,29 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.active.append(sequence)
             admitted.append(sequence)
+            self._begin(sequence, lease)
         return admitted
 
-    def _lease_for_admission(self, sequence: Sequence) -> PageLease | _Wait:
-        if len(self.active) >= self.limits.max_running:
-            return _Wait.FOR_ROOM
-        available = self.allocator.available_pages
-        if self._blocked is not None and self._blocked[0] is sequence and available <= self._blocked[1]:
-            return _Wait.FOR_ROOM
-        match = self._find(sequence)
-        if self._awaits(sequence, match):
-            return _Wait.FOR_PREFIX
+    def _lease_for_admission(self, sequence: Sequence) -> PageLease | None:
+        if self._is_blocked(sequence):
+            return None
+        match, available = self._find(sequence), self.allocator.available_pages
         # Keep one spare page per active sequence. Otherwise, a newly admitted sequence would be retracted
         # after a few steps.
         pages = self._pages(sequence.committed_len + sequence.node_bound)
         lease = self.prefixes.lease(match, pages, spare=len(self.active))
         self._blocked = None if lease is not None else (sequence, available)
-        if lease is None:
-            return _Wait.FOR_ROOM
-        sequence.feature_len = match.feature_pages * self.page_size
+        if lease is not None:
+            sequence.feature_len = match.feature_pages * self.page_size
         return lease
+
+    def _is_blocked(self, sequence: Sequence) -> bool:
+        """Return True if there is clearly no room for a sequence, without looking for its prefix."""
+        if len(self.active) >= self.limits.max_running:
+            return True
+        if self._blocked is None or self._blocked[0] is not sequence:
+            return False
+        return self.allocator.available_pages <= self._blocked[1]
 
     def _find(self, sequence: Sequence) -> PrefixMatch:
         """Return the longest stored prefix that a sequence can use."""
@@ -289,24 +286,26 @@ class Scheduler:
         salt = sequence.request.cache_salt
         return self.prefixes.match(sequence.tokens, sequence.sharable_len, salt, with_features=with_features)
 
-    def _awaits(self, sequence: Sequence, match: PrefixMatch) -> bool:
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
         """Return True if a sequence should wait for the prefix that another sequence is computing."""
+        if self._is_blocked(sequence):
+            return False
+        match = self._find(sequence)
         awaited = match.awaited * self.page_size
         lacks = sequence.committed_len - len(match.nodes) * self.page_size
         if not awaited or (awaited < LONG_PREFIX and 2 * awaited < lacks):
             return False
         return any(one.lease is match.awaited_from and one.paused_at is None for one in self.active)
 
-    def _start(self, sequence: Sequence, lease: PageLease) -> None:
-        """Begin after the stored prefix, and announce the pages that the sequence will compute."""
+    def _begin(self, sequence: Sequence, lease: PageLease) -> None:
+        """Let a sequence begin after the stored prefix, and announce the pages that it will compute."""
         found = lease.shared * self.page_size
-        sequence.lease = lease
         sequence.cached_len = sequence.found_len = found
         if not sequence.resumptions:
-            sequence.cached_prompt = found
+            sequence.cached_prompt = min(found, sequence.prompt_len)
             if self.prefixes.enabled:
                 self.prefixes.queried_tokens += sequence.prompt_len
-                self.prefixes.hit_tokens += found
+                self.prefixes.hit_tokens += sequence.cached_prompt
         self.prefixes.promise(lease, sequence.tokens)
 
     def _publish(self, sequence: Sequence) -> None:
