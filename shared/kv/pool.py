@@ -268,7 +268,7 @@ class KVPool:
         ):  # The usual case: one slice, without sending indices to the device.
             first = pages[0] * self.page_size + start % self.page_size
             return rows[first : first + stop - start].clone()
-        slots = torch.tensor(self.token_slots(lease, start, stop), dtype=torch.int64).to(self.device)
+        slots = upload(self.slot_array(lease, start, stop), torch.int64, self.device)
         return rows.index_select(0, slots)
 
 
