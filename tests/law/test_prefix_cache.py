@@ -32,7 +32,7 @@ from outrider.services.target.model.model_runner import ChosenTokens, ModelRunne
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import LogitRules, LogprobParams
-from outrider.shared.nn.decoder import Decoder
+from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.spec.drafter import Drafter, FeatureSpec
 
 torch.set_num_threads(1)
@@ -294,3 +294,84 @@ def _check_crowd(decoder: Decoder, harness: Harness, clients: Sequence[Client]) 
         if client.cancel_after is not None:
             expected = expected[: len(found)]
         assert_same_tokens(decoder, client.prompt, expected, found, client.sampling)
+
+
+def test_the_pages_of_a_request_with_nan_are_found_by_nobody(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(decoder, NoDrafter())
+    forward, poisoned = decoder.forward, True
+
+    def broken(*arguments: object) -> DecoderOutput:
+        output = forward(*arguments)  # type: ignore[arg-type]
+        if poisoned:
+            output.hidden[:] = torch.nan
+        return output
+
+    harness.submit(PROMPT[:40], 4, request_id="before")
+    harness.run()
+    monkeypatch.setattr(decoder, "forward", broken)
+    harness.submit(PROMPT, NEW_TOKENS, request_id="bad")
+    harness.run()
+    assert harness.sink.failed["bad"].error.reason == "numerical_error"
+    poisoned = False
+    harness.submit(PROMPT, NEW_TOKENS, request_id="after")
+    harness.run()
+    assert harness.sink.finished["after"].cached_tokens == 32, "the pages from before the failure are good"
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, NEW_TOKENS)
+    assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["after"])
+
+
+def test_a_failed_step_empties_the_cache(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make_harness(decoder, NoDrafter())
+    harness.submit(PROMPT, 4)
+    harness.run()
+    assert harness.engine.stats().prefixes.pages
+    harness.engine.step_failed(RuntimeError("a kernel failed"))
+    assert harness.engine.stats().prefixes.pages == 0
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_a_draft_that_connects_later_gets_the_features_of_shared_prompts(
+    decoder: Decoder, requests: int
+) -> None:
+    drafter = drafter_for(decoder, [PROMPT])
+    spec, drafter.spec = drafter.spec, FeatureSpec(fingerprint="none yet")
+    harness = make_harness(decoder, drafter)
+    for index in range(requests):
+        harness.submit(PROMPT, NEW_TOKENS, request_id=str(index), shape=(3, 2, 8))
+    for _ in range(8):
+        harness.step()
+    drafter.spec = spec
+    harness.run()
+    for index in range(requests):
+        report = harness.sink.finished[str(index)].speculation
+        assert report.accepted_tokens, "the draft must be used"
+        assert_same_tokens(decoder, PROMPT, harness.sink.tokens["0"], harness.sink.tokens[str(index)])
+    plain = generate_plain(decoder, NoDrafter(), PROMPT, NEW_TOKENS)
+    assert_same_tokens(decoder, PROMPT, plain, harness.sink.tokens["0"])
+
+
+def test_a_flush_during_requests_changes_no_token(decoder: Decoder) -> None:
+    harness = make_harness(decoder, drafter_for(decoder, [PROMPT]))
+    for index in range(3):
+        harness.submit(PROMPT, NEW_TOKENS, request_id=str(index))
+    for _ in range(6):
+        harness.step()
+    removed = harness.engine.flush_prefixes()
+    harness.step()
+    assert removed.result(0) == STORED // PAGE
+    harness.submit(PROMPT, NEW_TOKENS, request_id="later")
+    harness.run()
+    assert harness.sink.finished["later"].cached_tokens == 0
+    for name in ("1", "2", "later"):
+        assert_same_tokens(decoder, PROMPT, harness.sink.tokens["0"], harness.sink.tokens[name])
+
+
+def test_a_disabled_cache_finds_nothing(decoder: Decoder) -> None:
+    harness = make_harness(decoder, NoDrafter(), prefix_cache=False)
+    for name in ("a", "b"):
+        harness.submit(PROMPT, 4, request_id=name)
+        harness.run()
+    assert harness.sink.finished["b"].cached_tokens == 0
+    assert harness.scheduler.allocator.free_pages == harness.scheduler.allocator.num_pages
