@@ -134,6 +134,8 @@ class GenerationRequest:
         priority: Requests with higher values are admitted first.
         logprobs: The log-probabilities that the client wants.
         cache_salt: Only requests with the same salt share stored prefixes.
+        traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
+        resume_ids: Tokens that another target has emitted for this request. They count as output.
     """
 
     request_id: str
@@ -147,6 +149,8 @@ class GenerationRequest:
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
     cache_salt: str = ""
+    traceparent: str = ""
+    resume_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,8 +144,9 @@ def test_the_drafter_gets_the_feature_rows_of_a_stored_prefix(decoder: Decoder) 
     torch.testing.assert_close(tree, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", [OFF, TREE], ids=["plain", "tree"])
+@pytest.mark.parametrize(
+    ("dtype", "mode"), [(torch.float32, OFF), (torch.bfloat16, TREE)], ids=["fp32 plain", "bf16 tree"]
+)
 def test_deterministic_hits_have_the_bits_of_misses(
     target_dir: Path, dtype: torch.dtype, mode: dict[str, object]
 ) -> None:
@@ -169,7 +170,7 @@ def test_deterministic_hits_have_the_bits_of_misses(
         assert all(torch.equal(found[0][position], found[1][position]) for position in found[0])
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[kind for kind in KINDS if kind != "EAGLE"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(request.param, tmp_path_factory.mktemp("pair"))
 
@@ -256,10 +257,10 @@ def test_prompt_logprobs_are_those_of_a_miss(decoder: Decoder, start: int) -> No
     assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(miss, hit, strict=True))
 
 
-@pytest.mark.parametrize("drafts", ["host", "device", "none"])
+@pytest.mark.parametrize("drafts", ["host", "device"])
 def test_a_crowd_with_common_prefixes_in_a_small_pool(decoder: Decoder, drafts: str, tmp_path: Path) -> None:
     rng = random.Random(7)
-    clients = [_with_prefix(rng, client) for client in draw_clients(rng, 24, VOCAB, most_tokens=90)]
+    clients = [_with_prefix(rng, client) for client in draw_clients(rng, 18, VOCAB, most_tokens=70)]
     plan = AHEAD if drafts == "device" else None
     drafter: Drafter = NoDrafter()
     if drafts == "host":
@@ -268,7 +269,7 @@ def test_a_crowd_with_common_prefixes_in_a_small_pool(decoder: Decoder, drafts: 
         device_pair = make_pair("EAGLE3", tmp_path)
         decoder, drafter = device_pair.decoder, drafter_beside(device_pair.decoder, device_pair.settings)
     harness = make_harness(
-        decoder, drafter, plan=plan, num_pages=40, page_size=8, max_running=6, prefill_chunk=40
+        decoder, drafter, plan=plan, num_pages=36, page_size=8, max_running=6, prefill_chunk=40
     )
     Crowd(harness, rng, haste=0.8).run(clients)
     drafter.shutdown()

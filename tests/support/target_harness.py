@@ -218,6 +218,7 @@ class Harness:
         priority: int = 0,
         logprobs: LogprobParams = NO_LOGPROBS,
         salt: str = "",
+        resume: Sequence[int] = (),
     ) -> int:
         depth, topk, max_nodes = shape or (None, None, None)
         request = GenerationRequest(
@@ -232,6 +233,7 @@ class Harness:
             priority=priority,
             logprobs=logprobs,
             cache_salt=salt,
+            resume_ids=tuple(resume),
         )
         return self.engine.submit(request, self.sink)
 
@@ -363,6 +365,4 @@ def assert_same_tokens(
     best = next_scores(decoder, [*prompt, *expected[:at]], params, len(prompt)).topk(2).values
     gap = float(best[0] - best[1])
     print(f"near-tie at token {at}: {expected[at]} or {found[at]}, top-two gap {gap:.2e}")
-    assert gap < 1e-4, (
-        f"token {at} is {found[at]}, plain decoding chose {expected[at]}; the top-two gap is {gap:.2e}"
-    )
+    assert gap < 1e-4, f"token {at} is {found[at]}, plain decoding chose {expected[at]}; gap {gap:.2e}"

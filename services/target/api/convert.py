@@ -103,6 +103,7 @@ def request_from_proto(
         priority=message.priority,
         logprobs=logprobs_from_proto(message.logprobs),
         cache_salt=message.cache_salt,
+        resume_ids=tuple(message.resume_ids),
     )
 
 
