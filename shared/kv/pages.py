@@ -53,6 +53,11 @@ class PageAllocator:
     - A new lease starts in the middle of the largest run, so that the lease before the run can still grow.
       The new lease starts at the beginning of the run if the run begins with page 0, or if the second half of
       the run is too short.
+
+    Attributes:
+        store: Keeps pages of ended leases. None frees them.
+        prefers_runs: True if consecutive pages are faster to read. The store then leaves half of the pages
+            free.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -64,6 +69,7 @@ class PageAllocator:
         self._free = num_pages
         self._leases: set[PageLease] = set()
         self.store: PageStore | None = None
+        self.prefers_runs = False
 
     @property
     def free_pages(self) -> int:

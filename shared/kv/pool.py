@@ -73,6 +73,7 @@ class KVPool:
         self.device = torch.device(device)
         self.latent = latent
         self.allocator = PageAllocator(num_pages)
+        self.allocator.prefers_runs = self.device.type == "cpu"
         # [layers, 2, num_pages, page_size, kv_heads, head_dim]; with a latent, each layer has one plane
         self._storage = self._allocate(
             self.kv_dtype, layers, 1 if latent else 2, num_pages, page_size, kv_heads, head_dim

@@ -223,6 +223,7 @@ class PrefixCache:
             freed = self._store(path, lease, tokens, feature_len)
         lease.end(freed)
         self._tree.unpin(path.nodes)
+        self._tree.trim()
 
     def disown(self, lease: PageLease) -> None:
         """Remove the pages that a lease has added, and all pages after them, from the tree.

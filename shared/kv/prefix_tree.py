@@ -180,6 +180,12 @@ class PrefixTree(PageStore):
             heapify(self._leaves)
         heappush(self._leaves, (node.used, node))
 
+    def trim(self) -> None:
+        """Evict pages if too few consecutive pages would be left for others."""
+        surplus = self._evictable - self._allocator.num_pages // 2
+        if self._allocator.prefers_runs and surplus > 0:
+            self._allocator.give_back(self.evict(surplus))
+
     def evict(self, n: int) -> list[int]:
         pages: list[int] = []
         while len(pages) < n:

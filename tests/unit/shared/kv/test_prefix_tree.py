@@ -221,6 +221,16 @@ def test_a_disabled_cache_keeps_nothing() -> None:
     assert allocator.free_pages == 4
 
 
+def test_half_of_the_pages_stay_free_where_consecutive_pages_are_faster() -> None:
+    allocator = PageAllocator(20)
+    allocator.prefers_runs = True
+    cache = PrefixCache(allocator, SIZE)
+    for token in range(6):
+        stored(cache, [token] * 6)
+    assert allocator.free_pages == 10
+    assert [found(cache, [token] * 6) for token in range(6)] == [0, 0, 2, 6, 6, 6]
+
+
 @pytest.mark.parametrize("salts", [300])
 def test_salts_of_evicted_prefixes_take_no_memory(salts: int) -> None:
     cache = PrefixCache(PageAllocator(4), SIZE)
