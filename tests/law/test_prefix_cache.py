@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.compute_device import DEVICE
+from support.compute_device import DEVICE, GRAPHS
 from support.deterministic_rig import harness_of, load, recorded
 from support.draft_pairs import KINDS, Pair, make_pair
 from support.mixed_crowd import Client, Crowd, draw_clients
@@ -32,6 +32,7 @@ from outrider.services.target.model.model_runner import ChosenTokens, ModelRunne
 from outrider.services.target.scheduling.scheduler import PrefillChunk
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import LogitRules, LogprobParams
+from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder, DecoderOutput
 from outrider.shared.spec.drafter import Drafter, FeatureSpec
 
@@ -175,10 +176,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_pair(request.param, tmp_path_factory.mktemp("pair"))
 
 
-@pytest.mark.parametrize("plan", [None, AHEAD], ids=["host", "device"])
-def test_a_second_identical_prompt_keeps_its_accept_length(pair: Pair, plan: LoopPlan | None) -> None:
+@pytest.mark.parametrize(("plan", "graphs"), [(None, False), *((AHEAD, graphs) for graphs in GRAPHS)])
+def test_a_second_identical_prompt_keeps_its_accept_length(
+    pair: Pair, plan: LoopPlan | None, graphs: bool
+) -> None:
     drafter = drafter_beside(pair.decoder, pair.settings)
-    harness = make_harness(pair.decoder, drafter, plan=plan)
+    harness = make_harness(pair.decoder, drafter, plan=plan, graphs=GraphCache(DEVICE, graphs))
     for name in ("first", "second"):
         harness.submit(PROMPT, 60, request_id=name, shape=(3, 2, 8))
         harness.run()
