@@ -371,11 +371,9 @@ def _make_engine(
     settings: TargetSettings, runner: ModelRunner, drafter: Drafter, plan: GraphPlan
 ) -> TargetEngine:
     config, pool = runner.decoder.config, runner.pool
+    queue = settings.max_queued_requests, settings.max_queued_prompt_tokens
     most = SchedulerLimits(
-        settings.running_requests,
-        settings.max_queued_requests,
-        settings.max_queued_prompt_tokens,
-        settings.prefill_tokens(),
+        settings.running_requests, *queue, settings.prefill_tokens(), not settings.disable_prefix_cache
     )
     limits = EngineLimits(
         config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids)

@@ -254,5 +254,6 @@ def _load(stats: TargetStats) -> dict[str, Any]:
         "kv_pages_total": stats.pages_total,
         "kv_pages_free": stats.pages_free,
         "kv_pages_held": stats.pages_held,
+        "prefix_cache": stats.prefix_cache.as_json(),
         "auto": decision_object(stats.auto),
     }
