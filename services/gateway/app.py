@@ -26,7 +26,6 @@ from outrider.services.gateway.middleware import (
     REQUEST_ID_HEADER,
     Authentication,
     BodyGuard,
-    KeyChecker,
     RequestContext,
 )
 from outrider.services.gateway.playground.pages import load_files
@@ -59,6 +58,8 @@ HTTP_STOP_S = 2
 # The size limit of gRPC replies, as a multiple of the body limit. A reply that was delayed by a pause may
 # contain many traced rounds.
 GRPC_REPLY_SLACK = 4
+# Interval at which the gateway looks for a changed keys file.
+KEYS_POLL_S = 1.0
 _log = get_logger("outrider.gateway")
 
 
@@ -86,7 +87,7 @@ def create_app(core: GatewayCore) -> FastAPI:
     # The middleware added last runs first. The order is therefore context, CORS, authentication, body guard.
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
-    app.add_middleware(Authentication, checker=KeyChecker(settings.keys), public_paths=public_paths)
+    app.add_middleware(Authentication, ring=core.ring, public_paths=public_paths)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -120,6 +121,7 @@ class GatewayServer:
         self._http: _QuietServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._readiness: asyncio.Task[None] | None = None
+        self._keys: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the REST and gRPC servers. The gateway becomes ready when the target becomes ready."""
@@ -133,7 +135,7 @@ class GatewayServer:
                 [SERVICE_NAME],
                 max_message_bytes=GRPC_REPLY_SLACK * settings.max_body_bytes,
                 max_received_bytes=settings.max_body_bytes,
-                interceptors=[AuthInterceptor(KeyChecker(settings.keys))],
+                interceptors=[AuthInterceptor(self.core.ring)],
             )
             self.grpc_port = self._grpc.port
             await self._grpc.start()
@@ -154,6 +156,8 @@ class GatewayServer:
         self._http = _QuietServer(config)
         self._http_task = asyncio.create_task(self._http.serve([self._socket]), name="http")
         self._readiness = asyncio.create_task(self._follow_target(), name="readiness")
+        if settings.api_keys_file is not None:
+            self._keys = asyncio.create_task(self._follow_keys(), name="keys")
 
     async def drain(self) -> None:
         """Shut down gracefully.
@@ -165,8 +169,9 @@ class GatewayServer:
         """
         settings, core = self._settings, self.core
         core.draining = True
-        if self._readiness:
-            self._readiness.cancel()
+        for task in (self._readiness, self._keys):
+            if task:
+                task.cancel()
         if self._grpc:
             await self._grpc.set_serving(False)
         await asyncio.sleep(settings.drain_notice_s)
@@ -186,6 +191,12 @@ class GatewayServer:
         """Return when the HTTP server ends on its own."""
         assert self._http_task is not None
         await asyncio.wait({self._http_task})
+
+    async def _follow_keys(self) -> None:
+        """Reload the keys file whenever it changes."""
+        while True:
+            await asyncio.sleep(KEYS_POLL_S)
+            self.core.ring.reload_if_changed()
 
     async def _follow_target(self) -> None:
         """Log `ready` once, and mirror the target's readiness in gRPC health."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.services.gateway.keys.key_metrics import KeyMetrics
 from outrider.services.gateway.request import FINISH_NAMES, Finished
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
 
@@ -33,6 +34,7 @@ class GatewayMetrics:
         self.waiting_tokens = metrics.gauge(
             "gateway_prompt_tokens_waiting", "Prompt tokens of waiting sequences."
         )
+        self.keys = KeyMetrics(metrics)
         self.target_ready = metrics.gauge("gateway_target_ready", "1 if the target is connected and serving.")
 
     def finished(self, one: Finished, queue_s: float) -> None:
