@@ -160,7 +160,7 @@ class GatewayCore:
             job = _allowed(job, caller)
         with (
             caller.admit(job.sequences) if caller is not None else nullcontext(),
-            self.admission.admit(job.sequences) as slot,
+            self.admission.admit(job.sequences, caller.name if caller is not None else "") as slot,
         ):
             names: list[tuple[str, str]] = []
             self._running += 1
@@ -176,6 +176,8 @@ class GatewayCore:
                     for parameters, part in _parts(job, prompts)
                     for request in self.builder.build(part, parameters, job.surface, info, deadline)
                 ]
+                if caller is not None:
+                    requests = [replace(request, tenant=caller.name) for request in requests]
                 ids = [request.request_id for request in requests]
                 names = list(zip(job.rids or ids, ids, strict=True))
                 for rid, request_id in names:

@@ -172,6 +172,7 @@ def test_the_target_sees_the_allowed_priority_mode_and_salt(
         common_pb2.SPECULATION_MODE_OFF,
         common_pb2.SPECULATION_MODE_AUTO,
     )
+    assert (first.tenant, second.tenant) == ("batch", "app")
     assert (first.cache_salt, second.cache_salt) == ("key:batch:mine", "")
 
 

@@ -5,12 +5,13 @@ The life of a sequence:
 1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
 2. The sequence prefills in chunks and then decodes in every step.
 3. If a decoding sequence needs a page and none is free, one sequence is *retracted*: a paused sequence, or
-   else the latest arrival. A paused sequence is also retracted if a waiting one needs its slot or its pages.
+   else the latest arrival. A paused sequence is also retracted if a waiting one needs its slot or its pages,
+   and so is a sequence of lower priority, or of a tenant that has more than its share (`TokenShares`).
    The retracted sequence returns its pages, keeps its tokens and waits again. Later, its prompt and its
    emitted tokens are prefilled again. This does not change the sequence's tokens.
 
-The oldest sequence that is not paused is never retracted for a younger sequence. Every sequence fits into the
-pool alone, which is checked on submission. Therefore at least one sequence always advances.
+The oldest sequence of the highest priority that is not paused is never retracted. Every sequence fits into
+the pool alone, which is checked on submission. Therefore at least one sequence always advances.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.services.target.scheduling.queue_gate import QueueGate
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
+from outrider.services.target.scheduling.token_shares import TokenShares
 from outrider.shared.kv.pages import PageAllocator, PageLease
 
 SPARE_TOKENS = 64
@@ -71,6 +73,7 @@ class Scheduler:
         self.gate = QueueGate(limits)
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
+        self.shares = TokenShares()
         self.num_retractions = 0
         self._free_slots = list(range(limits.max_running))[::-1]
 
@@ -89,6 +92,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence by priority, then by arrival. The caller must have called `gate.enter`."""
+        self.shares.enter(sequence, self)
         bisect.insort(self.waiting, sequence, key=_queue_key)
 
     def schedule(self, now: float, prefill_tokens: int | None = None) -> StepPlan:
@@ -100,8 +104,11 @@ class Scheduler:
                 limit besides `SchedulerLimits.prefill_chunk`.
         """
         retracted: list[Sequence] = []
+        self.shares.collect(self.active)
         decodes = self._reserve_decodes(retracted)
         admitted = [] if retracted else self._admit(now, retracted)
+        if retracted:
+            decodes = [sequence for sequence in decodes if sequence.status is SequenceStatus.RUNNING]
         budget = self.limits.prefill_chunk
         if decodes and prefill_tokens is not None:
             budget = min(budget, prefill_tokens)
@@ -133,10 +140,11 @@ class Scheduler:
         """Drop a sequence that has ended, and free its pages. A second call has no effect."""
         if sequence.status is SequenceStatus.ENDED:
             return
+        self.shares.leave(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             if not sequence.resumptions:
-                self.gate.leave(sequence.prompt_len, now)
+                self.gate.leave(sequence.prompt_len, now, sequence.request.tenant)
         else:
             self.active.remove(sequence)
         sequence.status = SequenceStatus.ENDED
@@ -174,17 +182,14 @@ class Scheduler:
             if not _decodes(sequence):
                 continue
             while not self.reserve_ahead(sequence, sequence.committed_upper):
-                victim = self._victim()
+                victim = self.shares.victim(self.active)
                 self._retract(victim)
                 retracted.append(victim)
                 if victim is sequence:
                     break
             else:
                 decodes.append(sequence)
-        return [sequence for sequence in decodes if sequence.status is SequenceStatus.RUNNING]
-
-    def _victim(self) -> Sequence:
-        return max(self.active, key=lambda sequence: (sequence.paused_at is not None, _queue_key(sequence)))
+        return decodes
 
     def _retract(self, sequence: Sequence) -> None:
         self.active.remove(sequence)
@@ -199,16 +204,17 @@ class Scheduler:
 
     def _admit(self, now: float, retracted: list[Sequence]) -> list[Sequence]:
         admitted: list[Sequence] = []
-        # Iterate over a copy, because admission and retraction change `waiting`.
-        for sequence in (
-            [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ()
-        ):
+        for sequence in self.shares.candidates(self.waiting, self.active) if self.waiting else ():
             while (lease := self._lease_for_admission(sequence)) is None:
                 # Slow readers must not hold what other requests wait for. Paused sequences give up their
                 # slots and pages, the youngest first.
-                if not any(other.paused_at is not None for other in self.active):
+                victim: Sequence | None
+                if any(other.paused_at is not None for other in self.active):
+                    victim = self.shares.victim(self.active)
+                else:
+                    victim = self.shares.makes_room(sequence, self.active, admitted)
+                if victim is None:
                     return admitted
-                victim = self._victim()
                 self._retract(victim)
                 retracted.append(victim)
             sequence.lease = lease
@@ -217,7 +223,8 @@ class Scheduler:
             sequence.residence += 1
             if not sequence.resumptions:
                 sequence.admitted_at = now
-                self.gate.leave(sequence.prompt_len, now)
+                self.gate.leave(sequence.prompt_len, now, sequence.request.tenant)
+            self.shares.admitted(sequence)
             self.waiting.remove(sequence)
             self.active.append(sequence)
             admitted.append(sequence)
@@ -238,7 +245,7 @@ class Scheduler:
 
     def _chunks(self, budget: int) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
-        for sequence in self.active:
+        for sequence in self.shares.prefill_order(self.active):
             if sequence.status is SequenceStatus.PREFILLING and sequence.paused_at is None and budget > 0:
                 stop = min(sequence.cached_len + budget, sequence.committed_len)
                 budget -= stop - sequence.cached_len
