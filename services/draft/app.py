@@ -35,6 +35,7 @@ def run(settings: DraftSettings) -> int:
     settings.check()
     configure_logging("draft", settings.log_level, settings.log_json)
     log.info("settings", **settings.resolved())
+    settings.secure_process()
     with StopSignal() as stop:
         service = DraftService(settings)
         try:

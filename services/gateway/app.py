@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -136,6 +137,7 @@ class GatewayServer:
                 max_message_bytes=GRPC_REPLY_SLACK * settings.max_body_bytes,
                 max_received_bytes=settings.max_body_bytes,
                 interceptors=[AuthInterceptor(self.core.ring)],
+                security=settings.front_security(),
             )
             self.grpc_port = self._grpc.port
             await self._grpc.start()
@@ -152,6 +154,10 @@ class GatewayServer:
             http=guard.protocol,  # type: ignore[arg-type]  # uvicorn only calls it
             backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=HTTP_STOP_S,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+            ssl_ca_certs=None if settings.tls_ca is None else str(settings.tls_ca),
+            ssl_cert_reqs=ssl.CERT_NONE if settings.tls_ca is None else ssl.CERT_REQUIRED,
         )
         self._http = _QuietServer(config)
         self._http_task = asyncio.create_task(self._http.serve([self._socket]), name="http")
@@ -206,9 +212,9 @@ class GatewayServer:
             if self._grpc:
                 await self._grpc.set_serving(True)
             if not announced:
-                _log.info(
-                    "ready", url=f"http://{self._settings.host}:{self.port}", grpc_port=self.grpc_port or None
-                )
+                scheme = "http" if self._settings.tls_cert is None else "https"
+                url = f"{scheme}://{self._settings.host}:{self.port}"
+                _log.info("ready", url=url, grpc_port=self.grpc_port or None)
                 announced = True
             await self.core.client.readiness.wait_for(False)
             if self._grpc:
@@ -225,6 +231,7 @@ def run(settings: GatewaySettings) -> int:
     """
     configure_logging("gateway", settings.log_level, settings.log_json)
     try:
+        settings.secure_process()
         return asyncio.run(_serve(settings))
     except OutriderError as error:
         _log.error("cannot start", error=error.message, field=error.field)

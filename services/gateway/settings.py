@@ -10,13 +10,15 @@ from outrider.services.gateway.keys.entry import KeyEntry
 from outrider.services.gateway.keys.keys_file import read_keys_file
 from outrider.services.gateway.parsers.registry import AUTO, REASONING_NAMES, TOOL_NAMES
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import ServiceSettings, settings_config
+from outrider.shared.base.settings import settings_config
 from outrider.shared.rpc.address import check_address, is_local
+from outrider.shared.rpc.peer_security import PeerSecurity, load_security
+from outrider.shared.rpc.peer_settings import PeerSettings
 
 MIB = 1024 * 1024
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(PeerSettings):
     """Settings of `outrider serve gateway`."""
 
     model_config = settings_config("gateway")
@@ -74,6 +76,13 @@ class GatewaySettings(ServiceSettings):
         None,
         description="File of admin keys, one per line. If set, keys of --api-key and --api-key-file may not "
         "call the routes for operators.",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM certificate of the gateway. REST and gRPC then accept only TLS."
+    )
+    tls_key: Path | None = Field(None, description="PEM private key of --tls-cert.")
+    tls_ca: Path | None = Field(
+        None, description="PEM certificates of an authority. Clients then need a certificate signed by it."
     )
     cors_origins: tuple[str, ...] = Field(
         (),
@@ -148,9 +157,21 @@ class GatewaySettings(ServiceSettings):
             )
         if any(not key.isascii() or not key.strip() for key in self.api_key):
             raise ConfigurationError("api_key: Keys must be non-empty ASCII text.", field="api_key")
+        self.peer_security()
+        self.front_security()
         self.fixed_keys()
         if self.api_keys_file is not None:
             read_keys_file(self.api_keys_file)
+
+    def front_security(self) -> PeerSecurity:
+        """Read the certificates for the gateway's clients.
+
+        Raises:
+            ConfigurationError: A file cannot be read, is not valid, or its key can be read by other users.
+        """
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ConfigurationError("tls_ca: set tls_cert and tls_key, too.", field="tls_ca")
+        return load_security(self.tls_cert, self.tls_key, self.tls_ca, None, prefix="")
 
     @property
     def guarded(self) -> bool:

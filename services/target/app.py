@@ -87,6 +87,7 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
     ranks = settings.ranks()
     configure_logging(f"target-{ranks.rank}" if ranks else "target", settings.log_level, settings.log_json)
     _log.info("settings", **settings.resolved())
+    settings.secure_process()
     if ranks is not None and ranks.rank > 0:
         return run_rank(Order(settings), ranks)
     return asyncio.run(_serve(settings, make_drafter))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,11 +49,17 @@ def rounds_ahead(decoder: Decoder, answers: list[list[int]], **limits: int) -> H
     return make_harness(decoder, drafter, plan=AHEAD, graphs=GraphCache(DEVICE, False), **limits)
 
 
+def send_as(harness: Harness, tenant: str) -> None:
+    """Make all further requests those of a tenant."""
+    submit = harness.engine.submit
+    harness.engine.submit = lambda request, sink: submit(replace(request, tenant=tenant), sink)  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("make", [host_rounds, rounds_ahead])
-@pytest.mark.parametrize("late", [{"priority": 5}, {"tenant": "late"}])
+@pytest.mark.parametrize(("tenant", "priority"), [("", 5), ("late", 0)])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_late_requests_take_slots_without_changing_a_token(
-    decoder: Decoder, make: Callable[..., Harness], late: dict[str, object], sampling: SamplingParams
+    decoder: Decoder, make: Callable[..., Harness], tenant: str, priority: int, sampling: SamplingParams
 ) -> None:
     rng = random.Random(7)
     prompts = [[rng.randrange(VOCAB) for _ in range(12)] for _ in range(6)]
@@ -67,9 +74,15 @@ def test_late_requests_take_slots_without_changing_a_token(
     for _ in range(4):
         harness.step()
     assert harness.scheduler.num_retractions == 0
+    send_as(harness, tenant)
     for index in others:
         harness.submit(
-            prompts[index], NEW_TOKENS, request_id=str(index), sampling=sampling, shape=SHAPE, **late
+            prompts[index],
+            NEW_TOKENS,
+            request_id=str(index),
+            sampling=sampling,
+            shape=SHAPE,
+            priority=priority,
         )
     harness.step()
     assert harness.scheduler.num_retractions >= 1, "a late request must not wait for the end of an early one"

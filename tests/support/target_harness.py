@@ -251,7 +251,6 @@ class Harness:
         deadline: float | None = None,
         priority: int = 0,
         logprobs: LogprobParams = NO_LOGPROBS,
-        tenant: str = "",
     ) -> int:
         depth, topk, max_nodes = shape or (None, None, None)
         request = GenerationRequest(
@@ -265,7 +264,6 @@ class Harness:
             deadline=deadline,
             priority=priority,
             logprobs=logprobs,
-            tenant=tenant,
         )
         return self.engine.submit(request, self.sink)
 
