@@ -134,6 +134,8 @@ class GenerationRequest:
         priority: Requests with higher values are admitted first, and may take the place of others.
         tenant: Name of the party whose requests share a part of the server. Empty if there is only one.
         logprobs: The log-probabilities that the client wants.
+        traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
+        resume_ids: Tokens that another target has emitted for this request. They count as output.
     """
 
     request_id: str
@@ -147,6 +149,8 @@ class GenerationRequest:
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
     tenant: str = ""
+    traceparent: str = ""
+    resume_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

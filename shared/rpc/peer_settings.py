@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from outrider.shared.base.settings import ServiceSettings
+from outrider.shared.base.settings import TracedSettings
 from outrider.shared.rpc.address import check_listen_address
 from outrider.shared.rpc.peer_security import PeerSecurity, load_security, use_in_this_process
 
 
-class PeerSettings(ServiceSettings):
+class PeerSettings(TracedSettings):
     """Base class of the settings of services that talk to each other."""
 
     peer_tls_cert: Path | None = Field(

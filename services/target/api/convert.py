@@ -100,6 +100,7 @@ def request_from_proto(
         priority=message.priority,
         logprobs=logprobs_from_proto(message.logprobs),
         tenant=message.tenant,
+        resume_ids=tuple(message.resume_ids),
     )
 
 

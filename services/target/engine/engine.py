@@ -143,7 +143,8 @@ class TargetEngine(Steppable):
             follow=self._drafts,
         )
         self.limits.check(sequence, self._scheduler.capacity)
-        self._scheduler.gate.enter(sequence.prompt_len, request.tenant)
+        resumed = bool(request.resume_ids)
+        self._scheduler.gate.enter(sequence.prompt_len, request.tenant, resumed=resumed)
         self._inbox.append(Submit(sequence))
         self.wake()
         return sequence.session_id

@@ -32,31 +32,38 @@ class QueueGate:
         """Number of waiting requests."""
         return self._requests
 
-    def enter(self, prompt_tokens: int, tenant: str = "") -> None:
+    def enter(self, prompt_tokens: int, tenant: str = "", *, resumed: bool = False) -> None:
         """Count a request that starts to wait.
 
         Requests without a tenant may fill the whole queue. A tenant leaves room for others.
+
+        Args:
+            prompt_tokens: Number of prompt tokens.
+            tenant: The tenant, or an empty text.
+            resumed: True if another target has begun the answer. Such a request is accepted by a full queue.
 
         Raises:
             OverloadedError: The queue is full, or this tenant's part of it. The time after which to retry is
                 computed from the measured rate at which the queue drains.
         """
         with self._lock:
-            if self._requests >= self._limits.max_queued:
+            if self._requests >= self._limits.max_queued and not resumed:
                 raise OverloadedError(
                     f"{self._requests} requests are already waiting, the limit of this server.",
                     retry_after_s=self._retry_after(),
                 )
             # An empty queue accepts a prompt of any length. Otherwise a very long prompt could never be
             # served.
-            if self._requests and self._tokens + prompt_tokens > self._limits.max_queued_tokens:
+            over = self._tokens + prompt_tokens > self._limits.max_queued_tokens
+            if self._requests and over and not resumed:
                 raise OverloadedError(
                     f"{self._tokens} prompt tokens are already waiting; {prompt_tokens} more exceed the "
                     f"limit of {self._limits.max_queued_tokens}.",
                     retry_after_s=self._retry_after(),
                 )
             if tenant:
-                self._check_share(prompt_tokens, tenant)
+                if not resumed:
+                    self._check_share(prompt_tokens, tenant)
                 self._requests_of[tenant] += 1
                 self._tokens_of[tenant] += prompt_tokens
             self._requests += 1

@@ -206,8 +206,8 @@ class Scheduler:
         admitted: list[Sequence] = []
         for sequence in self.shares.candidates(self.waiting, self.active) if self.waiting else ():
             while (lease := self._lease_for_admission(sequence)) is None:
-                # Slow readers must not hold what other requests wait for. Paused sequences give up their
-                # slots and pages, the youngest first.
+                # Slow readers must not keep slots and pages that other requests wait for. The youngest paused
+                # sequence gives up its slot and pages first.
                 victim: Sequence | None
                 if any(other.paused_at is not None for other in self.active):
                     victim = self.shares.victim(self.active)
