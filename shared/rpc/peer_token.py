@@ -96,11 +96,21 @@ class _AddToken(
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
 
-    def _call(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        return continuation(_Details(details, self._metadata), request)
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(_Details(client_call_details, self._metadata), request)
 
-    intercept_unary_unary = intercept_unary_stream = _call
-    intercept_stream_unary = intercept_stream_stream = _call
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(_Details(client_call_details, self._metadata), request)
+
+    def intercept_stream_unary(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        return continuation(_Details(client_call_details, self._metadata), request_iterator)
+
+    def intercept_stream_stream(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        return continuation(_Details(client_call_details, self._metadata), request_iterator)
 
 
 class _Details(grpc.ClientCallDetails):
@@ -117,22 +127,30 @@ class _AioAddToken:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
 
-    async def _call(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+    async def _call(self, continuation: Any, details: Any, request: Any) -> Any:
         metadata = grpc.aio.Metadata(*(details.metadata or ()), *self._metadata)
         return await continuation(details._replace(metadata=metadata), request)
 
 
 class _UnaryUnary(_AioAddToken, grpc.aio.UnaryUnaryClientInterceptor):
-    intercept_unary_unary = _AioAddToken._call
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await self._call(continuation, client_call_details, request)
 
 
 class _UnaryStream(_AioAddToken, grpc.aio.UnaryStreamClientInterceptor):
-    intercept_unary_stream = _AioAddToken._call
+    async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await self._call(continuation, client_call_details, request)
 
 
 class _StreamUnary(_AioAddToken, grpc.aio.StreamUnaryClientInterceptor):
-    intercept_stream_unary = _AioAddToken._call
+    async def intercept_stream_unary(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        return await self._call(continuation, client_call_details, request_iterator)
 
 
 class _StreamStream(_AioAddToken, grpc.aio.StreamStreamClientInterceptor):
-    intercept_stream_stream = _AioAddToken._call
+    async def intercept_stream_stream(
+        self, continuation: Any, client_call_details: Any, request_iterator: Any
+    ) -> Any:
+        return await self._call(continuation, client_call_details, request_iterator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 from pathlib import Path
@@ -158,6 +159,22 @@ def test_a_bad_file_keeps_the_old_keys_and_is_logged(
     assert ring.reload_if_changed()
     assert b"outrider_api_keys_file_ok 1.0" in metrics.render().encode()
     assert SECRET not in "".join(capsys.readouterr())
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that ends at the first match would tell how far down the list a key is."""
+    compared: list[bytes] = []
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append(right)
+        return left == right
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    ring = ring_of(None, *(KeyEntry.unlimited(f"key-{key}", key, admin=False) for key in "abc"))
+    for key in ("a", "c"):
+        compared.clear()
+        assert ring.identify(f"Bearer {key}")
+        assert compared == [digest_of(one) for one in "abc"]
 
 
 def test_keys_of_flags_and_of_the_file_work_together(tmp_path: Path) -> None:
