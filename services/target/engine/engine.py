@@ -144,7 +144,8 @@ class TargetEngine(Steppable):
             share_features=self._drafts and self._scheduler.prefixes.enabled,
         )
         self.limits.check(sequence, self._scheduler.capacity)
-        self._scheduler.gate.enter(sequence.prompt_len, resumed=bool(request.resume_ids))
+        resumed = bool(request.resume_ids)
+        self._scheduler.gate.enter(sequence.prompt_len, request.tenant, resumed=resumed)
         self._inbox.append(Submit(sequence))
         self.wake()
         return sequence.session_id
