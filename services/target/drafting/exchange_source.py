@@ -175,6 +175,7 @@ class ExchangeSource(DraftSource):
         drafted = number and entry.shape.drafts and entry.epoch == sequence.epoch
         continues = sequence.session_id in self._continuous
         if not drafted and not continues:
+            self._slots.left([sequence.session_id])
             self._host.committed(entry, kept, outcome)
             return
         base_len = sequence.committed_len - len(kept)
