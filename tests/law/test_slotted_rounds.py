@@ -54,7 +54,9 @@ REQUESTS: list[tuple[list[int], int, SamplingParams, SpeculationMode, tuple[int,
 """Prompt, number of tokens, sampling parameters, mode and shape of each request."""
 
 
-@pytest.fixture(scope="module", params=[("EAGLE3", "ipc://"), ("EAGLE3", "unix:"), ("MTP", "ipc://")], ids=str)
+@pytest.fixture(
+    scope="module", params=[("EAGLE3", "ipc://"), ("EAGLE3", "unix:"), ("MTP", "ipc://")], ids=str
+)
 def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 
@@ -208,7 +210,9 @@ def test_mixed_rounds_stay_on_the_device_and_have_the_right_trees(
     assert not proposed.call_count, "no round may go through the host"
     assert harness.engine._sessions.num_resyncs == 0, "no session may be opened again"
     assert max(watch.groups) >= 3, "rounds must have several shapes"
-    reasons = {harness.sink.finished[str(index)].speculation.fallback_reason for index in range(len(REQUESTS))}
+    reasons = {
+        harness.sink.finished[str(index)].speculation.fallback_reason for index in range(len(REQUESTS))
+    }
     # Rows in mode `auto` decode plainly until the draft has their prompt.
     assert reasons <= {"", "user", "warming"}
     assert check(decoder, folders, kind[0], harness) > 20

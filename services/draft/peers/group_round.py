@@ -61,15 +61,19 @@ class GroupRound:
         self._group.stage()
         state, sampled = self.buffers.state, self.buffers.sampled
         if sampled != self._sessions:
-            known = [session for session in self._sessions]
-            self._sampling = [
-                (state.temperature, _pinned([0.0 if one is None else one.temperature for one in known], state.temperature)),
-                (state.seeds, _pinned([0 if one is None else signed_seed(one.seed) for one in known], state.seeds)),
-                (state.choices, _pinned([0 if one is None else one.choice_index for one in known], state.choices)),
+            parameters = [
+                (0.0, 0, 0) if one is None else (one.temperature, signed_seed(one.seed), one.choice_index)
+                for one in self._sessions
             ]
-            sampled[:] = known
+            fields = (state.temperature, state.seeds, state.choices)
+            self._sampling = [
+                (field, _pinned(values, field))
+                for field, values in zip(fields, zip(*parameters, strict=True), strict=False)
+            ]
+            sampled[:] = self._sessions
         if None in self._sessions:
-            self._drafts = _pinned([one is not None for one in self._sessions], state.counts)
+            drafts = _pinned([one is not None for one in self._sessions], state.counts)
+            self._drafts = drafts.to(state.counts.device, non_blocking=True)
 
     def load(self) -> None:
         """Write pages and sampling parameters, in stream order, and make the rows without a session idle."""
@@ -78,7 +82,7 @@ class GroupRound:
             field[: values.shape[0]].copy_(values, non_blocking=True)
         if self._drafts is not None:
             counts = self.buffers.state.counts
-            counts[: self._drafts.shape[0]].mul_(self._drafts.to(counts.device, non_blocking=True))
+            counts[: self._drafts.shape[0]].mul_(self._drafts)
 
     def run(self, graphs: GraphCache) -> None:
         """Enqueue the group."""

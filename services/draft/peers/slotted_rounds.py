@@ -12,6 +12,7 @@ after it has read them.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -225,6 +226,7 @@ class SlottedRounds:
         slots = SlotRounds(rounds.memory, self._now)
         groups: list[GroupRound] = []
         ran: dict[int, Session] = {}
+        places: Counter[int] = Counter()
         for group in message.groups:
             shape = _shape_of(group)
             sessions = [seats.session(slot) for slot in group.slots]
@@ -233,7 +235,9 @@ class SlottedRounds:
             for session in present:
                 if session.lease is None:
                     self._engine.strategy.reserve(session)
-            seated = slots.seat(sessions, group.committed_upper, shape, group.batch, group.columns)
+            place = places[group.batch]
+            places[group.batch] += 1
+            seated = slots.seat(sessions, group.committed_upper, shape, group.batch, group.columns, place)
             for row in seated.refused:
                 session = sessions[row]
                 if session is not None:
@@ -241,11 +245,17 @@ class SlottedRounds:
                     peer.send(Rejected(session.session_id, "kv_full", OUT_OF_PAGES_RETRY_MS))
                     sessions[row] = None
             ran |= {
-                slot: session for slot, session in zip(group.slots, sessions, strict=True) if session is not None
+                slot: session
+                for slot, session in zip(group.slots, sessions, strict=True)
+                if session is not None
             }
             buffers = self._buffers_for(group.batch, group.columns, shape, rounds)
             made = GroupRound(seated, buffers, shape, sessions)
-            if buffers.kept and group.batch <= rounds.graphs.max_bs and self.graphs.due(made.key, counted_as=made.key):
+            if (
+                buffers.kept
+                and group.batch <= rounds.graphs.max_bs
+                and self.graphs.due(made.key, counted_as=made.key)
+            ):
                 made.record(self.graphs)
             made.stage()
             groups.append(made)
@@ -311,9 +321,7 @@ class SlottedRounds:
             and max_round_rows(shape.bounded()) <= columns <= MAX_COLUMNS
         )
 
-    def _buffers_for(
-        self, batch: int, columns: int, shape: DraftShape, rounds: DeviceGrowth
-    ) -> RoundBuffers:
+    def _buffers_for(self, batch: int, columns: int, shape: DraftShape, rounds: DeviceGrowth) -> RoundBuffers:
         key = (batch, columns, shape)
         if key in self._buffers:
             return self._buffers[key]

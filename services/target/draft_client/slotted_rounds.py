@@ -236,7 +236,9 @@ class SlottedRounds(ExchangedSlots):
             return None
         wanted = [session_id for group in groups for session_id in group.session_ids]
         present = {session_id for session_id in wanted if self._may_draft(session_id)}
-        joining = [session_id for session_id in wanted if session_id in present and not self._seat_of(session_id)]
+        joining = [
+            session_id for session_id in wanted if session_id in present and not self._seat_of(session_id)
+        ]
         if not present or len(joining) > len(self._free) + SLOTS * (not self._series):
             return None
         waiting = [self._sessions[one] for one in joining if self._sessions[one].token_ids]

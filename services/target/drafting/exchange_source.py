@@ -13,8 +13,8 @@ through the host.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Mapping, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -245,13 +245,10 @@ class ExchangeSource(DraftSource):
     @torch.inference_mode()
     def _draft(self, started: ExchangedRound, groups: Seq[_Group], entries: Seq[Entry]) -> None:
         """Enqueue the exchange of a round, and pack the trees."""
-        tried = (*(group.size for group in groups), self._rounds.size_of(entries))
+        tried = (*((group.shape, group.size) for group in groups), self._rounds.size_of(entries))
         ahead = tried in self._tried and self._rounds.replays(entries)
         places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
-        members = [
-            self._members(group, [places[one.session_id] for one in group.sequences if one.session_id not in started.refused])
-            for group in groups
-        ]
+        members = [self._members(group, places, started.refused) for group in groups]
         table, packed = self._rounds.table, self._rounds.batch
         rows, trees = packed.entries(packed.rows), packed.trees(packed.rows)
         for state, held in zip(started.states, members, strict=True):
@@ -272,9 +269,12 @@ class ExchangeSource(DraftSource):
             )
         self._tried.add(tried)
 
-    def _members(self, group: _Group, places: list[int]) -> torch.Tensor:
-        idle = [-1] * (group.size.batch_size - len(places))
-        return upload(places + idle, torch.int32, self._pool.device)
+    def _members(self, group: _Group, places: Mapping[int, int], refused: Collection[int]) -> torch.Tensor:
+        """Return the entry of each row of a group, -1 for idle rows, ``[G] int32``."""
+        ids = [sequence.session_id for sequence in group.sequences]
+        held = [places[session_id] for session_id in ids if session_id not in refused]
+        idle = [-1] * (group.size.batch_size - len(held))
+        return upload(held + idle, torch.int32, self._pool.device)
 
     def _wait_limit_s(self, batch_size: int) -> float | None:
         """Return the limit of the wait for trees, in seconds; None if only rows in mode `on` wait."""

@@ -39,16 +39,16 @@ class Exchange(Protocol):
             trees: ``[n] uint8``; receives the trees with their header.
             expected: ``[1] int32``; the exchange sets it to the round's number.
             limit_s: Longest wait for the trees, in seconds, counted from the time when the state is complete.
-            ahead: True if the device may wait for the host's work; see `ExchangedBatch.exchange`.
+            ahead: True if the device may wait for the host's work; see `ExchangedRound.exchange`.
         """
         ...
 
     def hand_over(self) -> None:
-        """Do the host's work to send the state, if there is any. See `ExchangedBatch.hand_over`."""
+        """Do the host's work to send the state, if there is any. See `ExchangedSlots.hand_over`."""
         ...
 
     def carry(self, wanted: bool) -> None:
-        """Do the host's work to receive the trees, if there is any. See `ExchangedBatch.carry`."""
+        """Do the host's work to receive the trees, if there is any. See `ExchangedSlots.carry`."""
         ...
 
     def mend(self) -> bool:
