@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from draft_client import commit_request, fence, open_request
+from draft_client import commit_request, open_request
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2

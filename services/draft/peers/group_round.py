@@ -1,4 +1,4 @@
-"""One group of a round for a remote target: sessions that draft with one shape, as a CUDA graph if possible."""
+"""One group of a round for a remote target: sessions that draft with one shape, as a graph if possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs and outputs of rounds: those of one group at addresses that CUDA graphs can contain, and joint ones."""
+"""Inputs and outputs of rounds: of one group, at addresses that CUDA graphs can contain, and of a round."""
 
 from __future__ import annotations
 

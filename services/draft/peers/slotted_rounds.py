@@ -239,10 +239,10 @@ class SlottedRounds:
             places[group.batch] += 1
             seated = slots.seat(sessions, group.committed_upper, shape, group.batch, group.columns, place)
             for row in seated.refused:
-                session = sessions[row]
-                if session is not None:
-                    self._engine.sessions.lose(session)
-                    peer.send(Rejected(session.session_id, "kv_full", OUT_OF_PAGES_RETRY_MS))
+                refused = sessions[row]
+                if refused is not None:
+                    self._engine.sessions.lose(refused)
+                    peer.send(Rejected(refused.session_id, "kv_full", OUT_OF_PAGES_RETRY_MS))
                     sessions[row] = None
             ran |= {
                 slot: session

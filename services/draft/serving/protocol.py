@@ -1,7 +1,7 @@
 """The draft protocol: dispatches each message of a target to the engine or to rounds, and sends replies.
 
-The module also checks Hello messages (tokenizer, lender of borrowed tensors), and chooses the thread that runs
-a command. Transports (gRPC, unix sockets) only deliver messages.
+The module also checks Hello messages (tokenizer, lender of borrowed tensors), and chooses the thread that
+runs a command. Transports (gRPC, unix sockets) only deliver messages.
 """
 
 from __future__ import annotations

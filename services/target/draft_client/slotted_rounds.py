@@ -28,8 +28,8 @@ from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.round_blobs import BoundedRound, RoundBlobs
 from outrider.services.target.draft_client.session import DraftSession
-from outrider.services.target.draft_client.trees import fits
 from outrider.services.target.draft_client.transport.exchange import Exchange
+from outrider.services.target.draft_client.trees import fits
 from outrider.shared.rpc.tensors import wire_dtype
 from outrider.shared.spec.drafter import AWAITED, DrafterState
 from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangedRound, ExchangedSlots
@@ -117,7 +117,7 @@ class SlottedRounds(ExchangedSlots):
     # ---- the connection
 
     def connected(self, connection: Connection) -> None:
-        """Open the slots at a new draft, and send it the sizes of all rounds that this target has recorded."""
+        """Open the slots at a new draft, and send it the sizes of the rounds that this target has recorded."""
         self._drop_series()
         self._connection, self._accepted = connection, False
         self._known.clear()

@@ -33,7 +33,7 @@ from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
 from outrider.shared.spec.drafter import AWAITED
-from outrider.shared.spec.exchange_drafter import ExchangeDrafter, ExchangedGroup, ExchangedRound
+from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangeDrafter, ExchangedRound
 from outrider.shared.spec.resident import GroupSize, RoundState
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
@@ -211,7 +211,7 @@ class ExchangeSource(DraftSource):
         self._slots.record(GroupSize(batch_size, _columns(bounded), bounded.max_nodes), bounded)
 
     def _admit(self, entry: Entry, placed: dict[int, Entry]) -> None:
-        """Leave a row out of the round if it awaits the drafter, or let it decode plainly if it cannot draft."""
+        """Leave out a row that awaits the drafter. Let a row that cannot draft decode plainly."""
         sequence = entry.sequence
         must_wait = sequence.controller_row is None
         reason = self._slots.obstacle(sequence.session_id, entry.shape, must_wait=must_wait)
