@@ -46,7 +46,7 @@ class Job:
         parameters: Sampling, stopping and speculation parameters.
         surface: Field names and defaults of the API that received the request.
         timeout_s: Seconds until the caller's deadline, or None. The server's own limit always applies.
-        rids: The client's names of the sequences, for `GatewayCore.abort`. Empty if it gave no names.
+        rids: Names that the client gave to the sequences, for `GatewayCore.abort`. Empty without names.
         per_prompt: Parameters of each prompt. Empty if all prompts have the same `parameters`.
     """
 

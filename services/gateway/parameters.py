@@ -317,7 +317,8 @@ class RequestBuilder:
 
         Args:
             prompt_ids: Token ids of the prompt.
-            keep: Number of tokens to keep, -1 for as many as fit beside the new tokens, None for all.
+            keep: Number of tokens to keep. -1 keeps as many as fit together with the new tokens. None keeps
+                all.
             parameters: Limits the new tokens.
             info: The target's limits.
         """

@@ -36,16 +36,16 @@ class ServedTarget:
 
 @dataclass(frozen=True, slots=True)
 class AutoDecision:
-    """How much mode `auto` drafts now, and why.
+    """The current choice of mode `auto`, and its reason.
 
     Attributes:
-        reason: Such as ``pays`` or ``does_not_pay``. Empty if the target does not tell.
+        reason: Such as ``pays`` or ``does_not_pay``. Empty if the target does not report it.
         shapes: (depth, topk, max_nodes, rows) of the rows that draft.
         plain_rows: Number of `auto` rows that decode plainly.
         batch_size: Number of rows of the round, including those in other modes.
         estimated_speedup: Speed of the best choice, relative to plain decoding. None if unknown.
         round_ms: Estimated duration of a round. None if unknown.
-        looks_lost_ms: Time that rounds have lost by trying what was not estimated best.
+        looks_lost_ms: Time lost by rounds that tried shapes which were not estimated to be the best.
     """
 
     reason: str = ""

@@ -40,7 +40,7 @@ DRAFT_DRAIN_S = 10.0
 DRAIN_S = 40.0
 DRAIN_SETTINGS = ("drain_notice_s", "drain_grace_s")
 STOP_S = 10.0
-"""Seconds that a gateway needs to stop after its drain settings have run out."""
+"""Seconds that a gateway needs to stop after the time limit of its drain."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class _Message:
 
 
 def _block_of(piece: Piece) -> tuple[str, dict[str, Any]]:
-    """Return the type of the block that a piece belongs to, and the block before any piece."""
+    """Return the type of the block that contains a piece, and the block's content before any piece."""
     match piece:
         case Text():
             return "text", {"type": "text", "text": "", "citations": None}

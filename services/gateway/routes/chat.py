@@ -82,7 +82,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 def read_answer(reader: AnswerReader, completion: Completion) -> Answer:
-    """Return what a finished sequence consists of."""
+    """Return the parts of a finished sequence: text, reasoning and tool calls."""
     for chunk in completion.chunks:
         reader.push(chunk.text, len(chunk.token_ids))
     reader.finish()

@@ -89,7 +89,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 def best_choices(completions: Sequence[Completion], generated: int, wanted: int) -> list[int]:
     """Return the indices of the best answers to each prompt, best first.
 
-    The best answers have the highest mean logprob per token. If all are wanted, they keep their order.
+    The best answers have the highest mean logprob per token. If all answers are wanted, their order is kept.
 
     Args:
         completions: The answers, grouped by prompt.

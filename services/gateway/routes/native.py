@@ -110,7 +110,7 @@ def _rids(rid: str | list[str] | None, as_list: bool, choices: Sequence[int]) ->
     """Return the name of every sequence.
 
     Args:
-        rid: The client's name of the request, or of each prompt. None makes a name.
+        rid: The client's name of the request, or of each prompt. With None, a name is generated.
         as_list: Whether the reply is a list. The names are then numbered.
         choices: Number of sequences of each prompt.
     """
