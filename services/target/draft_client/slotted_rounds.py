@@ -117,7 +117,7 @@ class SlottedRounds(ExchangedSlots):
     # ---- the connection
 
     def connected(self, connection: Connection) -> None:
-        """Open the slots at a new draft, and send it the sizes of the rounds that this target has recorded."""
+        """Open the slots at a new draft, and send it the sizes of rounds that this target has recorded."""
         self._drop_series()
         self._connection, self._accepted = connection, False
         self._known.clear()
@@ -158,17 +158,19 @@ class SlottedRounds(ExchangedSlots):
         channel = self._channel
         if channel is None or connection is not self._connection or not self._accepted:
             return False
+        if connection.ended.is_set():
+            return False
         if self._series and channel.broken:
             late = self._round
             self._pause("trees arrived late")
             self._end_series()
-            if late is not None and not connection.ended.is_set():
+            if late is not None:
                 self._on_late(late.limit_s, late.patient)
         if self._series:
             return True
         if self._last_number >= MAX_ROUND_NUMBER:
             self._restart_numbers(connection)
-        return not connection.ended.is_set() and time.monotonic() >= self._not_before
+        return time.monotonic() >= self._not_before
 
     # ---- the sessions
 
