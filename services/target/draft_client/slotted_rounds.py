@@ -166,11 +166,10 @@ class SlottedRounds(ExchangedSlots):
             self._end_series()
             if late is not None:
                 self._on_late(late.limit_s, late.patient)
-        if self._series:
-            return True
         if self._last_number >= MAX_ROUND_NUMBER:
             self._restart_numbers(connection)
-        return time.monotonic() >= self._not_before
+            return False
+        return self._series > 0 or time.monotonic() >= self._not_before
 
     # ---- the sessions
 
@@ -370,6 +369,7 @@ class SlottedRounds(ExchangedSlots):
         """
         _log.info("round numbers restart over a new connection")
         connection.close()
+        self._drop_series()
         self._last_number = 0
         self._blobs.forget()
 

@@ -8,9 +8,10 @@ The output cannot show a wrong tree, because verification corrects wrong drafts.
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -37,6 +38,8 @@ from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 torch.set_num_threads(1)
 AHEAD = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=5, max_nodes=16)
 AT_ONCE = LoopPlan(lookahead=0, drafts_on_device=True, max_depth=5, max_nodes=16)
+BOUND_S = 20.0
+"""Time limit of a run with a fault. A run delayed by more than a few fault deadlines is considered hung."""
 PATIENT_S = 16.0
 """Fault deadline of the draft. No row is then given up because the machine is busy."""
 ON, AUTO, OFF = SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF
@@ -80,14 +83,14 @@ def draft(
     assert process.stop() == 0, process.output()
 
 
-@pytest.fixture
-def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
+def follow(draft: DraftProcess, decoder: Decoder, fault_s: float) -> RemoteDrafter:
+    """Return a drafter whose draft has accepted its slots."""
     made = RemoteDrafter(
         draft.address,
         TargetIdentity.of(decoder),
         decoder.weight,
         DEVICE,
-        fault_deadline_s=PATIENT_S,
+        fault_deadline_s=fault_s,
         rounds=True,
     )
     deadline, pause = time.monotonic() + 120, threading.Event()
@@ -95,6 +98,12 @@ def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
         assert time.monotonic() < deadline, draft.output()
         made.feature_spec()
         pause.wait(0.005)
+    return made
+
+
+@pytest.fixture
+def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
+    made = follow(draft, decoder, PATIENT_S)
     yield made
     made.shutdown()
 
@@ -119,17 +128,22 @@ class Gaps:
 
 
 class Watch:
-    """Counts the groups of every exchanged round."""
+    """Counts the groups of every exchanged round.
 
-    def __init__(self) -> None:
+    Args:
+        patient: True to wait for all trees, so that none is late because the machine is busy.
+    """
+
+    def __init__(self, patient: bool = True) -> None:
         self.groups: list[int] = []
+        self._patient = patient
 
     def __enter__(self) -> Watch:
         exchange = BoundedRound.exchange
 
         def watching(started: BoundedRound, limit_s: float | None, ahead: bool) -> None:
             self.groups.append(len(started.states))
-            exchange(started, None, ahead)  # no row may be given up because the machine is busy
+            exchange(started, None if self._patient else limit_s, ahead)
 
         self._patch = mock.patch.object(BoundedRound, "exchange", watching)
         self._patch.start()
@@ -190,8 +204,7 @@ def check(decoder: Decoder, folders: tuple[Path, Path], kind: str, harness: Harn
     return len(found)
 
 
-@pytest.mark.parametrize("plan", [AT_ONCE, AHEAD], ids=["at once", "ahead"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("plan", "seed"), [(AT_ONCE, 0), (AHEAD, 1)], ids=["at once", "ahead"])
 def test_mixed_rounds_stay_on_the_device_and_have_the_right_trees(
     decoder: Decoder,
     drafter: RemoteDrafter,
@@ -216,3 +229,53 @@ def test_mixed_rounds_stay_on_the_device_and_have_the_right_trees(
     # Rows in mode `auto` decode plainly until the draft has their prompt.
     assert reasons <= {"", "user", "warming"}
     assert check(decoder, folders, kind[0], harness) > 20
+
+
+def crowd(harness: Harness, seed: int, at: dict[int, Callable[[], object]]) -> None:
+    """Serve all requests, and do what `at` lists after that number of steps."""
+    rng, steps = random.Random(seed), 0
+    waiting = list(enumerate(REQUESTS))
+    while waiting or harness.engine.has_work():
+        if waiting and rng.random() < 0.6:
+            index, (prompt, count, sampling, mode, shape) = waiting.pop()
+            harness.submit(prompt, count, request_id=str(index), sampling=sampling, mode=mode, shape=shape)
+        if harness.engine.has_work():
+            harness.step()
+            steps += 1
+            at.pop(steps, lambda: None)()
+    harness.check_idle()
+    assert not at, "the requests must last long enough"
+
+
+def check_output(decoder: Decoder, harness: Harness) -> None:
+    assert not harness.sink.failed
+    for index, (prompt, count, sampling, _, _) in enumerate(REQUESTS):
+        plain = generate_plain(decoder, NoDrafter(), prompt, count, sampling=sampling)
+        assert_same_tokens(decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=str, indirect=True, scope="module")
+@pytest.mark.parametrize("fault", ["killed", "stopped", "garbage"])
+def test_a_fault_in_mixed_rounds_costs_no_token(
+    kind: tuple[str, str], decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, fault: str
+) -> None:
+    draft = DraftProcess(tmp_path, kind[1], *folders, spoils=fault == "garbage")
+    drafter = follow(draft, decoder, fault_s=1.0)
+    try:
+        harness = make_harness(decoder, drafter, plan=AHEAD, max_running=7, prefill_chunk=16)
+        number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(fault)
+        started = time.monotonic()
+        with (
+            mock.patch.object(harness.engine.controller, "choose", Gaps(1).choose),
+            Watch(patient=False) as watch,
+        ):
+            crowd(harness, 1, {} if number is None else {8: lambda: draft.send_signal(number)})
+        # A stall is bounded by a few fault deadlines.
+        assert time.monotonic() - started < BOUND_S
+        assert max(watch.groups) >= 2, "rounds must have several shapes"
+        check_output(decoder, harness)
+    finally:
+        if fault == "stopped":
+            draft.send_signal(signal.SIGCONT)
+        drafter.shutdown()
+        draft.stop()
