@@ -57,9 +57,11 @@ REQUESTS: list[tuple[list[int], int, SamplingParams, SpeculationMode, tuple[int,
 """Prompt, number of tokens, sampling parameters, mode and shape of each request."""
 
 
-@pytest.fixture(
-    scope="module", params=[("EAGLE3", "ipc://"), ("EAGLE3", "unix:"), ("MTP", "ipc://")], ids=str
-)
+HEADS = [("EAGLE3", "ipc://"), ("EAGLE3", "unix:")]
+"""Kinds of drafts, and schemes of their addresses."""
+
+
+@pytest.fixture(scope="module", params=[*HEADS, ("MTP", "ipc://")], ids=str)
 def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
     return request.param
 
