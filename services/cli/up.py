@@ -26,7 +26,7 @@ from outrider.shared.spec.algorithm import Algorithm
 # `up` has options of its own for these settings of the gateway, or sets them itself.
 OWN_GATEWAY_SETTINGS = (
     *("host", "published_on", "port", "grpc_port"),
-    *("target", "tokenizer", "log_level", "log_json"),
+    *("target", "target_refresh_s", "target_wait_s", "tokenizer", "model_tokenizer", "log_level", "log_json"),
 )
 GATEWAY_PREFIX = "OUTRIDER_GATEWAY_"
 Model = Annotated[

@@ -26,9 +26,9 @@ from outrider.services.gateway.requested_rules import (
     RequestedRules,
 )
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from outrider.services.gateway.served_target import ServedTarget
+from outrider.services.gateway.served_target import ServedTarget, unknown_model
 from outrider.services.gateway.settings import GatewaySettings
-from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
+from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SamplingParams
 from outrider.shared.base.logit_rules import LogitRules
 
@@ -140,10 +140,7 @@ class RequestBuilder:
         if model is None or (not model and self._settings.any_model):
             return names[0]
         if model not in names and not self._settings.any_model:
-            known = ", ".join(repr(name) for name in names)
-            raise ModelNotFoundError(
-                f"The model {model[:128]!r} does not exist. Models served here: {known}.", field="model"
-            )
+            raise unknown_model(model, names)
         return model
 
     def check(self, parameters: Parameters, surface: Surface, num_prompts: int) -> int:

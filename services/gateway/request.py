@@ -77,6 +77,8 @@ class GenerationRequest:
         cache_salt: Separates the prefix caches of different clients.
         logprobs: The log-probabilities to report.
         prompt_only: Whether to drop the output, because the client wants only logprobs of the prompt.
+        traceparent: The span of the request, for the target. Empty if the request is not traced.
+        resume_ids: Tokens that a lost target has emitted for this request. They count as output.
     """
 
     request_id: str
@@ -90,6 +92,8 @@ class GenerationRequest:
     cache_salt: str = ""
     logprobs: LogprobParams = NO_LOGPROBS
     prompt_only: bool = False
+    traceparent: str = ""
+    resume_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from outrider.shared.base.errors import ModelNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +13,8 @@ class ServedTarget:
     """Information about the target: its model, its limits and its speculation.
 
     `num_steps`, `topk` and `num_draft_tokens` are the default tree shape. `max_steps`, `max_topk` and
-    `max_nodes` limit the speculation options of requests.
+    `max_nodes` limit the speculation options of requests. `resumes` is whether the target can go on with an
+    answer that another target has begun.
     """
 
     model_id: str
@@ -32,6 +36,7 @@ class ServedTarget:
     max_topk: int
     max_nodes: int
     speculation_state: str
+    resumes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +77,11 @@ class TargetStats:
     rounds: int
     prometheus_text: str
     auto: AutoDecision = AutoDecision()
+
+
+def unknown_model(model: str, names: Sequence[str]) -> ModelNotFoundError:
+    """Return the error of a request for a model that is not among the served `names`."""
+    known = ", ".join(repr(name) for name in names)
+    return ModelNotFoundError(
+        f"The model {model[:128]!r} does not exist. Models served here: {known}.", field="model"
+    )

@@ -133,6 +133,8 @@ class GenerationRequest:
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
         priority: Requests with higher values are admitted first.
         logprobs: The log-probabilities that the client wants.
+        traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
+        resume_ids: Tokens that another target has emitted for this request. They count as output.
     """
 
     request_id: str
@@ -145,6 +147,8 @@ class GenerationRequest:
     deadline: float | None = None
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
+    traceparent: str = ""
+    resume_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ class SequenceOpen:
         token_ids: All tokens committed so far: the prompt and, if the sequence is reopened, the tokens
             emitted after the prompt.
         seed, temperature, choice_index: Parameters of the target's sampling noise, for coupled drafting.
+        traceparent: The target's span of the request. Empty if the request is not traced.
     """
 
     fence: Fence
@@ -70,6 +71,7 @@ class SequenceOpen:
     seed: int
     temperature: float
     choice_index: int = 0
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

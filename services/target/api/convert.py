@@ -96,6 +96,7 @@ def request_from_proto(
         deadline=time.monotonic() + message.timeout_ms / 1e3 if message.timeout_ms else None,
         priority=message.priority,
         logprobs=logprobs_from_proto(message.logprobs),
+        resume_ids=tuple(message.resume_ids),
     )
 
 
