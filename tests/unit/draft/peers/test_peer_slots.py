@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from support.slotted_target import COLUMNS, PROMPT, ROWS, VOCAB, Target, Tree, features
+from support.slotted_target import COLUMNS, PROMPT, ROWS, VOCAB, Target, check_many_rounds, host_tree, told
 from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.draft.v1 import draft_pb2
@@ -16,10 +15,7 @@ from outrider.services.draft.engine import DraftEngine
 from outrider.services.draft.peers import slotted_rounds
 from outrider.services.draft.peers.replies import NeedResync, Rejected, RoundsEnded, SlotReady
 from outrider.services.draft.peers.slotted_rounds import SlottedRounds
-from outrider.services.draft.sessions.session import Ask, PeerId
 from outrider.services.draft.settings import DraftSettings
-from outrider.shared.spec.drafter import Commit, SequenceOpen
-from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 from outrider.shared.spec.tree import DraftShape
 
 CPU = torch.device("cpu")
@@ -56,24 +52,6 @@ def target(engine: DraftEngine, rounds: SlottedRounds) -> Target:
     made = Target(engine, rounds)
     assert made.open_slots() == ""
     return made
-
-
-def told(slot: int, number: int, base_len: int, *tokens: int) -> draft_pb2.SlotTokens:
-    return draft_pb2.SlotTokens(slot=slot, number=number, base_len=base_len, token_ids=tokens)
-
-
-def host_tree(engine: DraftEngine, tokens: Sequence[int], shape: DraftShape) -> Tree:
-    """Return the tree of a new session through the host."""
-    peer = PeerId(99)
-    fence = Fence(1, 1, len(tokens), extend_prefix_hash(FNV_OFFSET, tokens))
-    engine.open(peer, SequenceOpen(fence, tokens, seed=7, temperature=0.0))
-    engine.add_features(peer, 1, 1, 0, features(0, len(tokens) - 1))
-    engine.commit(peer, Commit(fence, len(tokens), (), None), Ask(1, shape, asked_s=0.0))
-    (proposal,) = engine.step().proposals
-    engine.close(peer, 1)
-    count = int(proposal.trees.num_nodes[0])
-    tokens_, parents = proposal.trees.tokens[0].tolist(), proposal.trees.parents[0].tolist()
-    return list(zip(tokens_[1:count], parents[1:count], strict=True))
 
 
 def test_groups_of_several_shapes_draft_together_while_sessions_join_and_leave(
@@ -269,3 +247,7 @@ def test_sizes_beyond_the_limit_run_in_memory_of_their_own(
         assert target.round(number, [(shape, {0: (7, 1)})]) == ""
         assert target.trees([shape])[0][0] == host_tree(engine, target.tokens[7], shape)
     assert len(target.rounds._buffers) == 1
+
+
+def test_rounds_whose_groups_change_every_time(engine: DraftEngine) -> None:
+    check_many_rounds(engine, CPU, 8)
