@@ -159,6 +159,7 @@ class DraftSession:
     ) -> draft_pb2.Commit:
         """Return the message of `take_commit`, with a request for a tree, and await this tree."""
         self.wanted, self.asked_s, self.owes = row, now, False
+        self.joining = False
         commit = self.take_commit(frame_features)
         shape = draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes)
         commit.shape.CopyFrom(shape)
