@@ -30,6 +30,7 @@ from outrider.bench.options import (
     placement,
     result_file,
 )
+from outrider.bench.plot.command import plot
 from outrider.services.stack.options import DEMO_TARGET, Transport
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.polling import watch_sockets
@@ -268,6 +269,7 @@ def auto(
 
 bench.command()(serve)
 bench.command()(mixed)
+bench.command()(plot)
 
 
 @bench.command()

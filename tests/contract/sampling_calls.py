@@ -126,6 +126,49 @@ def test_a_prompt_is_scored_without_new_tokens(stack: Stack) -> None:
     assert more["token_logprobs"][1:-1] == pytest.approx(logprobs["token_logprobs"][1:], abs=1e-3)
 
 
+def test_prompt_logprobs_have_the_form_of_vllm(stack: Stack) -> None:
+    asked: dict[str, Any] = {"max_tokens": 0, "prompt_logprobs": 2, "echo": True, "logprobs": 4}
+    choice = complete(stack, **asked)["choices"][0]
+    listed, echoed = choice["prompt_logprobs"], choice["logprobs"]
+    assert listed[0] is None
+    assert len(listed) == len(echoed["tokens"])
+    for found, token, logprob, top in zip(
+        listed[1:],
+        echoed["tokens"][1:],
+        echoed["token_logprobs"][1:],
+        echoed["top_logprobs"][1:],
+        strict=True,
+    ):
+        first, *others = found.values()
+        assert (first["decoded_token"], first["logprob"]) == (token, logprob)
+        assert first["rank"] is None or first["rank"] >= 1
+        best = sorted((one for one in found.values() if one["rank"]), key=lambda one: one["rank"])[:2]
+        assert [one["rank"] for one in best] == [1, 2]
+        assert all(top[one["decoded_token"]] == one["logprob"] for one in best)
+        assert len(others) in (1, 2)
+        assert 4 <= len(top) <= 5
+    only = complete(stack, max_tokens=0, prompt_logprobs=0)["choices"][0]
+    assert (only["text"], only["logprobs"]) == ("", None)
+    assert all(len(found) == 1 for found in only["prompt_logprobs"][1:])
+
+
+def test_a_chat_has_the_logprobs_of_its_prompt_beside_its_choices(
+    sampled: openai.OpenAI, stack: Stack
+) -> None:
+    reply = sampled.chat.completions.create(
+        model=stack.model, messages=CHAT, max_tokens=2, extra_body={"prompt_logprobs": 1}
+    )
+    listed = reply.model_extra["prompt_logprobs"]
+    assert len(listed) == reply.usage.prompt_tokens
+    assert listed[0] is None
+    assert all(1 <= len(found) <= 2 for found in listed[1:])
+    assert reply.choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs does not allow stream"):
+        sampled.chat.completions.create(
+            model=stack.model, messages=CHAT, stream=True, extra_body={"prompt_logprobs": 1}
+        )
+
+
 def test_a_streamed_completion_has_the_logprobs_of_the_whole_one(stack: Stack) -> None:
     asked: dict[str, Any] = {"max_tokens": 6, "echo": True, "logprobs": 2}
     whole = complete(stack, **asked)["choices"][0]

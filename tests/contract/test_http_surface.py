@@ -145,7 +145,7 @@ def test_a_malformed_deadline_is_named(http: httpx.Client, value: str) -> None:
         ("best_of", 2, "best_of"),
         ("use_beam_search", True, "use_beam_search"),
         ("structured_outputs", {"regex": "a+"}, "structured_outputs"),
-        ("prompt_logprobs", 1, "prompt_logprobs"),
+        ("prompt_logprobs", 21, "prompt_logprobs"),
         ("continue_final_message", True, "continue_final_message"),
         ("truncate_prompt_tokens", -2, "truncate_prompt_tokens"),
     ],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_target import FakeTarget, Script, chain_tokens
+from fake_target import FakeTarget, Script, chain_tokens, target_process
 from gateway_thread import GatewayThread
 from http_calls import TIMEOUT_S, MakeGateway, client_of, error_of
 from support.toy_text import make_tokenizer
@@ -101,6 +102,31 @@ def test_a_stream_goes_on_at_another_target_when_its_own_dies(
     with client_of(gateway) as http:
         assert 'outrider_gateway_moved_sequences_total{reason="target_lost"} 1.0' in http.get("/metrics").text
         assert http.get("/ready").status_code == 200
+
+
+def test_a_stream_leaves_a_target_that_hangs(
+    make_gateway: MakeGateway, make_target: MakeTarget, tokenizer: Tokenizer
+) -> None:
+    """The connection of a suspended process stays open, so only overdue health checks tell."""
+    begins = "lambda request: Script([chain_tokens(request, 3)], finish=False)"
+    with target_process(tokenizer.get_vocab_size(), begins) as child:
+        assert child.stdout
+        other = make_target()
+        other.set_serving(False)
+        addresses = [child.stdout.readline().strip(), other.address]
+        gateway = make_gateway(target=addresses, target_probe_timeout_s=0.3)
+        other.script = lambda request: Script([chain_tokens(request, NEW_TOKENS)])
+        with client_of(gateway) as http, http.stream("POST", "/generate", json=body(stream=True)) as stream:
+            lines = (json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {"))
+            assert next(lines)["output_ids"] == expected()[:3]
+            other.set_serving(True)
+            wait_all(gateway, 2)
+            child.send_signal(signal.SIGSTOP)
+            assert list(lines)[-1]["output_ids"] == expected()
+        assert list(other.seen[0].resume_ids) == expected()[:3]
+        # It may serve again later.
+        child.send_signal(signal.SIGCONT)
+        wait_all(gateway, 2)
 
 
 def test_a_request_that_a_draining_target_refuses_goes_to_another(

@@ -23,7 +23,8 @@ _log = logging.getLogger("outrider.target")
 class DraftSessions:
     """Keeps the drafter's sessions in step with the engine's sequences. Engine thread only.
 
-    A sequence is `drafted` from its admission until it ends or is retracted.
+    The drafter follows a sequence (`Sequence.drafted`) from its admission until the sequence ends or is
+    retracted.
 
     Attributes:
         num_resyncs: Number of times that a session was reopened because the drafter had lost it.
