@@ -133,6 +133,7 @@ class GenerationRequest:
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
         priority: Requests with higher values are admitted first.
         logprobs: The log-probabilities that the client wants.
+        cache_salt: Only requests with the same salt share stored prefixes.
         traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
         resume_ids: Tokens that another target has emitted for this request. They count as output.
     """
@@ -147,6 +148,7 @@ class GenerationRequest:
     deadline: float | None = None
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
+    cache_salt: str = ""
     traceparent: str = ""
     resume_ids: Sequence[int] = ()
 
@@ -183,7 +185,7 @@ class FinishedEvent:
         prompt_tokens, completion_tokens: Number of prompt tokens, and number of emitted tokens.
         speculation: Statistics of the request's speculation.
         queue_s, prefill_s, decode_s: Seconds in the queue, in prefill and in decoding.
-        cached_tokens: Number of prompt tokens read from a prefix cache. 0 without a prefix cache.
+        cached_tokens: Number of prompt tokens whose K/V was stored already when the request started.
     """
 
     request_id: str
