@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from outrider.services.target.grammar.matcher import Grammar
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError
 from outrider.shared.base.generation import (
     FinishReason,
@@ -133,6 +135,8 @@ class GenerationRequest:
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
         priority: Requests with higher values are admitted first.
         logprobs: The log-probabilities that the client wants.
+        constraint: The form that the output must have. None allows any output.
+        grammar: The compiled constraint. None without a constraint.
     """
 
     request_id: str
@@ -145,6 +149,8 @@ class GenerationRequest:
     deadline: float | None = None
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
+    constraint: Constraint | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

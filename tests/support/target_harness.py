@@ -14,6 +14,7 @@ from outrider.kernels.verify.filters import filter_logits
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.recorder import Recorder
+from outrider.services.target.grammar.matcher import Grammar
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.request import (
     Event,
@@ -27,6 +28,7 @@ from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLi
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.attn.create import create_backend
+from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams, TokenLogprob
 from outrider.shared.engine.graphs import GraphCache
@@ -46,6 +48,7 @@ from support.compute_device import DEVICE
 from support.rule_oracle import ruled
 from support.unbounded_share import UnboundedShare
 
+ANY_FORM = Constraint(ConstraintKind.GRAMMAR, "a grammar of the tests")
 Node = tuple[int, int]
 """Token and parent index of a draft node. The root is node 0 and is not listed."""
 
@@ -251,6 +254,8 @@ class Harness:
         deadline: float | None = None,
         priority: int = 0,
         logprobs: LogprobParams = NO_LOGPROBS,
+        grammar: Grammar | None = None,
+        constraint: Constraint | None = None,
     ) -> int:
         depth, topk, max_nodes = shape or (None, None, None)
         request = GenerationRequest(
@@ -264,6 +269,8 @@ class Harness:
             deadline=deadline,
             priority=priority,
             logprobs=logprobs,
+            grammar=grammar,
+            constraint=constraint or (ANY_FORM if grammar is not None else None),
         )
         return self.engine.submit(request, self.sink)
 

@@ -102,6 +102,8 @@ class ExchangeSource(DraftSource):
         exchange = self._exchange
         if exchange is None:
             return self._host.waits_for_host(entries)
+        if any(entry.sequence.form is not None for entry in entries):
+            return True
         drafting = [entry for entry in entries if entry.shape.drafts]
         same = {entry.sequence.session_id for entry in drafting} == {
             sequence.session_id for sequence in exchange.live
@@ -119,7 +121,9 @@ class ExchangeSource(DraftSource):
         if self._exchange is not None and self.waits_for_host(entries):
             self._leave()
         drafting = [entry for entry in entries if entry.shape.drafts]
-        if self._exchange is None and drafting and not self._host.announced:
+        # The host must see trees before they are verified if an output has a form.
+        formed = any(entry.sequence.form is not None for entry in entries)
+        if self._exchange is None and drafting and not formed and not self._host.announced:
             self._exchange = self._enter(drafting)
         exchange = self._exchange
         if exchange is None:

@@ -1,0 +1,1 @@
+"""Grammars of outputs: compiles them in a process of its own, and finds the allowed tokens of every tree node."""
