@@ -15,6 +15,7 @@ from outrider.shared.base.generation import (
     SpeculationReport,
     TraceNode,
 )
+from outrider.shared.rpc.convert_constraint import constraint_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_from_proto, logprobs_to_proto, set_rules
 from outrider.target.v1 import target_pb2
 
@@ -69,6 +70,7 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         priority=request.priority,
         cache_salt=request.cache_salt,
         logprobs=logprobs_to_proto(request.logprobs),
+        constraint=constraint_to_proto(request.constraint),
     )
 
 

@@ -28,6 +28,7 @@ from outrider.services.gateway.requested_rules import (
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import ServedTarget
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
 from outrider.shared.base.generation import SamplingParams
 from outrider.shared.base.logit_rules import LogitRules
@@ -107,6 +108,7 @@ class Parameters:
     rules: RequestedRules = NO_REQUESTED_RULES
     logprobs: RequestedLogprobs = NO_REQUESTED_LOGPROBS
     may_be_empty: bool = False
+    constraint: Constraint | None = None
 
 
 class RequestBuilder:
@@ -305,6 +307,7 @@ class RequestBuilder:
                         cache_salt=parameters.cache_salt,
                         logprobs=parameters.logprobs.wanted,
                         prompt_only=parameters.max_tokens == 0,
+                        constraint=parameters.constraint,
                     )
                 )
         return requests

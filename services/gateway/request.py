@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.generation import (
     FinishReason,
     RoundTrace,
@@ -77,6 +78,7 @@ class GenerationRequest:
         cache_salt: Separates the prefix caches of different clients.
         logprobs: The log-probabilities to report.
         prompt_only: Whether to drop the output, because the client wants only logprobs of the prompt.
+        constraint: The form that the output must have. None allows any output.
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class GenerationRequest:
     cache_salt: str = ""
     logprobs: LogprobParams = NO_LOGPROBS
     prompt_only: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)

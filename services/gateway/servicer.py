@@ -25,9 +25,11 @@ from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.requested_rules import RequestedLogprobs, RequestedRules
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.tools import Tool, template_tools
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
+from outrider.shared.rpc.convert_constraint import constraint_from_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
@@ -314,7 +316,18 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
         rules=_rules(options),
         logprobs=RequestedLogprobs(logprobs_from_proto(options.logprobs)),
         may_be_empty=options.logprobs.HasField("prompt_top"),
+        constraint=_constraint(options),
     )
+
+
+def _constraint(options: gateway_pb2.GenerationOptions) -> Constraint | None:
+    if not options.HasField("constraint"):
+        return None
+    asked = common_pb2.Constraint()
+    asked.CopyFrom(options.constraint)
+    asked.field = "options.constraint"
+    asked.begins_after = asked.opening = ""
+    return constraint_from_proto(asked)
 
 
 def _rules(options: gateway_pb2.GenerationOptions) -> RequestedRules:

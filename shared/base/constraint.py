@@ -1,4 +1,4 @@
-"""The form that a client demands of the output: a JSON schema, a regular expression, a grammar or a choice."""
+"""The form that a client demands of the output: a JSON schema, a regular expression, a grammar, a choice."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from enum import Enum
 
 from outrider.shared.base.errors import InvalidRequestError
 
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON is written like Python's `json.dumps` writes it, so a model cannot lose itself in white space."""
 MAX_SOURCE_BYTES = 256 * 1024
 MAX_CHOICES = 1024
 MAX_MARKER_CHARS = 256

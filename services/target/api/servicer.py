@@ -16,8 +16,19 @@ import grpc
 
 from outrider.services.target.api.convert import decision_to_proto, event_to_proto, request_from_proto
 from outrider.services.target.engine.engine import TargetEngine
-from outrider.services.target.request import Event, EventSink, FailedEvent, SpeculationLimits, TokensEvent
+from outrider.services.target.grammar.compiler import GrammarCompiler
+from outrider.services.target.request import (
+    Event,
+    EventSink,
+    FailedEvent,
+    FinishedEvent,
+    GenerationRequest,
+    SpeculationLimits,
+    TokensEvent,
+)
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
+from outrider.shared.base.generation import FinishReason, SpeculationReport
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.rpc.convert import report_to_proto
 from outrider.shared.rpc.tensors import split_tensor
@@ -43,6 +54,7 @@ class Serving:
         model_id: Name of the model as reported to clients.
         max_running_requests: Maximum number of sequences processed at the same time.
         describe_draft: Function that returns the draft's algorithm and model id.
+        grammars: Compiles the constraints of requests.
     """
 
     engine: TargetEngine
@@ -51,6 +63,7 @@ class Serving:
     model_id: str
     max_running_requests: int
     describe_draft: Callable[[], tuple[str, str]]
+    grammars: GrammarCompiler
 
 
 def register(servicer: TargetServicer, server: grpc.aio.Server) -> None:
@@ -148,6 +161,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         serving = self._get()
         engine = serving.engine
         parsed = request_from_proto(request, serving.limits, engine.limits.vocab_size)
+        if parsed.constraint is not None:
+            parsed = replace(parsed, grammar=await serving.grammars.compile(parsed.constraint))
         # The call and the message may each set a deadline; the earlier deadline applies.
         remaining = context.time_remaining()
         if remaining is not None:
@@ -246,6 +261,8 @@ class _Session:
         self.sink = StreamSink()
         self._serving = serving
         self._handles: dict[str, int] = {}
+        # Requests whose constraints are being compiled, before they reach the engine.
+        self._compiling: dict[str, asyncio.Task[None]] = {}
         self._refused: set[int] = set()  # object ids of queued events whose requests never reached the engine
         self._half_closed = False
 
@@ -255,6 +272,8 @@ class _Session:
             kind = message.WhichOneof("message")
             if kind == "generate":
                 self._generate(message.generate)
+            elif kind == "cancel" and message.cancel.request_id in self._compiling:
+                self._compiling[message.cancel.request_id].cancel()
             elif kind == "cancel" and message.cancel.request_id in self._handles:
                 keep = message.cancel.keep_tokens if message.cancel.HasField("keep_tokens") else None
                 self._serving.engine.cancel(self._handles[message.cancel.request_id], keep)
@@ -276,6 +295,8 @@ class _Session:
 
     def cancel_all(self) -> None:
         """Cancel every live request."""
+        for task in self._compiling.values():
+            task.cancel()
         for handle in self._handles.values():
             self._serving.engine.cancel(handle)
         self._handles.clear()
@@ -283,21 +304,56 @@ class _Session:
     def _generate(self, message: target_pb2.GenerateRequest) -> None:
         engine = self._serving.engine
         try:
-            if message.request_id in self._handles:
+            if message.request_id in self._handles or message.request_id in self._compiling:
                 raise InvalidRequestError(
                     f"request_id {message.request_id!r} is already in use on this stream.", field="request_id"
                 )
             request = request_from_proto(message, self._serving.limits, engine.limits.vocab_size)
-            self._handles[message.request_id] = engine.submit(request, self.sink)
+            if request.constraint is None:
+                self._handles[message.request_id] = engine.submit(request, self.sink)
+            else:
+                task = asyncio.create_task(self._compile(request, request.constraint))
+                self._compiling[message.request_id] = task
         except OutriderError as error:
-            event = FailedEvent(message.request_id, error)
-            # Events are matched by object id, because a live request may have the same request id.
-            self._refused.add(id(event))
-            self.sink.put([event])
+            self._refuse(FailedEvent(message.request_id, error))
+
+    async def _compile(self, request: GenerationRequest, constraint: Constraint) -> None:
+        """Compile the constraint of a request, then submit the request."""
+        try:
+            grammar = await self._serving.grammars.compile(constraint)
+            compiled = replace(request, grammar=grammar)
+            self._handles[request.request_id] = self._serving.engine.submit(compiled, self.sink)
+        except OutriderError as error:
+            self._refuse(FailedEvent(request.request_id, error))
+        except asyncio.CancelledError:
+            self._refuse(_cancelled(request))
+        finally:
+            del self._compiling[request.request_id]
+
+    def _refuse(self, event: Event) -> None:
+        """Queue the last event of a request that has not reached the engine."""
+        # Events are matched by object id, because a live request may have the same request id.
+        self._refused.add(id(event))
+        self.sink.put([event])
 
     def _close_if_done(self) -> None:
-        if self._half_closed and not self._handles and not self._refused:
+        if self._half_closed and not self._handles and not self._refused and not self._compiling:
             self.sink.close()
+
+
+def _cancelled(request: GenerationRequest) -> FinishedEvent:
+    """Return the end of a request that was cancelled before it reached the engine."""
+    return FinishedEvent(
+        request.request_id,
+        FinishReason.CANCELLED,
+        matched_token=None,
+        prompt_tokens=len(request.prompt_ids),
+        completion_tokens=0,
+        speculation=SpeculationReport(),
+        queue_s=0.0,
+        prefill_s=0.0,
+        decode_s=0.0,
+    )
 
 
 def _size(events: Iterable[Event]) -> int:

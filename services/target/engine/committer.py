@@ -61,8 +61,8 @@ def no_token_error(sequence: Sequence) -> OutriderError:
     if sequence.request.constraint is not None:
         field = sequence.request.constraint.field
         message = (
-            f"No token is left to choose: {field}, together with min_tokens, bad_words and allowed_token_ids, "
-            "forbids every token whose logit is finite. Other requests are not affected."
+            f"No token is left to choose: {field}, min_tokens, bad_words and allowed_token_ids together "
+            "forbid every token whose logit is finite. Other requests are not affected."
         )
         return InvalidRequestError(message, field=field)
     if sequence.request.sampling.rules.forbids:

@@ -1,1 +1,1 @@
-"""Grammars of outputs: compiles them in a process of its own, and finds the allowed tokens of every tree node."""
+"""Forms of outputs: compiles grammars in a process of its own, and finds the tokens that they allow."""

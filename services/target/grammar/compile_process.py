@@ -1,7 +1,7 @@
 """The process that tries constraints out: ``python -m …compile_process TOKENIZER VOCAB_SIZE END…``.
 
-The process reads one request per line and answers each with one line, both in JSON. A constraint that needs too
-much memory or time ends this process instead of the target.
+The process reads one request per line and answers each with one line, both in JSON. A constraint that needs
+too much memory or time ends this process instead of the target.
 """
 
 from __future__ import annotations

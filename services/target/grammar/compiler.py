@@ -23,11 +23,14 @@ from outrider.services.target.grammar.compile_process import error_of, request_l
 from outrider.services.target.grammar.guidance import Vocabulary, compile_grammar
 from outrider.services.target.grammar.matcher import Grammar
 from outrider.shared.base.constraint import Constraint
-from outrider.shared.base.errors import InvalidRequestError, OutriderError
+from outrider.shared.base.errors import InvalidRequestError, OutriderError, OverloadedError
+from outrider.shared.nn.checkpoint.tokenizer_file import TOKENIZER_FILE
+from outrider.shared.nn.config.model_config import ModelConfig
 
 COMPILE_S = 5.0
 START_S = 60.0
 KEPT_GRAMMARS = 256
+MAX_STARTED = 64
 MODULE = "outrider.services.target.grammar.compile_process"
 
 
@@ -56,6 +59,11 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, "outrider-grammar")
         self._closed = threading.Event()
 
+    @classmethod
+    def of(cls, model: Path, config: ModelConfig) -> GrammarCompiler:
+        """Return the compiler for a model's folder."""
+        return cls(model / TOKENIZER_FILE, config.vocab_size, frozenset(config.eos_token_ids))
+
     async def compile(self, constraint: Constraint) -> Grammar:
         """Return the grammar of a constraint. Constraints that are known already cost one look-up.
 
@@ -71,6 +79,10 @@ class GrammarCompiler:
             self._kept.move_to_end(digest)
             return found
         if (started := self._started.get(digest)) is None:
+            if len(self._started) >= MAX_STARTED:
+                raise OverloadedError(
+                    "Too many constraints are being compiled. Try again soon.", retry_after_s=1.0
+                )
             loop = asyncio.get_running_loop()
             started = self._started[digest] = loop.run_in_executor(self._thread, self._compile, constraint)
             started.add_done_callback(lambda done: self._keep(digest, done))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.services.target.grammar.matcher import Grammar, Mask, words_of
 from outrider.shared.base.constraint import Constraint
+
+PROMPT_END_TOKENS = 8
+"""Number of tokens at the end of a prompt that may open the free part."""
 
 
 class OutputForm:
@@ -15,13 +20,14 @@ class OutputForm:
     Args:
         grammar: The compiled grammar of the constraint.
         constraint: Where the grammar begins.
+        prompt: The tokens of the prompt. If they end with the opening, the output begins with the free part.
 
     Attributes:
         ends: The tokens that end the output.
         dead: True if the output contains a token that the form does not allow. Nothing is allowed then.
     """
 
-    def __init__(self, grammar: Grammar, constraint: Constraint) -> None:
+    def __init__(self, grammar: Grammar, constraint: Constraint, prompt: Sequence[int] = ()) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()
         self.ends = grammar.ends()
@@ -29,8 +35,14 @@ class OutputForm:
         self._marker = constraint.begins_after.encode()
         self._opening = grammar.token_of(constraint.opening) if constraint.opening else None
         # The last bytes of the free part, or None in the part that the grammar determines.
-        self._tail: bytes | None = b"" if self._marker and not constraint.opening else None
-        self._may_open = self._opening is not None
+        self._tail: bytes | None = None
+        self._may_open = False
+        if self._marker:
+            end = b"".join(grammar.text_of(token) for token in prompt[-PROMPT_END_TOKENS:]).rstrip()
+            if not constraint.opening or end.endswith(constraint.opening.encode()):
+                self._tail = b""
+            else:
+                self._may_open = self._opening is not None
         # For each token on the path, the state before it.
         self._path: list[tuple[bytes | None, bool]] = []
         self._settled = 0

@@ -10,11 +10,9 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.services.target.grammar.matcher import Grammar, Mask, Matcher
-from outrider.shared.base.constraint import Constraint, ConstraintKind, choices_of
+from outrider.shared.base.constraint import JSON_STYLE, Constraint, ConstraintKind, choices_of
 from outrider.shared.base.errors import InvalidRequestError
 
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON is written like Python's `json.dumps` writes it, so a model cannot lose itself in white space."""
 MAX_ERROR_CHARS = 400
 
 
