@@ -165,8 +165,9 @@ class DecodeLoop:
         if not decodes:
             return []
         shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
+        columns = self._rounds.table.columns
         return [
-            Entry(sequence, sequence.residence, shape, sequence.epoch)
+            Entry(sequence, sequence.residence, shape, sequence.epoch, columns)
             for sequence, shape in zip(decodes, shapes, strict=True)
         ]
 
