@@ -7,6 +7,7 @@ cannot be sent from one process to another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import select
@@ -173,6 +174,10 @@ class _CompileProcess:
         """End the process."""
         self._process.kill()
         self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
     def _line(self, limit_s: float) -> bytes:
         assert self._process.stdout is not None
