@@ -1,6 +1,6 @@
 """token_masks: forbids the tokens whose bit is not set in a row's mask, before a token is chosen.
 
-A grammar allows different tokens after each node of a tree. The host finds them and uploads one bit per token.
+A grammar allows different tokens after each node of a tree. The host finds them and uploads one bit for each.
 """
 
 from __future__ import annotations

@@ -102,11 +102,13 @@ class ChatTurn:
         if tools:
             variables["tools"] = list(tools)
             allowed = ToolOptions(frozenset(str(tool["function"]["name"]) for tool in tools), parallel)
-            form = CallFormat(core.parsers.tools, codec.special_tokens, codec.template_source, parallel)
-            parameters = replace(parameters, constraint=_of_calls(parameters.constraint, tools, forced, form))
+            calls = CallFormat(core.parsers.tools, codec.special_tokens, codec.template_source, parallel)
+            asked = _of_calls(parameters.constraint, tools, forced, calls)
+            parameters = replace(parameters, constraint=asked)
         if parameters.constraint is not None:
-            markers = core.parsers.markers(split_reasoning, calls=bool(tools))
-            parameters = replace(parameters, constraint=replace(parameters.constraint, **markers))
+            after, opening = core.parsers.markers(split_reasoning, calls=bool(tools))
+            form = replace(parameters.constraint, begins_after=after, opening=opening)
+            parameters = replace(parameters, constraint=form)
         if core.parsers.needs_special_tokens(bool(tools)):
             parameters = replace(parameters, skip_special_tokens=False)
         return cls(

@@ -86,8 +86,8 @@ class Parameters:
     """Unchecked parameters of a client's request. None means absent.
 
     Fields that accept one value or several, such as `stop`, are tuples here. For a request without a
-    `speculation` object, `speculation` is the default `RequestedSpeculation`, whose mode is AUTO.
-    `may_be_empty` allows `max_tokens` to be 0, if the reply contains the prompt or its logprobs.
+    `speculation` object, `speculation` has mode AUTO. `may_be_empty` allows `max_tokens` to be 0, if the
+    reply contains the prompt or its logprobs. `constraint` demands a form of the output.
     """
 
     max_tokens: int | None = None
@@ -160,10 +160,8 @@ class RequestBuilder:
         """
         name = surface.prefix
         p = parameters
-        n = 1 if p.n is None else p.n
-        _check(
-            1 <= n <= self._settings.max_choices, f"{name}n", f"between 1 and {self._settings.max_choices}", n
-        )
+        n, most = 1 if p.n is None else p.n, self._settings.max_choices
+        _check(1 <= n <= most, f"{name}n", f"between 1 and {most}", n)
         if not 1 <= num_prompts <= self._settings.max_batch:
             raise InvalidRequestError(
                 f"{surface.prompt} must contain 1 to {self._settings.max_batch} prompts, not {num_prompts}.",

@@ -1,4 +1,4 @@
-"""Checks of logit_rules, token_logprobs and token_masks, for interpreted tests on a CPU and compiled ones on a GPU."""
+"""Checks of logit_rules, token_logprobs and token_masks, interpreted on a CPU and compiled on a GPU."""
 
 from __future__ import annotations
 

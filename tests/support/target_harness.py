@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,6 @@ from outrider.kernels.verify.filters import filter_logits
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.recorder import Recorder
-from outrider.services.target.grammar.matcher import Grammar
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.request import (
     Event,
@@ -28,7 +28,6 @@ from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLi
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.attn.create import create_backend
-from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
 from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams, TokenLogprob
 from outrider.shared.engine.graphs import GraphCache
@@ -48,7 +47,6 @@ from support.compute_device import DEVICE
 from support.rule_oracle import ruled
 from support.unbounded_share import UnboundedShare
 
-ANY_FORM = Constraint(ConstraintKind.GRAMMAR, "a grammar of the tests")
 Node = tuple[int, int]
 """Token and parent index of a draft node. The root is node 0 and is not listed."""
 
@@ -185,10 +183,7 @@ def trees_to_batch(trees: Sequence[tuple[int, list[Node]]]) -> DraftBatch:
 def oracle_plan(
     answers: Sequence[Sequence[int]], vocab_size: int, accuracy: float = 1.0, seed: int = 0
 ) -> Callable[[list[int], ProposalRow], list[Node]]:
-    """Propose trees that contain the true continuation among `topk` siblings.
-
-    Each level contains the true token with probability `accuracy`. The trees have the requested shape.
-    """
+    """Propose trees of the requested shape whose levels contain the true token with a probability."""
     rng = random.Random(seed)
 
     def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
@@ -254,8 +249,7 @@ class Harness:
         deadline: float | None = None,
         priority: int = 0,
         logprobs: LogprobParams = NO_LOGPROBS,
-        grammar: Grammar | None = None,
-        constraint: Constraint | None = None,
+        **form: Any,
     ) -> int:
         depth, topk, max_nodes = shape or (None, None, None)
         request = GenerationRequest(
@@ -269,8 +263,7 @@ class Harness:
             deadline=deadline,
             priority=priority,
             logprobs=logprobs,
-            grammar=grammar,
-            constraint=constraint or (ANY_FORM if grammar is not None else None),
+            **form,
         )
         return self.engine.submit(request, self.sink)
 
@@ -307,10 +300,9 @@ def make_harness(
     prefill_sizes: Sequence[int] = (),
     **limits: int,
 ) -> Harness:
-    """Make an engine that has no thread of its own.
+    """Make an engine without a thread, which reads each round before it launches the next by default.
 
-    By default, the engine reads each round before it launches the next. Every row of a fixed shape gets its
-    tree, because the times of toy rounds, which would bound the trees, differ from run to run.
+    Every row of a fixed shape gets its tree, because the times of toy rounds differ from run to run.
     """
     pool = decoder.make_pool(num_pages, page_size)
     attention = attention or create_backend("auto", decoder.device)

@@ -76,8 +76,8 @@ class ParserNames:
             return True
         return with_tools and self.tools in _WITH_SPECIAL_TOKENS
 
-    def markers(self, split_reasoning: bool, *, calls: bool) -> dict[str, str]:
-        """Return where the form of an answer begins: the fields `begins_after` and `opening` of a constraint.
+    def markers(self, split_reasoning: bool, *, calls: bool) -> tuple[str, str]:
+        """Return where the form of an answer begins: `begins_after` and `opening` of a constraint.
 
         Args:
             split_reasoning: Whether the answer has a part for the reasoning, which has no form.
@@ -85,11 +85,11 @@ class ParserNames:
                 reasoning too.
         """
         if HARMONY in (self.tools, self.reasoning):
-            return {} if calls else {"begins_after": HARMONY_ANSWER}
+            return "" if calls else HARMONY_ANSWER, ""
         tags = REASONING_TAGS.get(self.reasoning) if split_reasoning else None
         if tags is None:
-            return {}
-        return {"begins_after": tags[1], "opening": "" if self.reasoning == "think-open" else tags[0]}
+            return "", ""
+        return tags[1], "" if self.reasoning == "think-open" else tags[0]
 
     def create(
         self, options: ToolOptions | None, split_reasoning: bool, prompt_end: str

@@ -21,7 +21,7 @@ class JsonSchemaFormat(OpenModel):
 
     name: str | None = None
     description: Any = None
-    schema_: JsonSchema | None = Field(None, alias="schema")
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -46,7 +46,7 @@ class TextFormat(OpenModel):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: Any = None
-    schema_: JsonSchema | None = Field(None, alias="schema")
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
     def constraint(self, field: str) -> Constraint | None:
@@ -59,7 +59,7 @@ class TextFormat(OpenModel):
 class StructuredOutputs(OpenModel):
     """vLLM's `structured_outputs` object. At most one field is set."""
 
-    json_: str | JsonSchema | None = Field(None, alias="json")
+    json_: str | JsonSchema | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -70,10 +70,12 @@ class SglangForms(BaseModel):
     """SGLang's fields for the form of the answer."""
 
     json_schema: str | JsonSchema | None = Field(
-        None, description="A JSON schema that the answer has to match, as JSON or as text."
+        default=None, description="A JSON schema that the answer has to match, as JSON or as text."
     )
-    regex: str | None = Field(None, description="A regular expression that the whole answer has to match.")
-    ebnf: str | None = Field(None, description="A grammar in EBNF that the answer has to follow.")
+    regex: str | None = Field(
+        default=None, description="A regular expression that the whole answer has to match."
+    )
+    ebnf: str | None = Field(default=None, description="A grammar in EBNF that the answer has to follow.")
 
     def constraint(self, prefix: str = "") -> Constraint | None:
         """Return what the fields demand.
@@ -96,17 +98,22 @@ class OpenAIForms(SglangForms):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | JsonSchema | None = Field(None, description="Older name of structured_outputs.json.")
-    guided_regex: str | None = Field(None, description="Older name of structured_outputs.regex.")
-    guided_choice: list[str] | None = Field(None, description="Older name of structured_outputs.choice.")
-    guided_grammar: str | None = Field(None, description="Older name of structured_outputs.grammar.")
+    guided_json: str | JsonSchema | None = Field(
+        default=None, description="Older name of structured_outputs.json."
+    )
+    guided_regex: str | None = Field(default=None, description="Older name of structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(
+        default=None, description="Older name of structured_outputs.choice."
+    )
+    guided_grammar: str | None = Field(default=None, description="Older name of structured_outputs.grammar.")
 
     def constraint(self, prefix: str = "") -> Constraint | None:
         """Return what the fields demand; see `SglangForms.constraint`."""
+        form = self.response_format
         given, name = self.structured_outputs or StructuredOutputs(), f"{prefix}structured_outputs."
         return only_one(
             super().constraint(prefix),
-            self.response_format and self.response_format.constraint(f"{prefix}response_format"),
+            None if form is None else form.constraint(f"{prefix}response_format"),
             _schema(given.json_, f"{name}json"),
             of_type("json_object", None, f"{name}json_object") if given.json_object else None,
             _text(ConstraintKind.REGEX, given.regex, f"{name}regex"),

@@ -134,7 +134,8 @@ class ResponsesRequest(OpenAIRequest):
     def constraint(self, prefix: str = "") -> Constraint | None:
         """Return what `text.format`, or one of the fields of other APIs, demands."""
         given = self.text.format if self.text is not None else None
-        return only_one(super().constraint(prefix), given and given.constraint("text.format"))
+        asked = None if given is None else given.constraint("text.format")
+        return only_one(super().constraint(prefix), asked)
 
     def token_limit(self) -> int | None:
         """Return the client's limit of new tokens, or None."""

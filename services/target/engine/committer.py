@@ -58,8 +58,9 @@ class Committer:
 
 def no_token_error(sequence: Sequence) -> OutriderError:
     """Return the error of a sequence for which no token could be chosen."""
-    if sequence.request.constraint is not None:
-        field = sequence.request.constraint.field
+    if sequence.form is not None:
+        constraint = sequence.request.constraint
+        field = "constraint" if constraint is None else constraint.field
         message = (
             f"No token is left to choose: {field}, min_tokens, bad_words and allowed_token_ids together "
             "forbid every token whose logit is finite. Other requests are not affected."

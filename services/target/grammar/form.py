@@ -19,7 +19,7 @@ class OutputForm:
 
     Args:
         grammar: The compiled grammar of the constraint.
-        constraint: Where the grammar begins.
+        constraint: Where the grammar begins. None begins with the first token.
         prompt: The tokens of the prompt. If they end with the opening, the output begins with the free part.
 
     Attributes:
@@ -27,19 +27,24 @@ class OutputForm:
         dead: True if the output contains a token that the form does not allow. Nothing is allowed then.
     """
 
-    def __init__(self, grammar: Grammar, constraint: Constraint, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, grammar: Grammar, constraint: Constraint | None = None, prompt: Sequence[int] = ()
+    ) -> None:
         self._grammar = grammar
         self._matcher = grammar.matcher()
         self.ends = grammar.ends()
         self._vocab_size = grammar.vocab_size
-        self._marker = constraint.begins_after.encode()
-        self._opening = grammar.token_of(constraint.opening) if constraint.opening else None
+        marker, opening = (
+            (constraint.begins_after, constraint.opening) if constraint is not None else ("", "")
+        )
+        self._marker = marker.encode()
+        self._opening = grammar.token_of(opening) if opening else None
         # The last bytes of the free part, or None in the part that the grammar determines.
         self._tail: bytes | None = None
         self._may_open = False
-        if self._marker:
+        if marker:
             end = b"".join(grammar.text_of(token) for token in prompt[-PROMPT_END_TOKENS:]).rstrip()
-            if not constraint.opening or end.endswith(constraint.opening.encode()):
+            if not opening or end.endswith(opening.encode()):
                 self._tail = b""
             else:
                 self._may_open = self._opening is not None

@@ -143,7 +143,7 @@ class Sequence:
         self.stop_ids = (
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
         )
-        if request.grammar is not None and request.constraint is not None:
+        if request.grammar is not None:
             self.form = OutputForm(request.grammar, request.constraint, self.tokens)
             # The end of a form ends the output even with `ignore_eos`.
             self.stop_ids |= frozenset(request.grammar.ends())

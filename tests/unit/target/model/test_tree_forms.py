@@ -1,4 +1,4 @@
-"""Trees that are fitted to a form: no forbidden node, forced text in free rows, and the masks of all nodes."""
+"""Trees that are fitted to a form: no forbidden node, forced text in free rows, and masks of all nodes."""
 
 from __future__ import annotations
 
