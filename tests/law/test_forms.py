@@ -167,7 +167,7 @@ def test_text_that_a_form_forces_is_accepted_even_if_the_draft_knows_nothing(dec
     assert harness.sink.finished["a"].speculation.accepted_tokens > 0
 
 
-def test_preemption_keeps_the_place_in_the_form(decoder: Decoder) -> None:
+def test_preemption_keeps_the_place_in_the_form(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = [ToyGrammar(VOCAB, ENDS, 20 + index) for index in range(6)]
     prompts = [prompt_of(2 + 4 * index)[:20] for index in range(6)]
     answers = [
@@ -179,13 +179,16 @@ def test_preemption_keeps_the_place_in_the_form(decoder: Decoder) -> None:
         decoder,
         AnswerDrafter(known, VOCAB, 0.8, device=decoder.device),
         plan=LoopPlan(1, drafts_on_device=True, max_depth=3, max_nodes=7),
-        num_pages=40,
+        num_pages=18,
         page_size=4,
         prefill_chunk=8,
     )
+    retract, retracted = harness.scheduler._retract, []
+    monkeypatch.setattr(harness.scheduler, "_retract", lambda one: (retracted.append(one), retract(one)))
     for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
         harness.submit(prompt, 30, request_id=str(index), shape=(3, 2, 7), grammar=grammar)
     harness.run()
+    assert retracted
     assert not harness.sink.failed
     assert harness.sink.tokens == {str(index): answer for index, answer in enumerate(answers)}
 

@@ -67,9 +67,7 @@ def test_a_request_with_a_form_joins_and_leaves_an_exchange(decoder: Decoder, dr
         asked.append(([1, 2, 3 + index], SamplingParams(0.5 * (index % 3), seed=index), grammar))
     on_device = 0
     for index, (prompt, sampling, grammar) in enumerate(asked):
-        harness.submit(
-            prompt, 40, request_id=str(index), sampling=sampling, shape=(5, 1, 6), grammar=grammar
-        )
+        harness.submit(prompt, 40, request_id=str(index), sampling=sampling, shape=(5, 1, 6), grammar=grammar)
         for _ in range(8):
             harness.step()
             on_device += harness.engine.on_device

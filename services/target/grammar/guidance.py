@@ -14,6 +14,8 @@ from outrider.shared.base.constraint import JSON_STYLE, Constraint, ConstraintKi
 from outrider.shared.base.errors import InvalidRequestError
 
 MAX_ERROR_CHARS = 400
+LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000)
+"""The memory of one grammar stays below about 100 MB, and the work for one token below about 15 ms."""
 
 
 class Vocabulary:
@@ -67,10 +69,12 @@ def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> GuidanceG
         InvalidRequestError: The constraint is malformed, or contains what the library cannot enforce.
     """
     source = source_of(constraint)
-    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(source, vocabulary.tokenizer)
+    failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+        source, vocabulary.tokenizer, limits=LIMITS
+    )
     if failed:
         raise _invalid(messages[0], constraint)
-    matcher = llguidance.LLMatcher(vocabulary.tokenizer, source, log_level=0)
+    matcher = llguidance.LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise _invalid(matcher.get_error(), constraint)
     matcher.compute_bitmask()
@@ -109,7 +113,10 @@ class GuidanceGrammar(Grammar):
 
 
 class GuidanceMatcher(Matcher):
-    """Follows one output. After the token that ends the output, nothing is allowed."""
+    """Follows one output. After the token that ends the output, nothing is allowed.
+
+    If a token exceeds `LIMITS`, nothing is allowed any more either, so that request fails alone.
+    """
 
     def __init__(self, matcher: llguidance.LLMatcher, ends: tuple[int, ...]) -> None:
         self._matcher = matcher
@@ -148,7 +155,8 @@ class GuidanceMatcher(Matcher):
 
 
 def _invalid(message: str, constraint: Constraint) -> InvalidRequestError:
-    text = " ".join(message.split("<state>")[0].split())[:MAX_ERROR_CHARS]
+    # The library adds its internal state, and names options of its own.
+    text = " ".join(message.split("<state>")[0].split(" Enable ")[0].split())[:MAX_ERROR_CHARS]
     return InvalidRequestError(
         f"{constraint.field} cannot be enforced: {text.rstrip('.')}.", field=constraint.field
     )

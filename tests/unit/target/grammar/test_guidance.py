@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
+import llguidance
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from outrider.services.target.grammar import guidance
 from outrider.services.target.grammar.guidance import Vocabulary, compile_grammar
 from outrider.services.target.grammar.matcher import Matcher, words_of
 from outrider.shared.base.constraint import Constraint, ConstraintKind
@@ -112,6 +115,26 @@ def test_what_cannot_be_enforced_is_refused(
     assert caught.value.field == "a_field"
     assert caught.value.message.startswith("a_field")
     assert len(caught.value.message) < 600
+
+
+def test_a_token_that_takes_too_much_work_fails_this_output_only(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Constraint(KINDS.REGEX, "(.{1,400}x){9}")
+    matcher = compile_grammar(asked, vocabulary).matcher()
+    small = None
+    for states in range(60, 2000, 20):
+        monkeypatch.setattr(guidance, "LIMITS", llguidance.LLParserLimits(max_lexer_states=states))
+        with contextlib.suppress(InvalidRequestError):
+            small = compile_grammar(asked, vocabulary).matcher()
+            break
+    assert small is not None
+    tokens = tokenizer.encode("abcdefxghijk" * 20, add_special_tokens=False).ids
+    assert all(allows(matcher, token) and matcher.accept(token) for token in tokens)
+    assert not all(allows(small, token) and small.accept(token) for token in tokens)
+    assert not any(allows(small, token) for token in range(SIZE))
+    small.rollback(1)
+    assert small.forced() == []
 
 
 def test_special_tokens_are_found_by_their_text(vocabulary: Vocabulary) -> None:
