@@ -23,8 +23,8 @@ FROM base AS gateway
 ARG INDEX_URL=
 ARG EXTRA_INDEX_URL=
 COPY --from=wheel /opt/outrider/dist dist
-RUN python -m pip install -c constraints.txt \
-      ${INDEX_URL:+--index-url "$INDEX_URL"} ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} dist/*.whl
+RUN wheel=$(echo dist/*.whl) && python -m pip install -c constraints.txt \
+      ${INDEX_URL:+--index-url "$INDEX_URL"} ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} "$wheel[otel]"
 USER outrider
 VOLUME /run/outrider
 ENTRYPOINT ["outrider", "serve"]
@@ -42,11 +42,13 @@ RUN python -m pip install -c constraints.txt \
       ${INDEX_URL:+--index-url "$INDEX_URL"} ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} torch
 COPY --from=wheel /opt/outrider/dist dist
 RUN wheel=$(echo dist/*.whl) && python -m pip install -c constraints.txt \
-      ${INDEX_URL:+--index-url "$INDEX_URL"} ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} "$wheel[engine]"
-# The volume for compiled kernels and the tiles chosen for a GPU takes its owner from this folder.
+      ${INDEX_URL:+--index-url "$INDEX_URL"} ${EXTRA_INDEX_URL:+--extra-index-url "$EXTRA_INDEX_URL"} "$wheel[engine,otel]"
+# The volumes for compiled kernels, with the tiles chosen for a GPU, and for models of the hub take their
+# owner from these folders.
 RUN mkdir -p /var/cache/outrider && chown outrider:outrider /var/cache/outrider && chmod 700 /var/cache/outrider
-ENV TRITON_CACHE_DIR=/var/cache/outrider
+RUN mkdir -p /var/cache/huggingface && chown outrider:outrider /var/cache/huggingface
+ENV TRITON_CACHE_DIR=/var/cache/outrider HF_HOME=/var/cache/huggingface
 USER outrider
-VOLUME /run/outrider /var/cache/outrider
+VOLUME /run/outrider /var/cache/outrider /var/cache/huggingface
 ENTRYPOINT ["outrider", "serve"]
 CMD ["target"]

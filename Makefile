@@ -28,16 +28,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-law test-schemas test-unit test-kernels test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser screenshots bench setup dev links clean
+.PHONY: demo test test-law test-schemas test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser screenshots bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
 
-# Two groups at a time, one core each. Then the groups that start processes and measure time.
+# Two groups at a time, one core each. Then the integration tests, whose processes use several cores.
 test: $(DEV_STAMP)
-	@echo 'law, unit and kernels, two at a time; each prints its output when it ends'
-	@$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) test-law test-unit test-kernels
-	$(PYTEST) tests/rpc tests/contract tests/integration
+	@echo 'law, unit, kernels and services, two at a time; each prints its output when it ends'
+	@$(MAKE) --no-print-directory -k -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) test-law test-unit test-kernels test-services
+	$(PYTEST) tests/integration
 
 test-law: $(DEV_STAMP)
 	$(PYTEST) tests/law
@@ -51,6 +51,10 @@ test-unit: $(DEV_STAMP)
 
 test-kernels: $(DEV_STAMP)
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+
+# Services in threads of the test process, and real clients.
+test-services: $(DEV_STAMP)
+	$(PYTEST) tests/rpc tests/contract
 
 # On a GPU host: the laws on the GPU in fp32, compiled kernels, and the embedded pair served with CUDA.
 # With pytest-xdist installed: make test-gpu PYTEST_ARGS="-n 8 --dist loadgroup".

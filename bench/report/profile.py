@@ -15,12 +15,10 @@ GROUPS: Mapping[str, re.Pattern[str]] = {
     "attention, including the merge of its splits": re.compile(
         r"_(attention|gather|merge|plan_attention)$|merge(_rows)?$"
     ),
-    "tree growth: inputs, top-k, next beam, build": re.compile(
-        r"_(input|expand_.*|level_.*|select|build|plan)$"
-    ),
+    "growing the trees": re.compile(r"_(input|expand_.*|level_.*|select|build|plan)$"),
 }
 """Group → pattern of its kernels' names. All other kernels are in `REST`."""
-REST = "other: token choice, tree walk, compaction, bookkeeping, copies, remaining sums of split products"
+REST = "everything else, such as token choice and copies"
 
 
 def profile_lines(recorded: RecordedResult) -> Iterator[str]:
@@ -31,15 +29,11 @@ def profile_lines(recorded: RecordedResult) -> Iterator[str]:
     columns = [group_shares(profile) for profile in profiles.values()]
     for group in (*GROUPS, REST):
         yield f"| {group} | " + " | ".join(_percent(column[group]) for column in columns) + " |"
-    pauses = [
-        f"{_percent(profile['gpu_idle'])}; {_percent(profile['gpu_idle_between'])}"
-        for profile in profiles.values()
-    ]
-    yield (
-        "| idle between kernels; of this, in gaps over 8 µs, where the GPU waits for the host | "
-        + " | ".join(pauses)
-        + " |"
-    )
+    for pause, key in (
+        ("all pauses between kernels", "gpu_idle"),
+        ("pauses of more than 8 µs", "gpu_idle_between"),
+    ):
+        yield f"| {pause} | " + " | ".join(_percent(profile[key]) for profile in profiles.values()) + " |"
 
 
 def group_shares(profile: Mapping[str, Any]) -> dict[str, float]:

@@ -1,14 +1,15 @@
 """logit_rules: penalties, biases and forbidden tokens, applied to the logits after each node of a tree.
 
-A rule may depend on the tokens before its place: a penalty counts them. For a tree node, these are the tokens
-of the sequence and of the node's own path, so speculation changes no token. The sequence's tokens are counted
-on the device, because the host reads a round only after it has launched the next one:
+A rule may depend on earlier tokens. For example, a penalty counts how often a token has occurred. For a tree
+node, the earlier tokens are those of the sequence and those on the node's own path, so speculation changes no
+token. The tokens of the sequence are counted on the device, because the host reads the results of a round
+only after it has launched the next round:
 
 1. `locate_rules` finds the rules and the path of every packed row before the choice.
 2. `apply_rules` returns the changed logits, from which `choose_tokens` chooses.
 3. `record_outputs` counts the accepted tokens after the choice.
 
-Slots without rules cost one load each.
+For a slot without rules, each op only loads one flag.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def make_rule_state(
     phrases: int = 256,
     tokens: int = 2048,
 ) -> RuleState:
-    """Allocate the state of slots without rules.
+    """Allocate a state in which no slot has rules.
 
     Args:
         slots: Number of slots.
@@ -163,11 +164,12 @@ def locate_rules(
 def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) -> torch.Tensor:
     """Return the logits after all rules, in fp32. Logits of rows without rules are only widened.
 
-    For a row with rules, with c the token's count in the output and on the row's path:
+    A logit of a row with rules changes in four steps. Here, c is the number of times that the token occurs in
+    the output and on the row's path:
 
     1. Add the token's bias.
     2. If the prompt contains the token or c > 0, divide a positive logit by the repetition penalty, and
-       multiply another one by it.
+       multiply a negative logit by it.
     3. Subtract c times the frequency penalty. If c > 0, subtract the presence penalty.
     4. Set forbidden tokens to -inf: tokens that are always forbidden, tokens that end the text before its
        minimum length, and tokens that would complete a bad word.
@@ -184,7 +186,8 @@ def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) 
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.
 
     Example:
-        Token 1 is in the output twice. Token 2 has a bias. Token 3 ends the text, which is too short.
+        Token 1 is in the output twice. Token 2 has a bias. Token 3 would end the text before its minimum
+        length.
 
         >>> import torch
         >>> from outrider.kernels.logit_rules import ENDS, RuleRows, apply_rules, make_rule_state
@@ -222,7 +225,7 @@ def record_outputs(
     packed: torch.Tensor,
     rows: int,
 ) -> OutputRows:
-    """Count the tokens that a round has chosen, in place, and list the rows that they were chosen from.
+    """Count the tokens that a round has chosen, in place, and return the rows from which they were chosen.
 
     Args:
         state: The rules of all slots; `words` and `tail` of slots with rules are changed in place.

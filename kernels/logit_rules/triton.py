@@ -1,8 +1,8 @@
 """Triton version of logit_rules: each op is one launch. The package documents the contract.
 
-`locate_rules` and `record_outputs` have one program per entry, like the ops of packed_round: the grid has one
-program per packed row, because that is the largest number of entries, and since the program with the number of
-a padding row also writes that row. `apply_rules` has one program per row and part of the vocabulary.
+`locate_rules` and `record_outputs` launch one program per packed row, because a round has at most one entry
+per packed row. A program handles the entry with its number, and also writes the padding row with its number.
+`apply_rules` launches one program per row and part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _BLOCK = 2048  # tokens of a part
 
 @triton.jit(do_not_specialize=["entries", "rows"])
 def _locate(
-    active, output_starts, num_phrases, phrase_starts, phrase_tokens, tail, starts, table_rows, cached_lens, tokens, parents, depths,
-    num_nodes, slots, lengths, paths, num_banned, banned, entries, rows, columns, phrases, phrase_room,
+    active, output_starts, num_phrases, phrase_starts, phrase_tokens, tail, starts, table_rows, cached_lens,
+    tokens, parents, depths, num_nodes, slots, lengths, paths, num_banned, banned, entries, rows, columns,
+    phrases, phrase_room,
     BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -112,8 +113,9 @@ def locate_rules(
     if max(entries, rows):
         with _launch.on_device_of(tokens):
             _locate[(max(entries, rows),)](
-                state.active, state.starts, state.num_phrases, state.phrase_starts, state.phrase_tokens, state.tail, starts, table_rows,
-                cached_lens, tokens, parents, depths, num_nodes, slots, lengths, paths, num_banned, banned, entries, rows, columns, phrases,
+                state.active, state.starts, state.num_phrases, state.phrase_starts, state.phrase_tokens,
+                state.tail, starts, table_rows, cached_lens, tokens, parents, depths, num_nodes, slots,
+                lengths, paths, num_banned, banned, entries, rows, columns, phrases,
                 state.phrase_tokens.shape[1], BLOCK=_NODES, num_warps=1, **_launch.dependent(tokens),
             )  # fmt: skip
     return RuleRows(state, slots, lengths, paths, num_banned, banned)
@@ -121,8 +123,8 @@ def locate_rules(
 
 @triton.jit
 def _apply(
-    logits, row_stride, slots, lengths, paths, num_banned, banned, positions, words, presence, frequency, repetition, first_ends,
-    num_biases, bias_tokens, bias_values, scores, vocab, columns, phrases,
+    logits, row_stride, slots, lengths, paths, num_banned, banned, positions, words, presence, frequency,
+    repetition, first_ends, num_biases, bias_tokens, bias_values, scores, vocab, columns, phrases,
     BIASES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -134,7 +136,7 @@ def _apply(
     slot = tl.load(slots + row).to(tl.int64)
     if slot >= 0:
         word = tl.load(words + slot * vocab + token, mask=inside, other=0)
-        # The output is that of the slot and the path of the row's node.
+        # The output consists of the slot's tokens and the path of the row's node.
         count = word & _COUNT_MASK
         for step in range(tl.load(lengths + row)):
             count += (token == tl.load(paths + row * columns + step)).to(tl.int32)
@@ -178,17 +180,20 @@ def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) 
     if rows:
         with _launch.on_device_of(logits):
             _apply[(rows, _launch.ceil_div(vocab, _BLOCK))](
-                logits, logits.stride(0), rules.slots.contiguous(), rules.depths.contiguous(), rules.paths.contiguous(),
-                rules.num_banned.contiguous(), rules.banned.contiguous(), positions.contiguous(), state.words, state.presence,
-                state.frequency, state.repetition, state.first_ends, state.num_biases, state.bias_tokens, state.bias_values, scores, vocab,
-                rules.paths.shape[1], rules.banned.shape[1], BIASES=biases, BLOCK=_BLOCK, num_warps=8, **_launch.dependent(logits),
+                logits, logits.stride(0), rules.slots.contiguous(), rules.depths.contiguous(),
+                rules.paths.contiguous(), rules.num_banned.contiguous(), rules.banned.contiguous(),
+                positions.contiguous(), state.words, state.presence, state.frequency, state.repetition,
+                state.first_ends, state.num_biases, state.bias_tokens, state.bias_values, scores, vocab,
+                rules.paths.shape[1], rules.banned.shape[1], BIASES=biases, BLOCK=_BLOCK, num_warps=8,
+                **_launch.dependent(logits),
             )  # fmt: skip
     return scores
 
 
 @triton.jit(do_not_specialize=["results", "rows", "columns"])
 def _record(
-    active, words, tail, tops, starts, table_rows, cached_lens, packed, out_rows, out_tops, results, rows, vocab, columns,
+    active, words, tail, tops, starts, table_rows, cached_lens, packed, out_rows, out_tops, results, rows,
+    vocab, columns,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     if PDL:
@@ -242,8 +247,9 @@ def record_outputs(
     if max(results, rows):
         with _launch.on_device_of(packed):
             _record[(max(results, rows),)](
-                state.active, state.words, state.tail, state.tops, starts, table_rows, cached_lens, packed, outputs.rows, outputs.tops,
-                results, rows, state.words.shape[1], columns, COLUMNS=_launch.next_power_of_2(columns), BLOCK=_NODES, num_warps=1,
+                state.active, state.words, state.tail, state.tops, starts, table_rows, cached_lens, packed,
+                outputs.rows, outputs.tops, results, rows, state.words.shape[1], columns,
+                COLUMNS=_launch.next_power_of_2(columns), BLOCK=_NODES, num_warps=1,
                 **_launch.dependent(packed),
             )  # fmt: skip
     return outputs

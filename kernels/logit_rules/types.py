@@ -20,12 +20,14 @@ TAIL = 64
 
 @dataclass(frozen=True, slots=True)
 class RuleState:
-    """The rules of each slot and what the slot has generated. S slots, V tokens in the vocabulary.
+    """The rules of each slot, and the tokens that the slot has generated.
+
+    S is the number of slots, and V is the size of the vocabulary.
 
     Attributes:
         active: ``[S] int32``, 1 if the slot has rules. Nothing else is read for a slot without rules.
         words: ``[S, V] int32``; for each token, its count in the output and its flags (`IN_PROMPT` …).
-        presence, frequency, repetition: ``[S] fp32``, the penalties; neutral are 0, 0 and 1.
+        presence, frequency, repetition: ``[S] fp32``, the penalties. The values 0, 0 and 1 change nothing.
         first_ends: ``[S] int32``, index of the first token of the sequence that may end the text.
         starts: ``[S] int32``, index of the first output token, i.e. the length of the prompt.
         num_biases: ``[S] int32``, number of entries of the bias list.

@@ -21,11 +21,11 @@ def merge_attention(
     out: torch.Tensor | None = None,
     out_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two results of attention by the log-sum-exp of their scores, in fp32.
+    """Merge two results of attention in fp32, weighted by the log-sum-exp of their scores.
 
-    The results belong to the same queries and to disjoint sets of tokens. A log-sum-exp of -inf says that a
-    query saw no token of a set. Such a result is ignored, even if it is NaN. If both are -inf, the merged
-    result is zero.
+    The results belong to the same queries and to disjoint sets of tokens. A log-sum-exp of -inf means that a
+    query saw no token of a set. The result for that set is ignored, even if it is NaN. If both log-sum-exps
+    are -inf, the merged result is zero.
 
     Args:
         first, second: ``[rows, heads, dim]`` fp32/bf16/fp16, not necessarily of the same dtype; any strides

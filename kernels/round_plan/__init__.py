@@ -45,9 +45,9 @@ def round_plan(
         page_size: Tokens per page.
         lead: Number of stable rows minus ``committed_lens - 1``: 0 if a row pairs a token with the feature of
             the preceding token, 1 if a row represents a single token.
-        behind: Number of stable rows that are missing at the end, because a later layer of a chain reads
-            tokens that are further ahead. The rows of a sequence move to the front by this number. Rows that
-            would lie before position 0 have no slots.
+        behind: Number of stable rows that are still missing at the end of a sequence. A later layer of a
+            chain of MTP layers reads tokens that are further ahead, so it has fewer rows. The rows of a
+            sequence move to the front by this number. Rows that would lie before position 0 have no slots.
 
     Returns:
         The plan.

@@ -1,4 +1,4 @@
-"""token_logprobs: log-probabilities of chosen tokens, and of the most likely tokens at their places."""
+"""token_logprobs: log-probabilities of chosen tokens, and of the most likely tokens at the same positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["MAX_TOP", "WORDS", "token_logprobs"]
 def token_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, tops: torch.Tensor
 ) -> torch.Tensor:
-    """Return the log-probability of one token per result, and those of the most likely tokens.
+    """Return, for each result, the log-probability of one token and those of the most likely tokens.
 
     The distribution is the softmax of the logits, computed in fp32. Tokens are ordered by (logit descending,
     id ascending).

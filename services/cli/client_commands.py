@@ -83,7 +83,7 @@ def chat(
     system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
     api_key: ApiKey = None,
 ) -> None:
-    """Chat with the model through a running gateway. Tokens are coloured by how they came.
+    """Chat with the model through a running gateway. Colours show which tokens were drafted.
 
     /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.
     """

@@ -23,6 +23,7 @@ from outrider.services.cli.up_help import GroupedCommand
 from outrider.services.convert.cli import convert
 from outrider.services.doctor.cli import doctor
 from outrider.services.stack.standby import wait_until_needed
+from outrider.services.tune.cli import tune
 from outrider.services.verify.cli import verify
 from outrider.shared.base.errors import ErrorCode, OutriderError
 
@@ -50,6 +51,7 @@ app.command()(top)
 app.command()(health)
 app.command()(doctor)
 app.command()(verify)
+app.command()(tune)
 app.add_typer(serve, name="serve")
 app.add_typer(convert, name="convert")
 app.add_typer(bench, name="bench")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from outrider.services.cli.flags import TARGET_FLAGS, target_options, with_options
 from outrider.services.cli.settings_options import settings_options
-from outrider.services.cli.up_help import ConfigFile
+from outrider.services.cli.up_help import ConfigFile, Profile
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.services.stack import launch
 from outrider.services.stack.launch import Progress
@@ -26,7 +26,7 @@ from outrider.shared.spec.algorithm import Algorithm
 # `up` has options of its own for these settings of the gateway, or sets them itself.
 OWN_GATEWAY_SETTINGS = (
     *("host", "published_on", "port", "grpc_port"),
-    *("target", "tokenizer", "log_level", "log_json"),
+    *("target", "target_refresh_s", "target_wait_s", "tokenizer", "model_tokenizer", "log_level", "log_json"),
 )
 GATEWAY_PREFIX = "OUTRIDER_GATEWAY_"
 Model = Annotated[
@@ -199,6 +199,7 @@ def up(
     kv_tokens: KvTokens = None,
     tp: Tp = None,
     config: ConfigFile = None,
+    profile: Profile = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the REST API.")] = 8000,
     grpc_port: Annotated[

@@ -1,4 +1,4 @@
-"""The option `--config` of `outrider up`, and its help text with the options in groups (`GroupedCommand`)."""
+"""The options `--config` and `--profile` of `outrider up`, and its help text in groups (`GroupedCommand`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("device", "dtype", "tp", "max_running_requests", "mem_fraction_static", "kv_tokens"),
     ),
     "Target": tuple(TARGET_FLAGS),
-    "General": ("config", "log_level", "log_json", "help"),
+    "General": ("config", "profile", "log_level", "log_json", "help"),
 }
 """Heading in the help text → options. All others are the gateway's."""
 GATEWAY_GROUP = "Gateway"
@@ -47,14 +47,30 @@ class GroupedCommand(TyperCommand):
                     formatter.write_dl(lines)
 
 
+FILE_OPTIONS = ("config", "profile")
+
+
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the values of a file the defaults of the other options."""
-    if path is None:
-        return None
+    """Make the values of a settings file the defaults of the other options. They override a profile's."""
+    if path is not None:
+        context.default_map = {**(context.default_map or {}), **_values_of(context, path)}
+    return path
+
+
+def _read_profile(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the values of a profile the defaults of options that --config does not set."""
+    if path is not None:
+        context.default_map = {**_values_of(context, path), **(context.default_map or {})}
+    return path
+
+
+def _values_of(context: typer.Context, path: Path) -> dict[str, Any]:
+    """Return option → value for a file, whatever of their names the file uses."""
     options = [param for param in context.command.params if param.param_type_name == "option"]
-    known = {param.name: str(param.name) for param in options if param.name != "config"}
+    known = {param.name: str(param.name) for param in options if param.name not in FILE_OPTIONS}
     for param in options:
-        known |= {name.lstrip("-").replace("-", "_"): str(param.name) for name in param.opts}
+        if param.name not in FILE_OPTIONS:
+            known |= {name.lstrip("-").replace("-", "_"): str(param.name) for name in param.opts}
     values = {name.replace("-", "_"): value for name, value in read_settings_file(path).items()}
     if unknown := [name for name in values if name not in known]:
         raise ConfigurationError(
@@ -63,8 +79,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             field=unknown[0],
             reason="unknown_setting",
         )
-    context.default_map = {known[name]: value for name, value in values.items()}
-    return path
+    return {known[name]: value for name, value in values.items()}
 
 
 ConfigFile = Annotated[
@@ -75,6 +90,16 @@ ConfigFile = Annotated[
         callback=_read_config,
         help="TOML or JSON file with options of this command, for example `num_steps = 3`. Flags and the "
         "gateway's environment variables override it.",
+        metavar="FILE",
+    ),
+]
+Profile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        is_eager=True,
+        callback=_read_profile,
+        help="Profile that `outrider tune` wrote. --config and flags override it.",
         metavar="FILE",
     ),
 ]

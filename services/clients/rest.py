@@ -20,7 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def gateway_url(given: str) -> str:
-    """Return the URL of a gateway as users write it: with or without ``http://``, ``/v1`` and a slash.
+    """Return the URL of a gateway. Users may write it with or without ``http://``, ``/v1`` and a final slash.
 
     Example:
         >>> gateway_url("localhost:8000/v1/")

@@ -84,7 +84,7 @@ def run_probe(
         prompts: Prompts as token ids.
         num_tokens: Length of each answer.
         shape: Shape of every draft tree.
-        progress: Told about each step.
+        progress: Called with each step.
 
     Raises:
         CheckpointError, ConfigurationError: The pair cannot be loaded.

@@ -16,6 +16,7 @@ from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.lifecycle import DrainStep, StopSignal, run_steps
 from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.obs.logging import configure_logging, get_logger
+from outrider.shared.obs.open_tracer import open_tracer
 from outrider.shared.rpc.address import IpcAddress, grpc_address
 from outrider.shared.rpc.server import SyncServer, sync_server
 
@@ -68,6 +69,7 @@ class DraftService:
         if threads:
             torch.set_num_threads(threads)
         self.loop = DraftLoop(self.engine)
+        self.engine.spans.tracer = open_tracer("draft", settings.otlp_endpoint, settings.trace_share)
         protocol = DraftProtocol(
             self.loop, device, _tokenizer(settings), tiles=not settings.disable_tile_trial
         )
@@ -107,6 +109,7 @@ class DraftService:
                 DrainStep("join the engine", self.loop.stop),
                 DrainStep("hang up on this host's targets", self._hang_up),
                 DrainStep("stop the server", lambda: self._server.stop(self._settings.drain_grace_s)),
+                DrainStep("send the last spans", self.engine.spans.tracer.close),
             ]
         )
         log.info("stopped", clean=done)

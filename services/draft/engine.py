@@ -26,6 +26,7 @@ from outrider.services.draft.growth.draft_graph import pending_rows
 from outrider.services.draft.growth.slot_rounds import SessionGroup, SlotRounds
 from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.draft.sessions.session import Answer, Ask, PeerId, Reason, Session, Verdict
+from outrider.services.draft.sessions.session_spans import SessionSpans
 from outrider.services.draft.sessions.session_table import SessionLimits, SessionTable
 from outrider.services.draft.strategies.base import DraftStrategy
 from outrider.shared.spec.drafter import Commit, SequenceOpen
@@ -90,6 +91,7 @@ class DraftEngine:
     ) -> None:
         self.strategy = strategy
         self.metrics = metrics
+        self.spans = SessionSpans()
         self.sessions = SessionTable(limits, strategy.release)
         self._clock = clock
         self._slot_rounds = None if strategy.rounds is None else SlotRounds(strategy.rounds.memory, clock)
@@ -104,7 +106,10 @@ class DraftEngine:
             return self._counted(
                 "open", Answer(Verdict.REJECTED, Reason.NOT_READY, retry_after_ms=OUT_OF_PAGES_RETRY_MS)
             )
-        return self._counted("open", self.sessions.open(peer, opening, self._clock()))
+        answer = self._counted("open", self.sessions.open(peer, opening, self._clock()))
+        if answer.verdict is Verdict.ACCEPTED:
+            self.spans.opened(peer, opening.fence.session_id, opening.traceparent)
+        return answer
 
     def add_features(
         self, peer: PeerId, session_id: int, epoch: int, base: int, rows: torch.Tensor
@@ -130,6 +135,7 @@ class DraftEngine:
     def close(self, peer: PeerId, session_id: int) -> Answer:
         """Stop following a sequence and free its memory."""
         self.sessions.touch(peer, self._clock())
+        self.spans.closing(peer, session_id, self.sessions.get(peer, session_id))
         return self._counted("close", self.sessions.close(peer, session_id))
 
     def touch(self, peer: PeerId) -> None:
@@ -138,6 +144,7 @@ class DraftEngine:
 
     def drop_peer(self, peer: PeerId) -> int:
         """Forget every session of a peer that has left, and return the number of these sessions."""
+        self.spans.left(peer)
         return self.sessions.drop_peer(peer)
 
     def expire(self) -> int:

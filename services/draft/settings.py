@@ -10,7 +10,7 @@ from pydantic import Field
 from outrider.services.draft.algorithm import Algorithm, check_given
 from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import Dtype, ServiceSettings, settings_config
+from outrider.shared.base.settings import Dtype, TracedSettings, settings_config
 from outrider.shared.rpc.address import check_listen_address, grpc_address
 from outrider.shared.spec.tree import DraftShape
 
@@ -26,7 +26,7 @@ SMALL_HEAD = 1024
 """Hidden size up to which a head's operations are too short to gain from several threads."""
 
 
-class DraftSettings(ServiceSettings):
+class DraftSettings(TracedSettings):
     """Settings of `outrider serve draft`."""
 
     model_config = settings_config("draft")

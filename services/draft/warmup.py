@@ -42,9 +42,9 @@ def warm_up(
     tiles: bool = True,
     tiles_s: float = DRAFT_BUDGET_S,
 ) -> list[Work]:
-    """Follow a made-up sequence and grow trees of the default shapes, greedy and with noise.
+    """Extend a made-up sequence and grow trees of the default shapes, greedy and with noise.
 
-    A draft that was restarted serves soon, because only this work comes first. On a GPU, the returned work
+    Only this work runs before the draft serves, so a restarted draft serves soon. On a GPU, the returned work
     does the same for batches of several sizes.
 
     Args:

@@ -95,7 +95,7 @@ def create_app(core: GatewayCore) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER, IGNORED_HEADER, "Retry-After"],
         )
-    app.add_middleware(RequestContext, metrics=core.metrics, errors=core.errors)
+    app.add_middleware(RequestContext, metrics=core.metrics, errors=core.errors, tracer=core.tracer)
     _describe_validation(app)
     return app
 
@@ -124,7 +124,7 @@ class GatewayServer:
     async def start(self) -> None:
         """Start the REST and gRPC servers. The gateway becomes ready when the target becomes ready."""
         settings = self._settings
-        await self.core.client.start()
+        await self.core.targets.start()
         if settings.grpc_port:
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             self._grpc = aio_server(
@@ -164,23 +164,24 @@ class GatewayServer:
         4. Stop the REST and gRPC servers.
         """
         settings, core = self._settings, self.core
-        core.draining = True
+        core.lifecycle.draining = True
         if self._readiness:
             self._readiness.cancel()
         if self._grpc:
             await self._grpc.set_serving(False)
         await asyncio.sleep(settings.drain_notice_s)
-        core.admitting = False
+        core.lifecycle.admitting = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.drain_grace_s):
-                await core.idle.wait()
+                await core.lifecycle.idle.wait()
         if self._grpc:
-            await self._grpc.stop(1.0 if core.idle.is_set() else 0.0)
+            await self._grpc.stop(1.0 if core.lifecycle.idle.is_set() else 0.0)
         if self._http and self._http_task:
             self._http.should_exit = True
             await self._http_task
-        await core.client.close()
+        await core.targets.close()
         self._socket.close()
+        await asyncio.to_thread(core.tracer.close)
 
     async def failed(self) -> None:
         """Return when the HTTP server ends on its own."""
@@ -191,7 +192,7 @@ class GatewayServer:
         """Log `ready` once, and mirror the target's readiness in gRPC health."""
         announced = False
         while True:
-            await self.core.client.readiness.wait_for(True)
+            await self.core.targets.readiness.wait_for(True)
             if self._grpc:
                 await self._grpc.set_serving(True)
             if not announced:
@@ -199,7 +200,7 @@ class GatewayServer:
                     "ready", url=f"http://{self._settings.host}:{self.port}", grpc_port=self.grpc_port or None
                 )
                 announced = True
-            await self.core.client.readiness.wait_for(False)
+            await self.core.targets.readiness.wait_for(False)
             if self._grpc:
                 await self._grpc.set_serving(False)
 

@@ -17,6 +17,7 @@ from outrider.shared.base.generation import (
 )
 from outrider.shared.rpc.convert_constraint import constraint_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_from_proto, logprobs_to_proto, set_rules
+from outrider.shared.rpc.target_version import TargetFeature, agree_with_target
 from outrider.target.v1 import target_pb2
 
 MODE_TO_PROTO = {
@@ -71,6 +72,8 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         cache_salt=request.cache_salt,
         logprobs=logprobs_to_proto(request.logprobs),
         constraint=constraint_to_proto(request.constraint),
+        traceparent=request.traceparent,
+        resume_ids=request.resume_ids,
     )
 
 
@@ -98,8 +101,12 @@ def finish_from_proto(finish: target_pb2.Finish) -> TargetFinish:
 
 
 def info_from_proto(reply: target_pb2.GetInfoReply) -> ServedTarget:
-    """Convert the reply of GetInfo."""
-    speculation = reply.speculation
+    """Convert the reply of GetInfo.
+
+    Raises:
+        ProtocolError: If the target and this gateway have no version in common.
+    """
+    speculation, features = reply.speculation, agree_with_target(reply)
     return ServedTarget(
         model_id=reply.model_id,
         architecture=reply.architecture,
@@ -120,6 +127,8 @@ def info_from_proto(reply: target_pb2.GetInfoReply) -> ServedTarget:
         max_topk=speculation.max_topk,
         max_nodes=speculation.max_nodes,
         speculation_state=speculation.state,
+        resumes=TargetFeature.RESUME in features,
+        constrains=TargetFeature.CONSTRAINT in features,
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from outrider.services.gateway.admission import Admission
 from outrider.services.gateway.generation import Generator
+from outrider.services.gateway.lifecycle import Lifecycle
 from outrider.services.gateway.logprobs import token_bytes
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
@@ -19,14 +22,16 @@ from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request import ChoiceEvent
 from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from outrider.services.gateway.served_target import TargetStats
+from outrider.services.gateway.served_target import unknown_model
 from outrider.services.gateway.settings import GatewaySettings
-from outrider.services.gateway.target_client.client import TargetClient
+from outrider.services.gateway.target_client.member import Member
+from outrider.services.gateway.target_client.pool import ModelTargets, PoolLimits, TargetPool
 from outrider.services.gateway.target_client.stream import ReaderLimits
 from outrider.services.gateway.tokenizer import TextCodec
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.metrics import join_expositions
+from outrider.shared.obs.open_tracer import open_tracer
 
 DRAIN_RETRY_S = 5.0
 
@@ -46,7 +51,7 @@ class Job:
         parameters: Sampling, stopping and speculation parameters.
         surface: Field names and defaults of the API that received the request.
         timeout_s: Seconds until the caller's deadline, or None. The server's own limit always applies.
-        rids: The client's names of the sequences, for `GatewayCore.abort`. Empty if it gave no names.
+        rids: Names that the client gave to the sequences, for `GatewayCore.abort`. Empty without names.
         per_prompt: Parameters of each prompt. Empty if all prompts have the same `parameters`.
     """
 
@@ -62,29 +67,42 @@ class Job:
 class GatewayCore:
     """The core that REST and gRPC share. A gateway process has one core.
 
+    If the targets serve several models, `of_model` returns a copy of the core for each other model. The copy
+    shares everything with the core but the settings, the text codec and the targets of its model.
+
     Attributes:
+        targets: All targets.
+        client: The targets of this core's model.
         token_bytes: Returns the bytes of a token's text, for logprobs.
         parsers: The parsers of the model's answers.
-        draining: True once shutdown has begun. The gateway then reports not ready.
-        admitting: Whether new requests are accepted.
-        idle: Event that is set while no request is running.
+        lifecycle: Whether requests are accepted.
         errors: The latest error replies.
+        tracer: Records the spans of requests.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
-        self.settings = settings
-        self.codec = TextCodec.load(settings.tokenizer) if settings.tokenizer else None
-        self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
         self.metrics = GatewayMetrics()
+        self.tracer = open_tracer("gateway", settings.otlp_endpoint, settings.trace_share)
         self.errors = RecentErrors()
         self.admission = Admission(
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
         )
-        self.client = TargetClient(
-            settings.target,
-            ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s),
-            settings.target_probe_timeout_s,
-        )
+        self.targets = _target_pool(settings, self.metrics)
+        self.lifecycle = Lifecycle()
+        self.started_at = int(time.time())
+        # Client's name of a sequence or a batch → ids of the running sequences.
+        self._by_rid: dict[str, set[str]] = {}
+        self._codecs = _load_codecs(settings)
+        # The cores of other models, by model id.
+        self._others: dict[str, GatewayCore] = {}
+        self._serve_model(settings, None)
+
+    def _serve_model(self, settings: GatewaySettings, model_id: str | None) -> None:
+        """Set what belongs to one model. `model_id` is None for the default model."""
+        self.settings = settings
+        self.codec = replace(self._codecs[settings.tokenizer]) if settings.tokenizer else None
+        self.token_bytes = token_bytes(self.codec.tokenizer if self.codec else None)
+        self.client = ModelTargets(self.targets, model_id)
         if self.codec:
             self.codec.limit.context = lambda: self.client.info.max_model_len
         self.builder = RequestBuilder(
@@ -95,28 +113,56 @@ class GatewayCore:
             settings.reasoning_parser,
             self.codec.template_source if self.codec else "",
         )
-        self.started_at = int(time.time())
-        self.draining = False
-        self.admitting = True
-        self.idle = asyncio.Event()
-        self.idle.set()
-        self._running = 0
-        # Client's name of a sequence or a batch → ids of the running sequences.
-        self._by_rid: dict[str, set[str]] = {}
         self._generator = Generator(self.client, self.codec.tokenizer if self.codec else None, self.metrics)
 
     @property
     def ready(self) -> bool:
         """Whether a request sent now would be accepted."""
-        return self.client.ready and not self.draining
+        return self.targets.ready and not self.lifecycle.draining
 
     def check_ready(self) -> None:
         """Raise UnavailableError, with the reason, unless the gateway is ready."""
-        if self.draining:
+        if self.lifecycle.draining:
             raise self._draining()
-        if not self.client.ready:
-            message = f"The target service at {self.settings.target} is not ready."
-            raise UnavailableError(message, reason="target_unavailable", retry_after_s=1.0)
+        if not self.targets.ready:
+            raise self.targets.unavailable()
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that requests may use. The first one is that of the default model.
+
+        Raises:
+            UnavailableError: If no target has ever been connected.
+        """
+        default = self.settings.served_model_name or (self.client.info.model_id,)
+        return (*default, *(one for one in self.targets.model_ids[1:] if one not in default))
+
+    def of_model(self, name: str | None) -> GatewayCore:
+        """Return the core of the model that a request names. No name stands for the default model.
+
+        Raises:
+            ModelNotFoundError: If several models are served, and none has this name.
+        """
+        model_ids = self.targets.model_ids
+        if len(model_ids) < 2 and not self.settings.model_tokenizer:
+            return self
+        default = self.client.info.model_id
+        own_names = self.settings.served_model_name or (default,)
+        model_id = default if not name or name in own_names else name
+        if model_id not in model_ids:
+            if not self.settings.any_model:
+                raise unknown_model(model_id, self.model_names)
+            model_id = default
+        if model_id == default and model_id not in self.settings.tokenizers:
+            return self
+        if model_id not in self._others:
+            names = own_names if model_id == default else (model_id,)
+            changes: dict[str, object] = {"served_model_name": names}
+            if model_id in self.settings.tokenizers:
+                changes["tokenizer"] = self.settings.tokenizers[model_id]
+            core = self._others[model_id] = copy.copy(self)
+            core._serve_model(self.settings.model_copy(update=changes), model_id)
+        return self._others[model_id]
 
     def need_codec(self, field: str) -> TextCodec:
         """Return the text codec.
@@ -145,13 +191,12 @@ class GatewayCore:
                 503 if the server drains or has no target. Errors reported by the target are raised as well.
                 The error for too many sequences is raised before any work is done.
         """
-        if not self.admitting:
+        if not self.lifecycle.admitting:
             raise self._draining()
         note = current_note.get() or RequestNote()
         with self.admission.admit(job.sequences) as slot:
             names: list[tuple[str, str]] = []
-            self._running += 1
-            self.idle.clear()
+            self.lifecycle.began()
             try:
                 info = self.client.info
                 deadline = asyncio.get_running_loop().time() + self._timeout_s(job)
@@ -161,6 +206,8 @@ class GatewayCore:
                     for parameters, part in _parts(job, prompts)
                     for request in self.builder.build(part, parameters, job.surface, info, deadline)
                 ]
+                if traceparent := note.span.traceparent:
+                    requests = [replace(request, traceparent=traceparent) for request in requests]
                 ids = [request.request_id for request in requests]
                 names = list(zip(job.rids or ids, ids, strict=True))
                 for rid, request_id in names:
@@ -175,9 +222,7 @@ class GatewayCore:
                 raise
             finally:
                 self._forget(names)
-                self._running -= 1
-                if not self._running:
-                    self.idle.set()
+                self.lifecycle.ended()
 
     def abort(self, rid: str | None) -> int:
         """Abort running sequences. Their clients get what has been generated.
@@ -195,7 +240,7 @@ class GatewayCore:
             for request_id in ids
         }
         for request_id in found:
-            self.client.cancel(request_id)
+            self.targets.cancel(request_id)
         return len(found)
 
     def _forget(self, names: Sequence[tuple[str, str]]) -> None:
@@ -210,20 +255,23 @@ class GatewayCore:
         return limit if job.timeout_s is None else min(job.timeout_s, limit)
 
     async def render_metrics(self) -> str:
-        """Return the gateway's metrics. If the target answers, append the target's metrics."""
-        try:
-            return self.join_metrics(await self.client.stats())
-        except OutriderError:
-            return self.join_metrics(None)
+        """Return the gateway's metrics, followed by the metrics of the targets that answer."""
+        members = self.targets.members
+        stats = await self.targets.stats(members)
+        found = [(one, text.prometheus_text) for one, text in zip(members, stats, strict=True) if text]
+        return self.join_metrics(found)
 
-    def join_metrics(self, stats: TargetStats | None) -> str:
-        """Return the gateway's metrics, followed by the target's metrics unless `stats` is None."""
+    def join_metrics(self, texts: Sequence[tuple[Member, str]]) -> str:
+        """Return the gateway's metrics, followed by the given metrics of targets.
+
+        Each sample of a target gets the labels `model` and `target`.
+        """
         metrics = self.metrics
         metrics.active.set(self.admission.active)
         metrics.waiting.set(self.admission.waiting)
         metrics.waiting_tokens.set(self.admission.waiting_tokens)
-        metrics.target_ready.set(self.client.ready)
-        return join_expositions(metrics.render(), stats.prometheus_text) if stats else metrics.render()
+        metrics.show_targets(self.targets.members)
+        return join_expositions(metrics.render(), [(one.labels, text) for one, text in texts])
 
     @staticmethod
     def _draining() -> UnavailableError:
@@ -232,6 +280,20 @@ class GatewayCore:
             reason="draining",
             retry_after_s=DRAIN_RETRY_S,
         )
+
+
+def _load_codecs(settings: GatewaySettings) -> dict[Path, TextCodec]:
+    """Load the tokenizers of all models at start, because loading would stop the event loop later."""
+    paths = dict.fromkeys([settings.tokenizer, *settings.tokenizers.values()])
+    return {path: TextCodec.load(path) for path in paths if path is not None}
+
+
+def _target_pool(settings: GatewaySettings, metrics: GatewayMetrics) -> TargetPool:
+    reader = ReaderLimits(settings.slow_reader_bytes, settings.slow_reader_timeout_s)
+    limits = PoolLimits(
+        reader, settings.target_probe_timeout_s, settings.target_refresh_s, settings.target_wait_s
+    )
+    return TargetPool(settings.sources, limits, lambda reason: metrics.moved.labels(reason).inc())
 
 
 def _sampling_defaults(settings: GatewaySettings) -> SamplingDefaults:

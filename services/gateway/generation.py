@@ -24,8 +24,8 @@ from outrider.services.gateway.request import (
     TargetFinish,
     Usage,
 )
-from outrider.services.gateway.target_client.client import TargetClient
-from outrider.services.gateway.target_client.stream import TargetStream
+from outrider.services.gateway.target_client.movable_stream import MovableStream
+from outrider.services.gateway.target_client.pool import ModelTargets
 from outrider.services.gateway.trace_text import TraceTexts
 from outrider.shared.base.errors import DeadlineExceededError, OutriderError
 from outrider.shared.base.generation import FinishReason, RoundTrace, SpeculationReport
@@ -38,7 +38,7 @@ FINISH_WAIT_S = 2.0
 class Generator:
     """Runs sequences on the target and converts their tokens to text."""
 
-    def __init__(self, client: TargetClient, tokenizer: Tokenizer | None, metrics: GatewayMetrics) -> None:
+    def __init__(self, client: ModelTargets, tokenizer: Tokenizer | None, metrics: GatewayMetrics) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -181,7 +181,7 @@ async def _merge(sequences: Sequence[AsyncGenerator[ChoiceEvent, None]]) -> Asyn
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _next(stream: TargetStream, deadline: float) -> TargetDelta | TargetFinish:
+async def _next(stream: MovableStream, deadline: float) -> TargetDelta | TargetFinish:
     try:
         async with asyncio.timeout_at(deadline):
             return await stream.next()
@@ -189,7 +189,7 @@ async def _next(stream: TargetStream, deadline: float) -> TargetDelta | TargetFi
         raise DeadlineExceededError("The request's deadline passed before it finished.") from None
 
 
-async def _last_word(stream: TargetStream, request: GenerationRequest) -> TargetFinish:
+async def _last_word(stream: MovableStream, request: GenerationRequest) -> TargetFinish:
     """Return the target's statistics after a cancel, or empty statistics if none arrive in time."""
     try:
         async with asyncio.timeout(FINISH_WAIT_S):

@@ -21,8 +21,8 @@ BytesOf = Callable[[int], bytes]
 def token_bytes(tokenizer: Tokenizer | None) -> BytesOf:
     """Return a function for the bytes of single tokens, which need not be valid UTF-8.
 
-    Args:
-        tokenizer: Without a tokenizer, every token is empty.
+    tokenizer: Decodes the tokens. With None, the bytes of every token are empty.
+    tokenizer: Without a tokenizer, every token is empty.
     """
     if tokenizer is None:
         return lambda token: b""
@@ -141,7 +141,8 @@ def _finite(logprob: float) -> float:
 def _byte_letters() -> dict[str, int]:
     """Return the byte of each letter with which byte-level tokenizers write their tokens.
 
-    Printable bytes of Latin-1 stand for themselves. The others have the letters from U+0100 on, in order.
+    Printable bytes of Latin-1 are written as themselves. The other bytes are written as the letters from
+    U+0100 on, in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

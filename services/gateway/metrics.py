@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.services.gateway.request import FINISH_NAMES, Finished
+from outrider.services.gateway.target_client.member import Member
+from outrider.shared.base.version import installed_version
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
 
 
@@ -11,6 +15,8 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self._metrics = metrics = Metrics()
+        build = metrics.gauge("build_info", "1; the label is the version of the gateway.", ["version"])
+        build.labels(installed_version()).set(1)
         self.time_to_first_token = metrics.histogram(
             "time_to_first_token_seconds", "Time from submission to the first token.", REQUEST_BUCKETS_S
         )
@@ -27,13 +33,34 @@ class GatewayMetrics:
         self.generation_tokens = metrics.counter("generation_tokens", "Generated tokens.")
         self.success = metrics.counter("request_success", "Finished sequences.", ["finished_reason"])
         self.failures = metrics.counter("request_failures", "Failed sequences, by reason.", ["reason"])
+        self.moved = metrics.counter(
+            "gateway_moved_sequences", "Sequences that went on at another target, by reason.", ["reason"]
+        )
         self.http_requests = metrics.counter("http_requests", "HTTP requests.", ["route", "status"])
         self.active = metrics.gauge("gateway_requests_active", "Admitted sequences that have not finished.")
         self.waiting = metrics.gauge("gateway_requests_waiting", "Admitted sequences that have no token yet.")
         self.waiting_tokens = metrics.gauge(
             "gateway_prompt_tokens_waiting", "Prompt tokens of waiting sequences."
         )
-        self.target_ready = metrics.gauge("gateway_target_ready", "1 if the target is connected and serving.")
+        self.target_ready = metrics.gauge("gateway_target_ready", "1 if a target is connected and serving.")
+        labels = ["model", "target"]
+        self.ready_targets = metrics.gauge(
+            "gateway_ready_targets", "1 if this target is connected and serving, or else 0.", labels
+        )
+        self.target_load = metrics.gauge(
+            "gateway_target_load_tokens",
+            "Prompt tokens and expected new tokens of the gateway's sequences on this target.",
+            labels,
+        )
+
+    def show_targets(self, members: Sequence[Member]) -> None:
+        """Set the metrics of each target. Targets that are not listed any more disappear."""
+        for gauge in (self.ready_targets, self.target_load):
+            gauge.clear()
+        for one in members:
+            self.ready_targets.labels(**one.labels).set(one.client.ready)
+            self.target_load.labels(**one.labels).set(one.load)
+        self.target_ready.set(any(one.client.ready for one in members))
 
     def finished(self, one: Finished, queue_s: float) -> None:
         """Record a finished sequence."""

@@ -25,6 +25,7 @@ from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError
 from outrider.shared.obs.logging import get_logger, log_context
+from outrider.shared.obs.tracing import TRACEPARENT, Tracer, checked_traceparent
 from outrider.shared.rpc.interceptors import as_outrider_error
 
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -56,11 +57,14 @@ class RequestContext:
     """Outermost middleware: request ids, logging and counting.
 
     Every reply has a request id, and every request is logged and counted once. An exception becomes an error
-    reply, unless the reply has already begun.
+    reply, unless the reply has already begun. POST requests have a span, if requests are traced.
     """
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, errors: RecentErrors) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: GatewayMetrics, errors: RecentErrors, tracer: Tracer | None = None
+    ) -> None:
         self._app = app
+        self._tracer = tracer or Tracer()
         self._metrics = metrics
         self._errors = errors
 
@@ -68,7 +72,8 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = request_id_of(Headers(scope=scope).get(REQUEST_ID_HEADER))
+        headers = Headers(scope=scope)
+        request_id = request_id_of(headers.get(REQUEST_ID_HEADER))
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
         started = time.perf_counter()
@@ -81,6 +86,8 @@ class RequestContext:
             await send(message)
 
         note = RequestNote()
+        if scope["method"] == "POST":
+            note.span = self._tracer.begin("POST", checked_traceparent(headers.get(TRACEPARENT)))
         # The context of this task ends with the request.
         current_note.set(note)
         with log_context(request_id=request_id):
@@ -111,6 +118,13 @@ class RequestContext:
                     status=status or ErrorCode.CANCELLED.value,
                     elapsed_ms=elapsed_ms,
                     **note.fields(),
+                )
+                note.end_span(
+                    f"{scope['method']} {route}",
+                    http__request__method=scope["method"],
+                    http__route=route,
+                    http__response__status_code=status or ErrorCode.CANCELLED.value,
+                    outrider__request_id=request_id,
                 )
 
 

@@ -26,10 +26,10 @@ from outrider.services.gateway.requested_rules import (
     RequestedRules,
 )
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from outrider.services.gateway.served_target import ServedTarget
+from outrider.services.gateway.served_target import ServedTarget, unknown_model
 from outrider.services.gateway.settings import GatewaySettings
 from outrider.shared.base.constraint import Constraint
-from outrider.shared.base.errors import InvalidRequestError, ModelNotFoundError
+from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SamplingParams
 from outrider.shared.base.logit_rules import LogitRules
 
@@ -142,10 +142,7 @@ class RequestBuilder:
         if model is None or (not model and self._settings.any_model):
             return names[0]
         if model not in names and not self._settings.any_model:
-            known = ", ".join(repr(name) for name in names)
-            raise ModelNotFoundError(
-                f"The model {model[:128]!r} does not exist. Models served here: {known}.", field="model"
-            )
+            raise unknown_model(model, names)
         return model
 
     def check(self, parameters: Parameters, surface: Surface, num_prompts: int) -> int:
@@ -262,6 +259,9 @@ class RequestBuilder:
                 speculation option exceeds the target's limit.
         """
         self._check_speculation(parameters.speculation, surface, info)
+        if parameters.constraint is not None and not info.constrains:
+            field = parameters.constraint.field
+            raise InvalidRequestError(f"{field} is not supported by this server's target.", field=field)
         parameters = _with_defaults(parameters, self._defaults)
         for token_id in parameters.stop_token_ids:
             _check(
@@ -318,7 +318,8 @@ class RequestBuilder:
 
         Args:
             prompt_ids: Token ids of the prompt.
-            keep: Number of tokens to keep, -1 for as many as fit beside the new tokens, None for all.
+            keep: Number of tokens to keep. -1 keeps as many as fit together with the new tokens. None keeps
+                all.
             parameters: Limits the new tokens.
             info: The target's limits.
         """

@@ -37,7 +37,8 @@ class RecentError:
 
 
 class RecentErrors:
-    """The latest `MAX_ERRORS` errors. Equal errors in a row are counted, so that a flood hides no other."""
+    """The latest `MAX_ERRORS` errors. Equal errors in a row form one entry, so a flood hides no other
+    error."""
 
     def __init__(self) -> None:
         self._errors: deque[RecentError] = deque(maxlen=MAX_ERRORS)

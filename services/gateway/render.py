@@ -88,7 +88,7 @@ def speculation_object(stats: SpeculationReport, trace: Sequence[RoundTrace] | N
 
 
 def decision_object(auto: AutoDecision) -> dict[str, Any] | None:
-    """Return what mode `auto` has decided and why; None if the target does not tell."""
+    """Return the last decision of mode `auto` and its reason. None if the target does not report it."""
     if not auto.reason:
         return None
     speedup, round_ms = auto.estimated_speedup, auto.round_ms
@@ -144,8 +144,8 @@ def finish_extras(end: Finished, info: ServedTarget, seed: int) -> dict[str, Any
 def metrics_field(stats: SpeculationReport, info: ServedTarget) -> dict[str, Any]:
     """Return vLLM's field `metrics` with the statistics of speculation. Empty if nothing was drafted.
 
-    The numbers count rounds with drafts only. The histogram maps a number of accepted tokens to the number of
-    rounds that accepted that many.
+    The numbers count only rounds with drafts. The histogram maps each number of accepted tokens to the number
+    of rounds that accepted this many tokens.
     """
     if not stats.draft_tokens:
         return {}

@@ -79,6 +79,8 @@ class GenerationRequest:
         logprobs: The log-probabilities to report.
         prompt_only: Whether to drop the output, because the client wants only logprobs of the prompt.
         constraint: The form that the output must have. None allows any output.
+        traceparent: The span of the request, for the target. Empty if the request is not traced.
+        resume_ids: Tokens that a lost target has emitted for this request. They count as output.
     """
 
     request_id: str
@@ -93,6 +95,8 @@ class GenerationRequest:
     logprobs: LogprobParams = NO_LOGPROBS
     prompt_only: bool = False
     constraint: Constraint | None = None
+    traceparent: str = ""
+    resume_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,15 @@ from outrider.services.gateway.request import (
 )
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import SpeculationReport
+from outrider.shared.obs.tracing import (
+    COMPLETION_TOKENS,
+    OPERATION,
+    OWN,
+    PROMPT_TOKENS,
+    REASONS,
+    Span,
+    Value,
+)
 
 current_note: ContextVar[RequestNote | None] = ContextVar("request_note", default=None)
 """The note of the HTTP request that this task serves."""
@@ -32,6 +41,7 @@ class RequestNote:
         completion_tokens: Tokens emitted so far.
         ttft_s: Seconds from the start to the first tokens, or None.
         error: Why the request failed, or None.
+        span: The span of the request.
     """
 
     began: float = field(default_factory=time.perf_counter)
@@ -39,6 +49,7 @@ class RequestNote:
     completion_tokens: int = 0
     ttft_s: float | None = None
     error: OutriderError | None = None
+    span: Span = field(default_factory=Span)
     _started: bool = False
     _finishes: list[str] = field(default_factory=list)
     _reports: list[SpeculationReport] = field(default_factory=list)
@@ -75,3 +86,23 @@ class RequestNote:
             if self.error.field:
                 fields["field"] = self.error.field
         return fields
+
+    def end_span(self, name: str, **attributes: Value) -> None:
+        """End the span of the request.
+
+        Args:
+            name: Name of the span, such as ``POST /v1/chat/completions``.
+            attributes: More values, with ``__`` in place of ``.`` in their names.
+        """
+        values: dict[str, Value] = {key.replace("__", "."): value for key, value in attributes.items()}
+        if self._started:
+            values |= {
+                OPERATION: "generate",
+                PROMPT_TOKENS: self.prompt_tokens,
+                COMPLETION_TOKENS: self.completion_tokens,
+                REASONS: tuple(self._finishes),
+            }
+        if self.ttft_s is not None:
+            values[f"{OWN}time_to_first_token_s"] = self.ttft_s
+        failure = "" if self.error is None else self.error.reason or self.error.code.name.lower()
+        self.span.end(values, failure, name)

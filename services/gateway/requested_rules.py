@@ -1,4 +1,4 @@
-"""Penalties, biases and forbidden tokens as clients ask for them, and their checks."""
+"""Penalties, biases and forbidden tokens of a client's request, and their checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RequestedRules:
     Attributes:
         logit_bias: Biases by token id. OpenAI writes the ids as text.
         bad_words: Texts that the answer must not contain.
-        bad_word_ids: The same as token ids, which only the gRPC API accepts.
+        bad_word_ids: Token ids of further bad words. Only the gRPC API accepts this field.
         others: As in `LogitRules`.
     """
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from outrider.shared.base.errors import ModelNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +13,8 @@ class ServedTarget:
     """Information about the target: its model, its limits and its speculation.
 
     `num_steps`, `topk` and `num_draft_tokens` are the default tree shape. `max_steps`, `max_topk` and
-    `max_nodes` limit the speculation options of requests.
+    `max_nodes` limit the speculation options of requests. `resumes` is whether the target can go on with an
+    answer that another target has begun, and `constrains` whether it can enforce a form of the output.
     """
 
     model_id: str
@@ -32,20 +36,22 @@ class ServedTarget:
     max_topk: int
     max_nodes: int
     speculation_state: str
+    resumes: bool = False
+    constrains: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AutoDecision:
-    """How much mode `auto` drafts now, and why.
+    """The current choice of mode `auto`, and its reason.
 
     Attributes:
-        reason: Such as ``pays`` or ``does_not_pay``. Empty if the target does not tell.
+        reason: Such as ``pays`` or ``does_not_pay``. Empty if the target does not report it.
         shapes: (depth, topk, max_nodes, rows) of the rows that draft.
         plain_rows: Number of `auto` rows that decode plainly.
         batch_size: Number of rows of the round, including those in other modes.
         estimated_speedup: Speed of the best choice, relative to plain decoding. None if unknown.
         round_ms: Estimated duration of a round. None if unknown.
-        looks_lost_ms: Time that rounds have lost by trying what was not estimated best.
+        looks_lost_ms: Time lost by rounds that tried shapes which were not estimated to be the best.
     """
 
     reason: str = ""
@@ -72,3 +78,11 @@ class TargetStats:
     rounds: int
     prometheus_text: str
     auto: AutoDecision = AutoDecision()
+
+
+def unknown_model(model: str, names: Sequence[str]) -> ModelNotFoundError:
+    """Return the error of a request for a model that is not among the served `names`."""
+    known = ", ".join(repr(name) for name in names)
+    return ModelNotFoundError(
+        f"The model {model[:128]!r} does not exist. Models served here: {known}.", field="model"
+    )

@@ -28,6 +28,7 @@ from outrider.services.gateway.schemas.tools import Tool, template_tools
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.obs.logging import get_logger
+from outrider.shared.obs.tracing import TRACEPARENT, checked_traceparent
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_constraint import constraint_from_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
@@ -61,7 +62,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[gateway_pb2.ChatReply, None]:
         """Answer a chat with a stream of chunks."""
         await _tell_request_id(context)
-        core = self._core
+        core = self._core.of_model(request.model or None)
         core.builder.check_model(request.model or None, core.client.info)
         core.need_codec("messages")
         if not 1 <= len(request.messages) <= core.settings.max_messages:
@@ -80,7 +81,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         sequences = core.builder.check(turn.parameters, GRPC_CHAT, 1)
         rids = rids_of(request.options.rid or None, sequences)
         job = Job(turn.prompts, sequences, turn.parameters, GRPC_CHAT, context.time_remaining(), rids)
-        async with aclosing(self._replies(job, gateway_pb2.ChatReply, turn.reader)) as replies:
+        parent = _traceparent(context)
+        replies_of = self._replies(core, job, gateway_pb2.ChatReply, turn.reader, parent)
+        async with aclosing(replies_of) as replies:
             async for reply in replies:
                 yield reply
 
@@ -89,7 +92,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[gateway_pb2.CompleteReply, None]:
         """Continue text or token ids with a stream of chunks."""
         await _tell_request_id(context)
-        core = self._core
+        core = self._core.of_model(request.model or None)
         core.builder.check_model(request.model or None, core.client.info)
         kind = request.WhichOneof("prompt")
         if kind is None:
@@ -106,7 +109,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
         rids = rids_of(request.options.rid or None, sequences)
         job = Job(prompts, sequences, parameters, GRPC_COMPLETE, context.time_remaining(), rids)
-        async with aclosing(self._replies(job, gateway_pb2.CompleteReply, plain_reader)) as replies:
+        parent = _traceparent(context)
+        replies_of = self._replies(core, job, gateway_pb2.CompleteReply, plain_reader, parent)
+        async with aclosing(replies_of) as replies:
             async for reply in replies:
                 yield reply
 
@@ -115,10 +120,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     ) -> gateway_pb2.ListModelsReply:
         """List the model names that requests may use."""
         await _tell_request_id(context)
-        info = self._core.client.info
-        names = self._core.settings.served_model_name or (info.model_id,)
+        core = self._core
+        infos = {name: core.of_model(name).client.info for name in core.model_names}
         return gateway_pb2.ListModelsReply(
-            models=[gateway_pb2.Model(id=name, max_model_len=info.max_model_len) for name in names]
+            models=[
+                gateway_pb2.Model(id=name, max_model_len=info.max_model_len) for name, info in infos.items()
+            ]
         )
 
     async def Tokenize(
@@ -126,7 +133,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     ) -> gateway_pb2.TokenizeReply:
         """Convert text to token ids."""
         await _tell_request_id(context)
-        core = self._core
+        core = self._core.of_model(request.model or None)
         core.builder.check_model(request.model or None, core.client.info)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         codec = core.need_codec("text")
@@ -139,7 +146,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     ) -> gateway_pb2.DetokenizeReply:
         """Convert token ids to text."""
         await _tell_request_id(context)
-        core = self._core
+        core = self._core.of_model(request.model or None)
         info = core.client.info
         core.builder.check_model(request.model or None, info)
         codec = core.need_codec("token_ids")
@@ -160,13 +167,18 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         return gateway_pb2.AbortReply(aborted=self._core.abort(None if request.all else request.rid))
 
     async def _replies(
-        self, job: Job, make: type[Reply], reader_of: Callable[[], AnswerReader]
+        self,
+        core: GatewayCore,
+        job: Job,
+        make: type[Reply],
+        reader_of: Callable[[], AnswerReader],
+        parent: str,
     ) -> AsyncGenerator[Reply, None]:
         seed = 0
         readers: dict[int, AnswerReader] = {}
-        note = RequestNote()
+        note = RequestNote(span=self._core.tracer.begin("gRPC", parent))
         current_note.set(note)
-        async with aclosing(self._logged(job, note)) as events:
+        async with aclosing(self._logged(core, job, note)) as events:
             async for one in events:
                 index = one.index
                 match one.event:
@@ -191,15 +203,18 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                             yield make(chunk=_add_piece(gateway_pb2.Chunk(index=index), piece))
                         yield make(finished=_finished(end, seed, index))
 
-    async def _logged(self, job: Job, note: RequestNote) -> AsyncGenerator[ChoiceEvent, None]:
+    @staticmethod
+    async def _logged(core: GatewayCore, job: Job, note: RequestNote) -> AsyncGenerator[ChoiceEvent, None]:
         """Generate, and log the request at its end."""
         try:
-            async with aclosing(self._core.generate(job)) as events:
+            async with aclosing(core.generate(job)) as events:
                 async for event in events:
                     yield event
         finally:
             elapsed_ms = round((time.perf_counter() - note.began) * 1e3, 1)
             _log.info("request", method="gRPC", elapsed_ms=elapsed_ms, **note.fields())
+            method = "Chat" if job.surface is GRPC_CHAT else "Complete"
+            note.end_span(f"{SERVICE_NAME}/{method}", rpc__system="grpc")
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -225,6 +240,11 @@ async def _tell_request_id(context: Context) -> None:
     await context.send_initial_metadata(
         ((REQUEST_ID_KEY, request_id_of(given if isinstance(given, str) else None)),)
     )
+
+
+def _traceparent(context: Context) -> str:
+    """Return the caller's span, or an empty text."""
+    return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
 
 
 def _message(message: gateway_pb2.Message, number: int) -> dict[str, Any]:

@@ -7,14 +7,15 @@ from pathlib import Path
 from pydantic import Field
 
 from outrider.services.gateway.parsers.registry import AUTO, REASONING_NAMES, TOOL_NAMES
+from outrider.services.gateway.target_sources import TargetSource
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import ServiceSettings, settings_config
-from outrider.shared.rpc.address import check_address, is_local
+from outrider.shared.base.settings import TracedSettings, settings_config
+from outrider.shared.rpc.address import is_local
 
 MIB = 1024 * 1024
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(TracedSettings):
     """Settings of `outrider serve gateway`."""
 
     model_config = settings_config("gateway")
@@ -27,13 +28,30 @@ class GatewaySettings(ServiceSettings):
     )
     port: int = Field(8000, ge=0, le=65535, description="Port of the REST API; 0 picks a free port.")
     grpc_port: int = Field(0, ge=0, le=65535, description="Port of the gRPC API; 0 disables it.")
-    target: str = Field("127.0.0.1:7001", description="Address of the target: host:port or unix:/path.")
+    target: tuple[str, ...] = Field(
+        ("127.0.0.1:7001",),
+        description="Addresses of the targets: host:port, unix:/path, file:///path (a file with one address "
+        "a line) or dns:///name:port. File and name are read again at intervals.",
+    )
+    target_refresh_s: float = Field(
+        5.0, gt=0, description="Interval at which file:// and dns:/// targets are read again."
+    )
+    target_wait_s: float = Field(
+        15.0,
+        ge=0,
+        description="How long a request whose target is lost waits for another one, if there are several.",
+    )
     target_probe_timeout_s: float = Field(
         8.0, gt=0, description="Not ready if the target owes the answer to a health check for this long."
     )
     tokenizer: Path | None = Field(
         None,
         description="Folder with tokenizer.json, or the file itself. Without it, prompts must be token ids.",
+    )
+    model_tokenizer: tuple[str, ...] = Field(
+        (),
+        description="MODEL=DIR: the tokenizer of one model, if the targets serve several models. The other "
+        "models use --tokenizer.",
     )
     sampling_defaults: str = Field(
         "model",
@@ -42,7 +60,9 @@ class GatewaySettings(ServiceSettings):
         "repetition_penalty of the model's generation_config.json. `openai`: always OpenAI's defaults.",
     )
     served_model_name: tuple[str, ...] = Field(
-        (), description="Model names that requests may use. Defaults to the target's model id."
+        (),
+        description="Model names that requests may use. Defaults to the target's model id. With several "
+        "models, these are names of the first target's model.",
     )
     tool_call_parser: str = Field(
         AUTO,
@@ -123,7 +143,11 @@ class GatewaySettings(ServiceSettings):
         Raises:
             ConfigurationError: If an address is malformed, or other hosts could connect without a key.
         """
-        check_address(self.target, "target")
+        if not self.sources:
+            raise ConfigurationError("target: Give the address of at least one target.", field="target")
+        for source in self.sources:
+            source.check()
+        self.tokenizers  # noqa: B018  # raises if an entry is malformed
         field, address = ("published_on", self.published_on) if self.published_on else ("host", self.host)
         if not is_local(address) and not self.keys and not self.allow_unauthenticated:
             fix = "publish on 127.0.0.1 (under compose: set OUTRIDER_API_KEY, or unset OUTRIDER_BIND)"
@@ -138,6 +162,27 @@ class GatewaySettings(ServiceSettings):
             raise ConfigurationError("api_key: Keys must be non-empty ASCII text.", field="api_key")
         if self.api_key_file is not None and not self.keys:
             raise ConfigurationError(f"api_key_file: {self.api_key_file} has no key.", field="api_key_file")
+
+    @property
+    def sources(self) -> tuple[TargetSource, ...]:
+        """Where the addresses of the targets come from."""
+        entries = [entry.strip() for one in self.target for entry in one.split(",")]
+        return tuple(TargetSource(entry) for entry in entries if entry)
+
+    @property
+    def tokenizers(self) -> dict[str, Path]:
+        """The tokenizers of models that have one of their own, by model id.
+
+        Raises:
+            ConfigurationError: If an entry of `model_tokenizer` is not MODEL=DIR.
+        """
+        pairs = [one.partition("=")[::2] for one in self.model_tokenizer]
+        if not all(name and folder for name, folder in pairs):
+            raise ConfigurationError(
+                "model_tokenizer: Each entry must be MODEL=DIR, such as llama-8b=/models/llama-8b.",
+                field="model_tokenizer",
+            )
+        return {name: Path(folder) for name, folder in pairs}
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.served_target import ServedTarget, TargetStats
-from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.version import installed_version
 
 HIDDEN_SUFFIXES = ("_created", "_bucket")
+TARGET_LABELS = frozenset(["model", "target"])
+OWN_PREFIX = "outrider_gateway_"
+# Gauges whose mean over several targets is shown. Of all others, the sum is shown.
+SHARES = frozenset(
+    ["outrider_kv_cache_usage_perc", "outrider_estimated_speedup", "outrider_auto_estimated_speedup"]
+)
 
 
 async def status_object(core: GatewayCore) -> dict[str, Any]:
-    """Return the current status. `target` and `model` are null while the target does not answer."""
-    stats: TargetStats | None = None
-    info: ServedTarget | None = None
-    if core.client.ready:
-        try:
-            stats = await core.client.stats()
-            info = await core.client.refresh_info()
-        except OutriderError:
-            stats = info = None
+    """Return the current status.
+
+    `target` and `metrics` are totals of the targets that answer, and `targets` lists each target. `model` is
+    that of the first target that answers. `target` and `model` are null while no target answers.
+    """
+    members = core.targets.members
+    answers = await core.targets.refresh(members)
+    found = [(member, *answer) for member, answer in zip(members, answers, strict=True) if answer]
     now = time.time()
     return {
         "at": now,
         "version": installed_version(),
         "uptime_s": round(now - core.started_at, 3),
         "ready": core.ready,
-        "draining": core.draining,
+        "draining": core.lifecycle.draining,
         "gateway": {
             "active": core.admission.active,
             "waiting": core.admission.waiting,
@@ -40,16 +45,28 @@ async def status_object(core: GatewayCore) -> dict[str, Any]:
             "max_queued_requests": core.settings.max_queued_requests,
             "max_queued_prompt_tokens": core.settings.max_queued_prompt_tokens,
         },
-        "model": None if info is None else _model(core, info),
-        "target": None if stats is None or info is None else _target(stats, info),
-        "metrics": _samples(core.join_metrics(stats)),
+        "model": _model(core, found[0][1]) if found else None,
+        "target": _total([(info, stats) for _, info, stats in found]) if found else None,
+        "targets": [
+            {
+                "address": member.address,
+                "ready": member.client.ready,
+                "model": member.labels["model"] or None,
+                "load_tokens": member.load,
+                "stats": _total([answer]) if answer else None,
+            }
+            for member, answer in zip(members, answers, strict=True)
+        ],
+        "metrics": _samples(
+            core.join_metrics([(member, stats.prometheus_text) for member, _, stats in found])
+        ),
         "errors": core.errors.newest_first(),
     }
 
 
 def _model(core: GatewayCore, info: ServedTarget) -> dict[str, Any]:
     return {
-        "names": list(core.settings.served_model_name or (info.model_id,)),
+        "names": list(core.model_names),
         "architecture": info.architecture,
         "dtype": info.dtype,
         "device": info.device,
@@ -59,36 +76,51 @@ def _model(core: GatewayCore, info: ServedTarget) -> dict[str, Any]:
     }
 
 
-def _target(stats: TargetStats, info: ServedTarget) -> dict[str, Any]:
+def _total(found: Sequence[tuple[ServedTarget, TargetStats]]) -> dict[str, Any]:
+    """Return the load of one target or of several. The draft is that of the first one."""
+    first, first_stats = found[0]
+    all_stats = [stats for _, stats in found]
+    lengths = [one.accept_length for one in all_stats]
+    lengths = [one for one in lengths if one and math.isfinite(one)]
     return {
-        "running": stats.running,
-        "waiting": stats.waiting,
-        "generated_tokens": stats.generated_tokens,
-        "rounds": stats.rounds,
-        "max_running_requests": info.max_running_requests,
-        "kv_pages": {"total": stats.pages_total, "free": stats.pages_free, "held": stats.pages_held},
-        "draft": {
-            "state": stats.draft_state,
-            "algorithm": info.algorithm or None,
-            "model": info.draft_model or None,
-            "num_steps": info.num_steps,
-            "topk": info.topk,
-            "num_draft_tokens": info.num_draft_tokens,
+        "running": sum(one.running for one in all_stats),
+        "waiting": sum(one.waiting for one in all_stats),
+        "generated_tokens": sum(one.generated_tokens for one in all_stats),
+        "rounds": sum(one.rounds for one in all_stats),
+        "max_running_requests": sum(info.max_running_requests for info, _ in found),
+        "kv_pages": {
+            "total": sum(one.pages_total for one in all_stats),
+            "free": sum(one.pages_free for one in all_stats),
+            "held": sum(one.pages_held for one in all_stats),
         },
-        "accept_length": stats.accept_length if math.isfinite(stats.accept_length) else None,
+        "draft": {
+            "state": first_stats.draft_state,
+            "algorithm": first.algorithm or None,
+            "model": first.draft_model or None,
+            "num_steps": first.num_steps,
+            "topk": first.topk,
+            "num_draft_tokens": first.num_draft_tokens,
+        },
+        "accept_length": sum(lengths) / len(lengths) if lengths else 0.0,
     }
 
 
 def _samples(exposition: str) -> dict[str, float]:
     """Return name → value for the samples of a Prometheus text, without buckets and creation times.
 
-    A sample with labels has the name ``name{label="value"}``.
+    A sample with labels has the name ``name{label="value"}``. Samples that differ only in their target become
+    one.
     """
-    samples: dict[str, float] = {}
+    samples: dict[str, list[float]] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:
             if sample.name.endswith(HIDDEN_SUFFIXES) or not math.isfinite(sample.value):
                 continue
-            labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
-            samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return samples
+            hidden = frozenset() if sample.name.startswith(OWN_PREFIX) else TARGET_LABELS
+            shown = sorted((name, value) for name, value in sample.labels.items() if name not in hidden)
+            labels = ",".join(f'{name}="{value}"' for name, value in shown)
+            name = f"{sample.name}{{{labels}}}" if labels else sample.name
+            samples.setdefault(name, []).append(sample.value)
+    return {
+        name: sum(values) / len(values) if name in SHARES else sum(values) for name, values in samples.items()
+    }

@@ -4,8 +4,8 @@ A template comes from the model's folder and is untrusted code. Two rules keep i
 
 1. Every step that takes more than an instant checks the clock: calls, lookups, arithmetic, filters, and each
    turn of a loop.
-2. Every value that a template makes is bounded, including what it contains, each time it is contained. So one
-   operation on values, such as a comparison, is bounded too.
+2. The size of every value that a template creates is bounded. Everything that the value contains counts, as
+   often as it is contained. A single operation on values, such as a comparison, is therefore bounded too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jinja2.visitor import NodeTransformer
 
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
 MAX_PARTS = 200_000
-"""Most values inside one value."""
+"""Largest number of values inside one value."""
 MAX_RENDER_S = 2.0
 MAX_EXPONENT = 64
 MAX_INTEGER_BITS = 8192
@@ -153,7 +153,7 @@ class _Bounding(NodeTransformer):
 
 
 def _bounded(node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Expr:
-    """Return the literal with a check of its size, unless it consists of constants."""
+    """Return the literal, wrapped in a check of its size unless it consists of constants."""
     if all(isinstance(item, nodes.Const) for item in node.items):
         return node
     return _call("bounded", [node], node.lineno)
@@ -195,7 +195,7 @@ def check_size(value: Any) -> Any:
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that checks the clock before and the size of the result after."""
+    """Return a filter that checks the clock before it runs and the size of its result afterwards."""
 
     @functools.wraps(function)
     def with_checks(*args: Any, **kwargs: Any) -> Any:

@@ -24,13 +24,13 @@ def model_folder(
     cache: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """Return the folder of a model. Download the model first if its name is a hub's and it is not cached.
+    """Return the folder of a model. Download the model if the name is a hub's name and the cache lacks it.
 
     huggingface_hub reads the environment: HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE.
 
     Args:
-        name: A folder, or ``ORG/NAME``. A name that is neither is returned as it is; opening it fails later
-            with a message that fits.
+        name: A folder, or ``ORG/NAME``. Any other name is returned unchanged, so that opening it fails later
+            with a suitable message.
         flag: The flag that named the model, for errors.
         revision: Branch, tag or commit on the hub.
         cache: Folder of the Hugging Face cache. None means the environment's.

@@ -39,8 +39,9 @@ POLL_S = 0.05
 DRAFT_DRAIN_S = 10.0
 DRAIN_S = 40.0
 DRAIN_SETTINGS = ("drain_notice_s", "drain_grace_s")
+TRACE_SETTINGS = ("otlp_endpoint", "trace_share")
 STOP_S = 10.0
-"""Seconds that a gateway needs to stop after its drain settings have run out."""
+"""Seconds that a gateway needs to stop after the time limit of its drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,8 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
     target |= {name.replace("_", "-"): value for name, value in options.target_settings.items()}
     # Both services count waiting requests. The smaller limit would decide.
     target["max-queued-requests"] = settings.get("max_queued_requests")
+    traces = {name.replace("_", "-"): settings.get(name) for name in TRACE_SETTINGS}
+    target |= traces
     children = [
         replace(
             _child("gateway", gateway, drain_s),
@@ -148,6 +151,7 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
             | texts
             | caps
             | placement
+            | traces
         )
         if options.draft_device != "auto":
             draft["device"] = options.draft_device

@@ -1,4 +1,4 @@
-"""Kills services that run but do not answer, so that their supervisor restarts them."""
+"""Kills services that run but no longer answer, so that their supervisor restarts them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PROBE_INTERVAL_S = 2.0
 HUNG_AFTER_S = 30.0
 
 Probe = Callable[[], bool]
-"""Returns True if a service answers, whatever it answers. Must return within a few seconds."""
+"""Returns True if a service gives any answer. Must return within a few seconds."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is known about one run of a child.
+    """The known facts about one run of a child.
 
     Attributes:
         starts: Number of the run.
-        answered: True once the run has answered. Until then, it is starting, which may take minutes.
+        answered: True once the run has answered. Before that, the run is starting, which may take minutes.
         silent_since: Time of the first failed probe after an answer, or None.
     """
 

@@ -70,8 +70,8 @@ class Placement:
 def place_draft(options: StackOptions, gpus: Sequence[Gpu]) -> Placement:
     """Choose where the draft of a stack runs. Only for options that speculate.
 
-    An explicit `--transport` decides. Otherwise the draft runs in the target's process, except on a CPU, and
-    except where an idle second GPU is known to be at least as fast.
+    An explicit `--transport` decides. Otherwise the draft runs in the target's process. The exceptions are a
+    CPU, and an idle second GPU that is known to be at least as fast.
 
     Args:
         options: Options of `outrider up`.

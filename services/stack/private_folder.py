@@ -18,7 +18,7 @@ _NAME = re.compile(rf"{PREFIX}(\d+)-\w+")
 def private_folder() -> Iterator[Path]:
     """Make a folder that only this user can enter, and remove it at the end.
 
-    The name contains this process's id, so that a later stack can remove what a killed one has left.
+    The name contains the id of this process. A later stack can therefore remove the folder of a killed stack.
     """
     remove_abandoned(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
@@ -26,7 +26,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove this user's folders in `parent` whose process has ended. Others stay, also if anything fails.
+    """Remove this user's folders in `parent` whose process has ended. Errors are ignored.
 
     A folder of the MPS daemon stays, because the daemon may still run, and its pipes are needed to stop it.
     """

@@ -35,11 +35,11 @@ class Standby:
         self._closed = False
 
     def prepare(self) -> None:
-        """Let the process import its code. May be called from any thread, and repeatedly."""
+        """Order the process to import its code. May be called from any thread, and repeatedly."""
         self._tell(PREPARE)
 
     def take_over(self) -> subprocess.Popen[str] | None:
-        """Let the process serve, and return it. Return None if it has ended."""
+        """Order the process to serve, and return it. Return None if it has ended."""
         self._tell(SERVE, last=True)
         if self._process.poll() is None:
             return self._process

@@ -146,7 +146,7 @@ class Child:
             self._thread.join()
 
     def prepare_standby(self) -> None:
-        """Let the standby process, if there is one, import its code. May be called from any thread."""
+        """Order the standby process, if there is one, to import its code. May be called from any thread."""
         standby = self._standby
         if standby is not None:
             standby.prepare()

@@ -53,6 +53,7 @@ from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.logging import configure_logging, get_logger
+from outrider.shared.obs.open_tracer import open_tracer
 from outrider.shared.parallel.lead import FailureHandler
 from outrider.shared.parallel.lead_decoder import graph_observer
 from outrider.shared.rpc.server import aio_server
@@ -96,7 +97,7 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
 async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) -> int:
     stop = asyncio.Event()
     restore_signals = watch_stop_signals(stop)
-    servicer = TargetServicer()
+    servicer = TargetServicer(open_tracer("target", settings.otlp_endpoint, settings.trace_share))
     server = aio_server(settings.listen, [(register, servicer)], [SERVICE_NAME])
     await server.start()
     target: Target | None = None
@@ -130,8 +131,7 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
                 draft=target.drafter.state().value,
             )
             watch = follow_progress(target.clock, server.set_serving, settings.step_deadline_s, rank_lost)
-            status = log_status(target.engine.stats, settings.log_interval_s)
-            following = asyncio.gather(watch, status)
+            following = asyncio.gather(watch, log_status(target.engine.stats, settings.log_interval_s))
             await stop.wait()
             following.cancel()
             if not lost:
@@ -143,6 +143,7 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
         await server.stop(0.5)
         if target is not None:
             await asyncio.to_thread(target.shutdown)
+        await asyncio.to_thread(servicer.tracer.close)
         restore_signals()
 
 

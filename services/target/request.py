@@ -137,6 +137,8 @@ class GenerationRequest:
         logprobs: The log-probabilities that the client wants.
         constraint: The form that the output must have. None allows any output.
         grammar: The compiled constraint. None without a constraint.
+        traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
+        resume_ids: Tokens that another target has emitted for this request. They count as output.
     """
 
     request_id: str
@@ -151,6 +153,8 @@ class GenerationRequest:
     logprobs: LogprobParams = NO_LOGPROBS
     constraint: Constraint | None = None
     grammar: Grammar | None = None
+    traceparent: str = ""
+    resume_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from outrider.services.target.ranks import Ranks
 from outrider.services.target.request import SpeculationLimits
 from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import Dtype, ServiceSettings, settings_config
+from outrider.shared.base.settings import Dtype, TracedSettings, settings_config
 from outrider.shared.parallel.reduce import ReduceKind
 from outrider.shared.rpc.address import IpcAddress, check_address, check_listen_address
 from outrider.shared.spec.algorithm import Algorithm
@@ -38,7 +38,7 @@ AUTO_CHAIN_STEPS = 10
 """Depth of the longest chain that `auto` chooses by default. Few drafts are good enough for longer chains."""
 
 
-class TargetSettings(ServiceSettings):
+class TargetSettings(TracedSettings):
     """Settings of `outrider serve target`. Field descriptions are the help texts of the flags."""
 
     model_config = settings_config("target")

@@ -36,7 +36,7 @@ class Chat:
         self._state = ChatState(conversation)
         self._console = console
         self._notes = notes
-        # A trace is only needed for the colours.
+        # Only the colours need a trace.
         self._trace = console.is_terminal and not console.no_color
 
     def run(self, lines: Iterator[str]) -> None:

@@ -21,10 +21,10 @@ class _Token:
 
 
 class OriginColours:
-    """Gives each piece of one answer its style.
+    """Returns the style of each piece of one answer.
 
-    Text can arrive later than its tokens, for example behind a possible stop string. A queue therefore
-    remembers whose text comes next.
+    Text can arrive later than its tokens, for example if it may be the start of a stop string. A queue
+    therefore stores the tokens whose text is still to come.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ class LeaveChat(Exception):
 
 @dataclass(slots=True)
 class ChatState:
-    """What the commands read and change: the conversation, and the answers of this session."""
+    """The state that the commands read and change: the conversation, and the answers of this session."""
 
     conversation: Conversation
     replies: list[Reply] = field(default_factory=list)

@@ -78,10 +78,12 @@ def render(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Rende
     model = status["model"]
     title = f"{', '.join(model['names'])} on {model['device']}, {model['dtype']}" if model else "no target"
     parts: list[RenderableType] = [Text.assemble(("outrider top  ", "bold"), (title, "dim")), panels]
+    if len(status.get("targets", ())) > 1:
+        parts.append(_panel("Targets", _targets(status["targets"])))
     if status["errors"]:
         parts.append(_panel("Last errors", _errors(status["errors"])))
     if target is None:
-        parts.append(Text("The target does not answer.", "bold red"))
+        parts.append(Text("No target answers.", "bold red"))
     return Group(*parts)
 
 
@@ -99,13 +101,35 @@ def _pairs(*rows: tuple[str, object]) -> Table:
 
 
 def _services(status: Mapping[str, Any]) -> Table:
-    target = status["target"]
+    target, targets = status["target"], status.get("targets", ())
+    several = f"{sum(one['ready'] for one in targets)} of {len(targets)} ready"
     return _pairs(
         ("gateway", "draining" if status["draining"] else f"version {status['version']}"),
         ("up for", f"{int(status['uptime_s'])} s"),
-        ("target", "ready" if target else "not ready"),
+        ("targets", several) if len(targets) > 1 else ("target", "ready" if target else "not ready"),
         ("draft", target["draft"]["state"] if target else None),
     )
+
+
+def _targets(targets: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, expand=True, header_style="dim", padding=(0, 1, 0, 0))
+    table.add_column("address", ratio=1)
+    for title in ("model", "state", "running", "waiting", "pages", "accept", "draft"):
+        table.add_column(title, no_wrap=True)
+    for one in targets:
+        cells = ["–"] * 5
+        if stats := one["stats"]:
+            pages, length = stats["kv_pages"], stats["accept_length"]
+            cells = [
+                f"{stats['running']} of {stats['max_running_requests']}",
+                str(stats["waiting"]),
+                f"{1 - pages['free'] / pages['total']:.0%}" if pages["total"] else "–",
+                f"{length:.2f}" if length else "–",
+                stats["draft"]["state"],
+            ]
+        state = Text("ready") if one["ready"] else Text("not ready", "bold red")
+        table.add_row(one["address"], one["model"] or "–", state, *cells)
+    return table
 
 
 def _load(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:

@@ -28,7 +28,7 @@ class WrappedPrinter:
         self._hold(text[start:], style)
 
     def finish(self) -> None:
-        """Print what is held back, and end the line."""
+        """Print the text that is held back, and end the line."""
         self._print_word()
         self._console.print()
         self._column = 0

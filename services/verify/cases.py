@@ -16,7 +16,7 @@ STOP_OPTION = "stop_token_ids"
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to ask for an answer.
+    """The options of one kind of request.
 
     Attributes:
         sampling: The sampling parameters.
@@ -56,7 +56,8 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def ways(shape: DraftShape) -> Mapping[str, Sequence[SpeculationParams]]:
-    """Return the runs with speculation: name → the speculation of the requests, in turn.
+    """Return the runs with speculation. The values list the speculation settings that the requests use in
+    turn.
 
     Args:
         shape: Shape of the trees.

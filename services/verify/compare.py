@@ -23,7 +23,7 @@ class Difference:
     Attributes:
         request: The request's id: option and prompt.
         token: Index of the token in the answers.
-        off, on: The tokens without and with speculation; None behind the end of an answer.
+        off, on: The tokens without and with speculation. None if that answer has ended before.
         gap: Difference between the best score and the lower score of the two tokens.
         allowed: Largest gap that rounding explains.
     """
@@ -44,7 +44,8 @@ class Difference:
 def ruled(
     logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], rules: LogitRules
 ) -> torch.Tensor:
-    """Return ``[vocab]``: the logits after bias and penalties. Forbidden tokens keep their logits.
+    """Return ``[vocab]``, the logits after biases and penalties. The logits of forbidden tokens do not
+    change.
 
     Args:
         logits: ``[vocab] float32``.

@@ -14,12 +14,13 @@ from outrider.services.verify.pair_engine import PairEngine, filtered
 from outrider.shared.base.generation import SamplingParams
 
 TOP_K = 8
-"""The sampled tokens are the eight best ones, so that few histories and few outcomes occur."""
+"""Only the eight best tokens are sampled, so that few histories and few outcomes occur."""
 LEAST_EXPECTED = 5.0
 """Outcomes that are expected less often are counted together, as usual for a chi-square test."""
 TEMPERATURES = (1.0, 2.0, 4.0, 8.0, 16.0)
 ENOUGH_ENTROPY = 1.2
-"""Entropy in nats at which the samples spread over enough outcomes. Eight outcomes have at most 2.1."""
+"""Entropy in nats from which the samples spread over enough outcomes. Eight outcomes have at most 2.1
+nats."""
 ALARM = 1e-4
 """Probability below which the counts contradict the law."""
 
@@ -83,7 +84,7 @@ def check_law(
         for second in law.nonzero().flatten().tolist():
             expected.append(number * float(law[second]))
             counted.append(float(pairs.pop((first, second), 0)))
-    # What is left has probability 0 under the law.
+        # The remaining outcomes have probability 0 under the law.
     p_value, outcomes = (0.0, len(expected)) if pairs.total() else chi_square(expected, counted)
     return LawTest(samples, sampling.temperature, outcomes, p_value)
 

@@ -48,7 +48,7 @@ class _Chunk:
 class ChunkAttention:
     """Attends from prompt chunks by tiles. Use it on the thread that created it.
 
-    A library may keep its plans per thread, so on other threads nothing is taken.
+    A library may keep its plans per thread, so on other threads this class takes no chunk.
 
     Args:
         attend: Attention of one tile.

@@ -1,4 +1,4 @@
-"""Prepares prompt attention by cuDNN, through torch: checks it, builds its plans, decides whether to use it.
+"""Prepares prompt attention by cuDNN, through torch: checks cuDNN, builds its plans, and decides on its use.
 
 cuDNN builds a plan for each shape, on the host and once per thread. Building takes too long to do while
 requests wait, so plans are built while no request is live, and only shapes with plans are used.
@@ -20,7 +20,7 @@ from outrider.shared.attn.tiles import SIZES, TileShape, shapes_of
 from outrider.shared.obs.logging import get_logger
 
 BUILD_S = 3.0
-"""Maximum time for building plans at startup, in seconds. The first plans are the most useful ones."""
+"""Maximum time for building plans at startup, in seconds. The most useful plans are built first."""
 LARGEST_DIM = 128
 """Largest head that every cuDNN of torch's packages supports on Hopper."""
 LARGEST_ERROR = 0.02
@@ -88,9 +88,8 @@ class Library:
     def prepare(self, use: Callable[[ChunkAttention | None], None]) -> Iterator[TileShape | None]:
         """Check the library, then build one plan for each item that is taken from the iterator.
 
-        Args:
-            use: Called with the library's attention once it has passed the check. The shapes that it takes
-                grow with each plan. Called with None if the library fails later.
+            use: Called with the library's attention once it has passed the check. Each further plan adds a
+                shape that this attention supports. Called with None if the library fails later.
 
         Yields:
             None after the check, then the shape of each plan, the most useful first. Nothing if the library
@@ -182,8 +181,8 @@ def _build(attend: Attend, shape: TileShape, heads: _Heads) -> None:
 def _error(attend: Attend, heads: _Heads, sizes: Sequence[int]) -> float:
     """Return the largest relative error of a random chunk against this project's kernel.
 
-    The chunk lies behind prefixes of different lengths, so that all kinds of merges take part: the kernels of
-    all of them are compiled here.
+    The chunk lies behind prefixes of different lengths. All kinds of merges therefore take part, and all
+    their kernels are compiled here.
     """
     device, dtype, least = heads.device, heads.dtype, sizes[-1]
     longest = min(8 * least, sizes[0])

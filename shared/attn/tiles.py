@@ -13,7 +13,8 @@ from typing import NamedTuple
 SIZES = (8192, 4096, 2048, 1024, 512)
 """Numbers of rows or tokens of a tile, descending.
 
-The largest is the default chunk. Smaller tiles than the smallest run longer on the host than on the GPU.
+The largest size is the default chunk. Tiles below the smallest size would take longer on the host than on
+the GPU.
 """
 
 # Estimates of the time of one layer, fitted to measurements on an H200 with 32 heads of 128 elements: our
@@ -62,8 +63,9 @@ def tiles_of(start: int, stop: int, most_rows: int, sizes: Sequence[int] = SIZES
     """Return the tiles of rows ``[start, stop)`` of a sequence, in the order of their tokens.
 
     The tiles cover the rows, rounded outwards to multiples of the smallest size. A block of rows begins at a
-    multiple of its size. The tokens before it are thus divided into tiles that are at least as long, so that
-    few shapes suffice. Together, the tiles of a row cover all tokens up to the row.
+    multiple of its size. The tokens before the block are therefore divided into tiles that are at least as
+    long as the block, so that few shapes suffice. Together, the tiles of a row cover all tokens up to the
+    row.
 
     Args:
         start, stop: Token indices, ``0 <= start < stop``.

@@ -58,7 +58,7 @@ class KernelAttention(StoredAttention):
         self._parts.clear()
 
     def use_library(self, chunks: ChunkAttention | None) -> None:
-        """Attend from long prompt chunks by a library from now on, or no longer."""
+        """Use a library for long prompt chunks from now on. None ends the use of the library."""
         self.chunks = chunks
 
     def run(

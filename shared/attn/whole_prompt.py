@@ -13,8 +13,8 @@ from outrider.shared.kv.pool import KVPool
 class WholePromptAttention(KernelAttention):
     """`KernelAttention` for a batch of one prompt from its first token on, followed by padding rows.
 
-    The library attends causally from all rows to all rows. No row of the prompt sees the padding, because
-    padding is at the end. Layers with windows, sinks or caps attend by our kernel.
+    The library computes causal attention of all rows over all rows. No row of the prompt sees the padding,
+    because the padding is at the end. Layers with windows, sinks or caps use our kernel.
 
     Args:
         attend: The library's attention.
@@ -29,7 +29,7 @@ class WholePromptAttention(KernelAttention):
         self._length = length
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Find the padding, whose K/V must not be read: it may be left over, even NaN."""
+        """Find the padding rows. Their K/V must not be read, because it may be left over or NaN."""
         super().plan(batch)
         rows = batch.slots.shape[0]
         self._padding = (torch.arange(rows, device=batch.slots.device) >= self._length)[:, None, None]

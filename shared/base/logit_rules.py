@@ -175,7 +175,7 @@ NO_LOGPROBS = LogprobParams()
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one token, and the most likely tokens at its place.
+    """The log-probability of one token, and the most likely tokens at the same position.
 
     Attributes:
         logprob: Natural logarithm of the token's probability.

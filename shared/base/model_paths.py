@@ -1,4 +1,5 @@
-"""The name of a model folder, and why a file in it cannot be opened although its name is there."""
+"""Names model folders, and explains why a file in a model folder cannot be opened although its name
+exists."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ CACHE_PREFIX = "models--"
 
 
 def model_name(folder: Path) -> str:
-    """Return the name under which clients see the model in a folder.
+    """Return the name of the model in a folder, as clients see it.
 
     A snapshot in the Hugging Face cache (``models--ORG--NAME/snapshots/COMMIT``) is named ``ORG/NAME``. Any
-    other folder gives its own name.
+    Any other folder is named by its last path component.
     """
     folder = folder.resolve()
     repository = folder.parent.parent.name

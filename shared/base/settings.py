@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self, get_origin
 
-from pydantic import ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from outrider.shared.base.errors import ConfigurationError
@@ -124,6 +124,19 @@ class ServiceSettings(BaseSettings):
             name: "***" if value and ("api_key" in name or "token_secret" in name) else value
             for name, value in dumped.items()
         }
+
+
+class TracedSettings(ServiceSettings):
+    """Base class of the settings of services that can send traces."""
+
+    otlp_endpoint: str = Field(
+        "",
+        description="Send traces to this OpenTelemetry collector (OTLP over HTTP), such as "
+        "http://127.0.0.1:4318. Needs outrider[otel].",
+    )
+    trace_share: float = Field(
+        1.0, ge=0, le=1, description="With --otlp-endpoint: share of the requests that are traced."
+    )
 
 
 def flag_name(field: str) -> str:

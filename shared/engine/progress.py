@@ -1,4 +1,4 @@
-"""Tells from outside the engine thread whether the engine still makes progress."""
+"""Shows other threads whether the engine still makes progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class StepClock:
-    """Notes when the running step began. Only the engine thread writes; any thread may read."""
+    """Records when the running step began. Only the engine thread writes; any thread may read."""
 
     def __init__(self) -> None:
         self._began: float | None = None

@@ -83,7 +83,7 @@ def _escape_values(
 ) -> structlog.typing.EventDict:
     """Escape control characters in all texts, which may come from clients or other libraries.
 
-    Tracebacks keep their lines. Their renderer runs later.
+    Tracebacks keep their line breaks, because they are rendered later.
     """
     for key, value in event.items():
         if type(value) is str and not value.isprintable():

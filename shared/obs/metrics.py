@@ -5,9 +5,19 @@ The process-wide default registry is never used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+# The library would add a gauge with the time of creation to each counter and histogram.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 PREFIX = "outrider"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,18 +73,40 @@ class Metrics:
         return generate_latest(self.registry).decode("utf-8")
 
 
-def join_expositions(own: str, other: str) -> str:
-    """Append another service's exposition to ours.
+def join_expositions(own: str, others: Sequence[tuple[Mapping[str, str], str]]) -> str:
+    """Append the expositions of other services to ours. Each metric family appears once.
 
-    Skip metric families that ours already contains, because each family may appear only once.
+    Args:
+        own: Our exposition. The families of ours are skipped in the others.
+        others: Labels that are added to each sample of a service, and the service's exposition. Families of
+            several services are joined, with the first service's help text.
     """
-    families = {line.split(" ", 3)[2] for line in own.splitlines() if line.startswith("# TYPE ")}
-    kept: list[str] = []
-    skipping = False
-    for line in other.splitlines():
-        if line.startswith(("# HELP ", "# TYPE ")):
-            skipping = line.split(" ", 3)[2] in families
-        if not skipping and line:
-            kept.append(line)
+    ours = {line.split(" ", 3)[2] for line in own.splitlines() if line.startswith("# TYPE ")}
+    heads: dict[str, dict[str, str]] = {}
+    samples: dict[str, list[str]] = {}
+    for labels, text in others:
+        added = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+        family = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                _, kind, family, *_ = line.split(" ", 3)
+                if family not in ours:
+                    heads.setdefault(family, {}).setdefault(kind, line)
+            elif line and not line.startswith("#") and family not in ours:
+                samples.setdefault(family, []).append(_labelled(line, added))
     body = own if own.endswith("\n") or not own else own + "\n"
-    return body + "".join(f"{line}\n" for line in kept)
+    lines = [line for family, head in heads.items() for line in (*head.values(), *samples.get(family, ()))]
+    return body + "".join(f"{line}\n" for line in lines)
+
+
+def _labelled(sample: str, added: str) -> str:
+    """Return a sample with more labels in front of its own."""
+    brace, space = sample.find("{"), sample.find(" ")
+    if 0 <= brace < space:
+        rest = sample[brace + 1 :]
+        return f"{sample[:brace]}{{{added}{',' if added and not rest.startswith('}') else ''}{rest}"
+    return f"{sample[:space]}{{{added}}}{sample[space:]}" if added else sample
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -14,7 +14,7 @@ from collections import deque
 from typing import Any, NoReturn, TextIO
 
 MAX_QUEUED_CHARS = 4 * 1024 * 1024
-"""Text that waits for the reader of the log. Further lines are dropped and counted."""
+"""Number of characters that may wait for the reader of the log. Further lines are dropped and counted."""
 EXIT_DRAIN_S = 1.0
 """Longest wait for the reader of the log when the process ends."""
 MAX_WRITE_BYTES = 64 * 1024
@@ -23,13 +23,14 @@ MAX_WRITE_BYTES = 64 * 1024
 class QueuedStream(io.TextIOBase):
     """A text stream whose `write` never blocks and never raises.
 
-    A thread writes the text to the stream behind it. While the reader of that stream stalls, text is kept up
-    to `max_chars`, and then dropped. A line in the output says how many lines are missing. Text that cannot
-    be written, for example because the disk is full, is dropped in the same way.
+    A thread writes the text to the underlying stream. While the reader of that stream stalls, up to
+    `max_chars` characters are kept, and further text is dropped. A line in the output reports how many
+    lines are missing. Text that cannot be written, for example because the disk is full, is dropped in the
+    same way.
 
     Args:
-        behind: The stream to write to.
-        max_chars: Most characters to keep.
+        behind: The underlying stream.
+        max_chars: Largest number of characters to keep.
     """
 
     def __init__(self, behind: TextIO, max_chars: int = MAX_QUEUED_CHARS) -> None:
@@ -45,7 +46,7 @@ class QueuedStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Encoding of the stream behind."""
+        """Encoding of the underlying stream."""
         return self._behind.encoding or "utf-8"
 
     @property
@@ -79,11 +80,11 @@ class QueuedStream(io.TextIOBase):
             )
 
     def isatty(self) -> bool:
-        """Return True if the stream behind is a terminal."""
+        """Return True if the underlying stream is a terminal."""
         return self._behind.isatty()
 
     def fileno(self) -> int:
-        """Return the descriptor of the stream behind."""
+        """Return the descriptor of the underlying stream."""
         return self._behind.fileno()
 
     def writable(self) -> bool:
@@ -107,7 +108,7 @@ class QueuedStream(io.TextIOBase):
                 with self._changed:
                     self._missing += missing + text.count("\n") - bool(missing)
             with self._changed:
-                # Text counts until it is written. So at most twice `max_chars` are in memory.
+                # Text counts until it is written, so at most twice `max_chars` characters are in memory.
                 self._chars = sum(map(len, self._texts))
                 self._writing = False
                 self._changed.notify_all()
@@ -117,7 +118,7 @@ class QueuedStream(io.TextIOBase):
             self._behind.write(text)
             self._behind.flush()
             return
-        # Not through the stream's own buffer, which would keep what could not be written.
+            # Do not use the stream's own buffer, because it would keep text that could not be written.
         data = memoryview(text.encode(self.encoding, "backslashreplace"))
         while data:
             try:
@@ -127,9 +128,10 @@ class QueuedStream(io.TextIOBase):
 
 
 def queue_stderr() -> None:
-    """Replace `sys.stderr` by a `QueuedStream`, and write what it has kept when the process ends.
+    """Replace `sys.stderr` by a `QueuedStream`. At the end of the process, write the text that is still
+    queued.
 
-    Streams that tests or other programs have put in place stay as they are.
+    A stream that tests or other programs have installed is not replaced.
     """
     if sys.__stderr__ is None or sys.stderr is not sys.__stderr__:
         return
@@ -139,7 +141,7 @@ def queue_stderr() -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process like `os._exit`, but first write what a queued `sys.stderr` has kept."""
+    """End this process like `os._exit`, but first write the text that a queued `sys.stderr` still holds."""
     if isinstance(sys.stderr, QueuedStream):
         sys.stderr.drain(EXIT_DRAIN_S)
     os._exit(code)

@@ -56,7 +56,7 @@ class StepInputs:
         """Return the inputs as views of a buffer with `packed_words` words.
 
         The lengths that the host knows are passed on for a single sequence only. In other passes, a rank may
-        attend by another kernel than rank 0 does. That is harmless, because each rank has heads of its own.
+        use another attention kernel than rank 0. That is harmless, because each rank has its own heads.
         """
         parts = iter(unpack(buffer, _layout(command)))
         named = {name: next(parts) for name in _order(command)}

@@ -21,10 +21,11 @@ def _limits(max_message_bytes: int, max_received_bytes: int | None = None) -> Op
 def server_options(
     max_message_bytes: int = INTERNAL_MESSAGE_LIMIT, max_received_bytes: int | None = None
 ) -> Options:
-    """Return the server's options. `max_received_bytes` limits received messages; by default like sent ones.
+    """Return the server's options. `max_received_bytes` limits received messages; by default, as for sent
+    ones.
 
-    The server tolerates keepalive pings on quiet streams. By default gRPC answers them with GOAWAY
-    too_many_pings.
+    The server tolerates keepalive pings on quiet streams. By default, gRPC would answer such pings by closing
+    the connection (GOAWAY, too_many_pings).
     """
     return [
         *_limits(max_message_bytes, max_received_bytes),

@@ -14,7 +14,8 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 
 class DrafterState(Enum):
-    """Whether a drafter can propose trees now. LATE: only for rows that must wait, as the draft is slow."""
+    """Whether a drafter can propose trees now. LATE: only for rows that must wait, because the draft is
+    slow."""
 
     NONE = "none"
     CONNECTING = "connecting"
@@ -62,6 +63,7 @@ class SequenceOpen:
         token_ids: All tokens committed so far: the prompt and, if the sequence is reopened, the tokens
             emitted after the prompt.
         seed, temperature, choice_index: Parameters of the target's sampling noise, for coupled drafting.
+        traceparent: The target's span of the request. Empty if the request is not traced.
     """
 
     fence: Fence
@@ -69,6 +71,7 @@ class SequenceOpen:
     seed: int
     temperature: float
     choice_index: int = 0
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +107,8 @@ class Commits:
 class ProposalRow:
     """A sequence that requests a tree: its current fence, its root token, and the size of the tree.
 
-    If `must_wait` is True (speculation mode ON), the tree may arrive later than one round needs it: the
-    drafter decides how long the row waits. Otherwise, the row waits until the request's deadline.
+    If `must_wait` is True (speculation mode ON), the tree may arrive too late for one round, and the drafter
+    decides how long the row waits. Otherwise, the row waits until the request's deadline.
     """
 
     fence: Fence
@@ -120,8 +123,8 @@ class ProposalRequest:
 
     The engine waits at most `deadline_s` for rows without `must_wait`. None means to wait for all rows.
 
-    If `has_other_rows` is True, the round has rows that need no tree, and could run without the rows of this
-    request.
+    If `has_other_rows` is True, the round has rows that need no tree. The round could then run without the
+    rows of this request.
     """
 
     round: int

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import threading
@@ -38,6 +39,15 @@ class Compose:
     def __init__(self, environment: dict[str, str]) -> None:
         self._environment = environment
         self._program = [found] if (found := shutil.which("docker-compose")) else ["docker", "compose"]
+
+    @property
+    def base_image(self) -> str:
+        """The base image of the build."""
+        return self._environment.get("OUTRIDER_BASE_IMAGE", "python:3.11-slim-bookworm")
+
+    def with_variables(self, **variables: str) -> Compose:
+        """Return the same project with these environment variables."""
+        return Compose({**self._environment, **variables})
 
     def __call__(self, *arguments: str, timeout_s: float = 120) -> str:
         command = [*self._program, "--project-name", PROJECT, *arguments]
@@ -98,29 +108,67 @@ def compose() -> Iterator[Compose]:
             subprocess.run([helper, "down"], check=True)
 
 
-def test_gpu_services_reserve_devices_and_share_memory(compose: Compose) -> None:
-    config = yaml.safe_load(compose("config"))
-    services = config["services"]
-    for name in ("target", "draft"):
-        device = services[name]["deploy"]["resources"]["reservations"]["devices"][0]
-        assert device["driver"] == "nvidia"
-        assert device["capabilities"] == ["gpu"]
-    assert services["target"]["ipc"] == "shareable"
-    assert services["draft"]["ipc"] == "service:target"
-    for name, service in services.items():
-        assert service["read_only"] is True
-        assert service["user"] == "10001:10001"
-        assert service["healthcheck"]["test"]
-        assert service["stop_grace_period"]
-        assert bool(service.get("ports")) == name.startswith("gateway")
-        models = [volume for volume in service["volumes"] if "/models/" in str(volume)]
-        assert models
-        assert all("ro" in str(volume).split(":")[-1] or "read_only" in str(volume) for volume in models)
-
-
-def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> None:
-    # 1. Build and start the services.
+@pytest.fixture(scope="module")
+def images(compose: Compose) -> dict[str, str]:
+    """Build both images, and return their names by target of the Dockerfile."""
     compose("--profile", "cpu", "build", timeout_s=1200)
+    return {name: f"outrider-{name}" for name in ("gateway", "engine")}
+
+
+def test_images_have_what_they_need_and_no_more(compose: Compose, images: dict[str, str]) -> None:
+    """The gateway has no torch. The engine has a C compiler and Python's headers, for Triton."""
+    program = (
+        "import importlib.util, pathlib, shutil, sysconfig; "
+        "print(importlib.util.find_spec('torch') is not None, shutil.which('gcc') is not None, "
+        "(pathlib.Path(sysconfig.get_path('include')) / 'Python.h').exists())"
+    )
+    base = _bytes_of(compose, compose.base_image)
+    for name, found, most in (("gateway", ["False"], 0.4e9), ("engine", ["True", "True", "True"], 3e9)):
+        words = compose.docker("run", "--rm", "--entrypoint", "python", images[name], "-c", program).split()
+        assert words[: len(found)] == found
+        size = _bytes_of(compose, images[name]) - base
+        print(f"image {name}: {size / 1e9:.2f} GB on top of the base image")
+        assert size < most, "with PyTorch's CPU wheels; docs/operations.md has the figures"
+
+
+def _bytes_of(compose: Compose, image: str) -> int:
+    return int(compose.docker("image", "inspect", "-f", "{{.Size}}", image))
+
+
+def test_a_wrong_model_does_not_restart_for_ever(compose: Compose, images: dict[str, str]) -> None:
+    wrong = compose.with_variables(OUTRIDER_TARGET="/models/missing", OUTRIDER_RESTART="on-failure:2")
+    wrong("--profile", "cpu", "up", "-d", "--no-deps", "target-cpu", timeout_s=120)
+    container = compose.container("target-cpu")
+    state = "{{.State.Status}} {{.State.ExitCode}} {{.RestartCount}}"
+    _wait_for(
+        lambda: compose.docker("inspect", "-f", state, container).split() == ["exited", "2", "2"],
+        180,
+        lambda: compose.docker("logs", container),
+    )
+    wrong("--profile", "cpu", "rm", "-f", "-s", "target-cpu")
+
+
+def test_the_service_of_one_gpu_serves_in_its_container(compose: Compose, images: dict[str, str]) -> None:
+    """Without its GPU, because there is none: the rest of the service `outrider` is taken from the file."""
+    service = yaml.safe_load(compose("--profile", "gpu", "config"))["services"]["outrider"]
+    environment = [f"--env={name}={value}" for name, value in service["environment"].items()]
+    fixed = ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges:true", "--init"]
+    mounts = [f"--tmpfs={one}" for one in service["tmpfs"]]
+    mounts += [f"--volume={ROOT}/models/demo:/models:ro", f"--publish=127.0.0.1:{PORT}:8000"]
+    options = [*fixed, *mounts, *environment, f"--user={service['user']}", "--entrypoint=outrider"]
+    command = shlex.split(service["command"])
+    container = compose.docker("run", "-d", *options, images["engine"], *command).strip()
+    try:
+        _wait_for(_ready, 300, lambda: compose.docker("logs", "--tail", "60", container))
+        assert _stream(speculation="on").speculation["accept_length"] > 1.0
+        compose.docker("stop", "--time", "100", container)
+        assert compose.docker("inspect", "-f", "{{.State.ExitCode}}", container).strip() == "0"
+    finally:
+        compose.docker("rm", "-f", container)
+
+
+def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose, images: dict[str, str]) -> None:
+    # 1. Start the services.
     compose("--profile", "cpu", "up", "-d", timeout_s=300)
     services = ("gateway-cpu", "target-cpu", "draft-cpu")
     _wait_for(
@@ -163,17 +211,8 @@ def test_cpu_profile_serves_through_the_death_of_its_draft(compose: Compose) -> 
     assert again.text == whole.text
     assert again.speculation["accept_length"] > 1.0
 
-    # 5. The gateway runs unprivileged, from an image without torch.
-    gateway = compose.container("gateway-cpu")
-    no_torch = [
-        "exec",
-        gateway,
-        "python",
-        "-c",
-        "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)",
-    ]
-    compose.docker(*no_torch)
-    assert compose.docker("exec", gateway, "id", "-u").strip() == "10001"
+    # 5. The gateway runs unprivileged.
+    assert compose.docker("exec", compose.container("gateway-cpu"), "id", "-u").strip() == "10001"
 
     # 6. Taking the project down leaves no container.
     compose("--profile", "cpu", "down", "--timeout", "45", timeout_s=180)
@@ -226,6 +265,13 @@ def _stream(
                 if first_words and len(answer.text) > 40:
                     first_words.set()
     return answer
+
+
+def _ready() -> bool:
+    try:
+        return httpx.get(f"{URL}/ready", trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def _wait_for(condition: Any, timeout_s: float, explain: Any) -> None:

@@ -69,7 +69,13 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         prometheus_text: str = "",
         max_model_len: int = MAX_MODEL_LEN,
         trace_nodes: int = 0,
+        model_id: str = "toy",
+        fingerprint: str = "",
     ) -> None:
+        self.model_id = model_id
+        self.fingerprint = fingerprint
+        self.features = [target_pb2.TARGET_FEATURE_RESUME, target_pb2.TARGET_FEATURE_CONSTRAINT]
+        self.address = ""
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.trace_nodes = trace_nodes
@@ -93,7 +99,8 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
         )
         self._server.start()
         self._server.set_serving(True)
-        return self._server.address
+        self.address = self._server.address
+        return self.address
 
     def set_serving(self, serving: bool) -> None:
         assert self._server
@@ -155,13 +162,14 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     def _generate(self, running: _Running, replies: queue.Queue) -> None:
         request = running.request
         script = self.script(request)
-        emitted = 0
+        steps = rest_of(script.steps, len(request.resume_ids))
+        emitted = len(request.resume_ids)
         rounds = 0
         reason = common_pb2.FINISH_REASON_STOP
         matched = None
         base_len = len(request.prompt_ids)
         try:
-            for number, step in enumerate(script.steps):
+            for number, step in enumerate(steps):
                 if number and script.gate:
                     script.gate.acquire(timeout=WAIT_S)
                 running.active.wait(WAIT_S)
@@ -223,7 +231,9 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
 
     def GetInfo(self, request, context) -> target_pb2.GetInfoReply:
         return target_pb2.GetInfoReply(
-            model_id="toy",
+            model_id=self.model_id,
+            fingerprint=self.fingerprint,
+            features=self.features,
             architecture="LlamaForCausalLM",
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
@@ -250,6 +260,16 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             draft_state="on",
             prometheus_text=self.prometheus_text,
         )
+
+
+def rest_of(steps: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:
+    """Return the steps without their first `count` tokens."""
+    rest = []
+    for step in steps:
+        if tokens := step[count:]:
+            rest.append(tokens)
+        count = max(0, count - len(step))
+    return rest
 
 
 def trace_round(

@@ -52,7 +52,7 @@ class GatewayThread:
         return self.submit(coroutine).result(START_S)
 
     def wait_ready(self, ready: bool = True) -> None:
-        self.call(self.server.core.client.readiness.wait_for(ready))
+        self.call(self.server.core.targets.readiness.wait_for(ready))
 
     @property
     def stack(self) -> Stack:

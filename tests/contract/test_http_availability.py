@@ -93,7 +93,9 @@ def test_metrics_hold_ours_and_the_targets_each_family_once(
             assert 'outrider_request_success_total{finished_reason="length"} 1.0' in lines
             assert 'outrider_http_requests_total{route="/v1/completions",status="200"} 1.0' in lines
             assert "outrider_time_to_first_token_seconds_count 1.0" in lines
-            assert "outrider_num_requests_running 3" in lines
+            labels = f'{{model="toy",target="{target.address}"}}'
+            assert f"outrider_num_requests_running{labels} 3" in lines
+            assert f"outrider_gateway_ready_targets{labels} 1.0" in lines
             families = [line.split()[2] for line in lines if line.startswith("# TYPE ")]
             assert len(families) == len(set(families))
             http.get("/made-up-path")
@@ -176,7 +178,7 @@ def test_draining_finishes_streams_and_refuses_the_rest(make_gateway: MakeGatewa
             gate.release(2)
             assert list(lines)[-2] == "data: [DONE]"
         drained.result(TIMEOUT_S)
-        assert core.idle.is_set()
+        assert core.lifecycle.idle.is_set()
     with pytest.raises(httpx.ConnectError):
         httpx.get(gateway.stack.base_url + "/health")
 

@@ -202,7 +202,7 @@ def test_a_client_that_goes_away_cancels_at_the_target(
     cancel = fake.cancels.get(timeout=TIMEOUT_S)
     assert cancel.request_id == fake.seen[-1].request_id
     assert not cancel.HasField("keep_tokens")
-    gateway.call(gateway.server.core.idle.wait())
+    gateway.call(gateway.server.core.lifecycle.idle.wait())
     assert gateway.server.core.admission.active == gateway.server.core.admission.waiting == 0
 
 

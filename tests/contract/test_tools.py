@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import openai
 import pytest
 from fake_target import FakeTarget
@@ -322,3 +323,18 @@ def test_reasoning_that_is_not_split_has_the_form_too(
         body = {"separate_reasoning": split}
         chat(client, tools=[], response_format={"type": "json_object"}, extra_body=body)
         assert fake.seen[-1].constraint.begins_after == ("</think>" if split else "")
+
+
+def test_a_target_that_cannot_enforce_a_form_gets_no_such_request(
+    shared_fake: FakeTarget, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_fake, "features", [])
+    folder = make_tool_tokenizer(tmp_path_factory.mktemp("old"))
+    gateway = GatewayThread(target=shared_fake.address, tokenizer=folder)
+    gateway.wait_ready()
+    body = {"model": "toy", "messages": MESSAGES, "response_format": {"type": "json_object"}}
+    try:
+        answer = httpx.post(f"{gateway.stack.base_url}/v1/chat/completions", json=body, timeout=30)
+    finally:
+        gateway.close()
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")

@@ -199,6 +199,8 @@ def test_the_wheel_alone_serves_a_request_and_stops_cleanly(
             fresh / "outrider",
             "generate",
             "List 3 countries and their capitals.",
+            "--speculation",  # in mode auto, a busy machine may rightly decode plainly
+            "on",
             "--url",
             f"http://127.0.0.1:{port}",
             cwd=tmp_path,

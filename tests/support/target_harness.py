@@ -249,6 +249,7 @@ class Harness:
         deadline: float | None = None,
         priority: int = 0,
         logprobs: LogprobParams = NO_LOGPROBS,
+        resume: Sequence[int] = (),
         **form: Any,
     ) -> int:
         depth, topk, max_nodes = shape or (None, None, None)
@@ -263,6 +264,7 @@ class Harness:
             deadline=deadline,
             priority=priority,
             logprobs=logprobs,
+            resume_ids=tuple(resume),
             **form,
         )
         return self.engine.submit(request, self.sink)
@@ -394,6 +396,4 @@ def assert_same_tokens(
     best = next_scores(decoder, [*prompt, *expected[:at]], params, len(prompt)).topk(2).values
     gap = float(best[0] - best[1])
     print(f"near-tie at token {at}: {expected[at]} or {found[at]}, top-two gap {gap:.2e}")
-    assert gap < 1e-4, (
-        f"token {at} is {found[at]}, plain decoding chose {expected[at]}; the top-two gap is {gap:.2e}"
-    )
+    assert gap < 1e-4, f"token {at} is {found[at]}, plain decoding chose {expected[at]}; gap {gap:.2e}"

@@ -248,11 +248,12 @@ class DraftGraphs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGrowth:
-    """A strategy's ways to run work in one launch: rounds on the device, rounds of the host, short prompts.
+    """The ways in which a strategy runs work in one launch: device rounds, host rounds and short prompts.
 
     Attributes:
-        memory: Shared by the rounds that stay on the device.
-        host: Runs the rounds that the host starts. None if separate launches to extend and to grow are
+        memory: Resources shared by the rounds that stay on the device.
+        host: Runs the rounds that the host starts. None if it is faster to extend and to grow in separate
+            launches.
             faster.
         extension: Extends sessions by short prompts. None if graphs do not help, or if the model has several
             stages.

@@ -93,7 +93,7 @@ class PageTables:
         return min(self._pool.pages_for(tokens), self._pool.num_pages)
 
     def find(self, bs: int, width: int) -> PageTable:
-        """Return the table of this size. Rounds of equal sizes use it in turn, in stream order."""
+        """Return the table of this size. Rounds of equal sizes use the same table, one after the other."""
         if (bs, width) not in self._tables:
             self._tables[bs, width] = PageTable(bs, width, self._pool.device)
         return self._tables[bs, width]

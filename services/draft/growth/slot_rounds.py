@@ -1,8 +1,8 @@
 """Drafts for sessions whose newest tokens and features are on the device, and reach the host one round late.
 
-The input of a round is the tokens and features that the previous round chose. They are in the slots of a
-target in the same process, or in the state that a target in another process has sent. Meanwhile, the fields
-of a session mean:
+The input of a round consists of the tokens and features that the previous round chose. A target in the same
+process keeps them in its slots. A target in another process has sent them in a state. The host knows them
+only one round later, so the fields of a session mean:
 
     tokens       tokens of the rounds that the host has read
     cached_rows  number of rows that the rounds read so far have written to the KV
@@ -129,7 +129,7 @@ class SessionGroup(SeatedGroup):
         self.key: Hashable = table.tensor.data_ptr()
 
     def stage(self) -> None:
-        """Prepare the copy of the page table, which `load` then only enqueues."""
+        """Prepare the copy of the page table. `load` enqueues this copy."""
         self._table.update(self._leases, later=True)
 
     def load(self) -> None:

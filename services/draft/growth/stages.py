@@ -1,8 +1,8 @@
-"""Stages of a draft model: chained MTP layers, which run different levels of a tree with K/V of their own.
+"""Stages of a draft model: chained MTP layers. Each stage has its own K/V and runs certain levels of a tree.
 
 Stage s runs level s of a tree, and the last stage runs all further levels. In the row at position t, stage s
 pairs the token t + 1 + s with the state of stage s - 1 at t. So stage s has s stable rows fewer than stage 0
-(stable rows are those of committed tokens). Its rows on a tree lie directly after its own stable rows:
+(stable rows are those of committed tokens). The rows of stage s on a tree follow its own stable rows:
 
     token index      S - 2     S - 1     S         S + 1          (S stable rows of stage 0, topk = 1)
     stage 0          stable    stable
@@ -13,8 +13,8 @@ A row of the tree attends to the stable rows of its stage, and to its ancestors 
 takes over at level 2 or later therefore first runs the earlier levels (`passes_of`). As inputs, it uses the
 states of the previous stage.
 
-The last row of stage s - 1 waits for the token of the next round before stage s can use its state. So each
-sequence keeps one state per stage (`StageStates`).
+The state of the last row of stage s - 1 can be used by stage s only together with the token of the next
+round. Each sequence therefore keeps one state per stage until the next round (`StageStates`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PassKey(NamedTuple):
 
 
 def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
-    """Return the passes of each level from 1 on.
+    """Return the passes of each level, from level 1 on.
 
     The last pass of a level is the level's own. The passes before it run the earlier levels through a stage
     that takes over at this level.
@@ -50,10 +50,10 @@ def passes_of(model: DraftModel, levels: int) -> list[list[PassKey]]:
 
 
 class StageStates:
-    """The state of the last row of each stage but the last, for every sequence.
+    """The state of the last row of each stage except the last stage, for every sequence.
 
-    A sequence has the place of its first page. No two sequences share a page, and the page table is on the
-    device, so recorded rounds find the place without the host.
+    The states of a sequence are stored under the number of its first page. No two sequences share a page, and
+    the page table is on the device, so CUDA graphs find the states without the host.
 
     Args:
         model: The draft model, with at least two stages.
@@ -71,7 +71,7 @@ class StageStates:
             self._rows = torch.zeros(pool.num_pages + 1, dtype=torch.int32, device=model.device)
 
     def places(self, page_table: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the place of each sequence, ``[bs] int64``. Idle sequences share a place of their own.
+        """Return the place of each sequence, ``[bs] int64``. All idle sequences share one extra place.
 
         Args:
             page_table: ``[bs, pages] int32``.
@@ -86,8 +86,8 @@ class StageStates:
     def fresh_rows(self, places: torch.Tensor, stop: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return how many of the last `counts` rows before ``stop [n] int32`` are new, as ``[n] int32``.
 
-        The others were computed before. This happens if the host has caught up on rows that the target's
-        slots hold too.
+        The other rows were computed before. This happens after the host has computed rows that are also in
+        the target's slots.
         """
         return (stop - self._rows.index_select(0, places)).clamp(min=0).minimum(counts)
 
@@ -107,15 +107,15 @@ class StageStates:
         self._rows.index_copy_(0, places, torch.where(new, stop, self._rows.index_select(0, places)))
 
     def clear(self, place: int) -> None:
-        """Forget the rows of an ended sequence whose first page now starts another one."""
+        """Forget the states of an ended sequence whose first page now belongs to another sequence."""
         self._rows[place] = 0
 
 
 class HiddenLevels:
-    """Masks for trees of which a stage cannot run the first levels.
+    """Masks for sequences that are too short for the first levels of a stage.
 
-    If a sequence has S < s stable rows, the first s - S levels of stage s would lie before position 0. Their
-    rows run like all others, but no other row may see them.
+    If a sequence has S < s stable rows, the first s - S levels of stage s would lie before position 0. The
+    rows of these levels are computed like all other rows, but no other row may see them.
 
     Args:
         stage: The stage s.
@@ -135,8 +135,8 @@ class HiddenLevels:
     def apply(self, ancestors: torch.Tensor, level: int, stable_lens: torch.Tensor) -> torch.Tensor:
         """Return the masks of a level's rows without the hidden columns.
 
-        Every row still sees itself: a row that saw nothing would become NaN, which spoils even rows that do
-        not see it.
+        Every row still sees itself. A row that saw nothing would become NaN, and this NaN would spread even
+        to rows that do not see it.
 
         Args:
             ancestors: ``[bs * topk, words] int32``, masks of the level's rows.
@@ -150,7 +150,7 @@ class HiddenLevels:
 
 
 def after_last(states: torch.Tensor, last: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-    """Return the inputs of a stage's extension: the states of the previous stage, one row earlier.
+    """Return the inputs of a stage's extension: the states of the previous stage, shifted by one row.
 
     Args:
         states: ``[bs, R, hidden]``, states of the previous stage. The last ``fresh[b]`` rows are new.

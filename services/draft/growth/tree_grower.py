@@ -6,13 +6,14 @@ the same code runs immediately. Every sequence extends by R rows, of which the l
 
 Draft KV of one sequence while its tree grows (S = stable rows, computed from committed tokens):
 
-    [0, S)                       prefix: every row of the tree sees all of it
+    [0, S)                       prefix, which every row of the tree sees
     [S, S + topk)                level 1: the beam below the root
     [S + topk, S + 2 * topk)     level 2, and so on: scratch rows, overwritten by the next round
 
 The root is the last committed token. All rows of level i have rope position S - 1 + i. A row sees the prefix,
-its own ancestors and itself. A beam may keep two children of one row and none of another, so the ancestor
-masks are re-indexed at every level. `stages` explains how models with several stages differ.
+its own ancestors and itself. The beam of a level may contain two children of one row and no child of another
+row, so the ancestor masks are re-indexed at every level. `stages` explains the differences for models with
+several stages.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class GrowthSize:
 
     @classmethod
     def of(cls, bs: int, shape: DraftShape) -> GrowthSize:
-        """Return the size of rounds whose previous round had trees of the same shape."""
+        """Return the size of rounds that follow a round with trees of the same shape."""
         shape = shape.bounded()
         return cls(bs, max_round_rows(shape), shape.depth, shape.topk, shape.max_nodes)
 
@@ -234,7 +235,7 @@ class TreeGrower:
         states = run(plan.tokens, features, plan.features).view(size.bs, size.rows, -1)
         after = [states[:, -1]]
         for stage, plan in enumerate(layout.plans[1:], 1):
-            # The fresh tokens are the same in all stages, but a later stage has them further in front.
+            # All stages get the same fresh tokens, but later stages read tokens that are further ahead.
             joined = after_last(states, before[:, stage - 1], fresh).flatten(0, 1)
             ends = None if stage < self._model.stages - 1 else ONLY_KEYS
             rows = plan._replace(extend_slots=fresh_slots(plan.extend_slots, fresh))

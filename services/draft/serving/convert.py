@@ -117,6 +117,7 @@ def opening_from(message: draft_pb2.Open) -> SequenceOpen:
         message.seed,
         message.temperature,
         message.choice_index,
+        message.traceparent,
     )
 
 

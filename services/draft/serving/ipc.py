@@ -305,7 +305,7 @@ class MailboxExchange(Exchange):
 
 
 def _unexpected(message: str) -> ProtocolError:
-    """Return the error for a message that carries what the mailbox carries."""
+    """Return the error for a message whose contents belong into the mailbox."""
     return ProtocolError(
         f"Unexpected message {message} on a session stream. States go through the mailbox.", field="message"
     )

@@ -1,15 +1,16 @@
 """Drafting with the multi-token prediction (MTP) layers of the target's own checkpoint.
 
-Layer m (from 0) works on pairs. At position t, the layer pairs the token t + 1 + m with the state of
-layer m - 1 at t, and predicts the token t + 2 + m. Layer 0 uses the target's last hidden state after the
+Layer m (from 0) works on pairs of a token and a state. At position t, it pairs the token t + 1 + m with the
+state of layer m - 1 at t, and predicts the token t + 2 + m. Layer 0 uses the target's last hidden state
+after the
 final norm. Each layer has its own K/V, in a plane of the pool. With C committed tokens, layer m has C - 1 - m
 rows.
 
 Layer i runs level i of a tree, so each layer is one stage of the tree's growth (`growth.stages`). Levels
 beyond the last layer repeat that layer on its own previous state, as is usual for models with one MTP layer.
 
-After each extension, the state of a layer's last row waits for the next one: the token with which the next
-layer pairs it is not known yet. `StageStates` keeps these states.
+After an extension, the state of a layer's last row cannot be used yet, because the next layer pairs it with a
+token that is not known. `StageStates` keeps these states for the next extension.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class MtpStrategy(PagedStrategy):
             chunks: The chunks.
             inputs: For each chunk ``[rows, hidden]``, the states that the layer pairs with tokens. The last
                 row is at position ``chunk.stop - 1 - layer``.
-            waiting: The rows that waited; None if there is one layer.
+            waiting: The states that were kept from the previous extension; None if there is one layer.
 
         Returns:
             The layer's states for each chunk, ``[rows, hidden]``.
@@ -174,9 +175,9 @@ class MtpStrategy(PagedStrategy):
 
 
 class _WaitingRows:
-    """The rows of each layer that waited for their next token before an extension.
+    """The rows of each layer that had to wait for their next token before an extension.
 
-    Rounds on the device may have extended a session further than the host knows. Their rows stay as they are.
+    Rounds on the device may have extended a session further than the host knows. Such rows are not changed.
 
     Args:
         kept: The states of these rows.
@@ -204,12 +205,12 @@ class _WaitingRows:
         self._new = torch.where(started > 0, kept.fresh_rows(self._places, stops, counts), counts)
 
     def _waited(self, index: int, layer: int) -> bool:
-        """True if the layer before has had rows since the session was opened, so that its last one waits."""
+        """True if the previous layer has had rows since the session was opened. Its last row then waits."""
         chunk = self._chunks[index]
         return chunk.start - layer >= chunk.session.inherited_rows
 
     def join(self, index: int, layer: int, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the input states of a layer's rows: all states of the layer before except the newest state.
+        """Return the input states of a layer's rows: all states of the previous layer except the newest.
 
         Args:
             index: Index of the chunk.

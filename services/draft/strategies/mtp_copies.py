@@ -1,7 +1,7 @@
-"""Compares the embedding and lm_head beside MTP layers with the target's, which drafting uses in their place.
+"""Compares the embedding and lm_head in the folder of MTP layers with those of the target.
 
-MTP layers were trained with one embedding and one output head. Checkpoints repeat both beside the layers. If
-the copies differ from the target's tensors, the layers belong to another model or another fine-tuning.
+Drafting uses the target's tensors. The checkpoint repeats the tensors with which the MTP layers were trained.
+If these copies differ from the target's tensors, the layers belong to another model or another fine-tuning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": LM_HEAD}
 
 @dataclass(frozen=True, slots=True)
 class ComparedCopy:
-    """A tensor beside the MTP layers, and its likeness to the target's tensor.
+    """A copy of a target tensor in the folder of MTP layers, and its similarity to that tensor.
 
     Attributes:
         name: Name in the draft's folder.
@@ -44,7 +44,7 @@ class ComparedCopy:
 
     @property
     def warning(self) -> str:
-        """What a difference means."""
+        """The warning if the copy differs."""
         return (
             f"differs from the target's {self.original} (mean cosine {self.likeness:.2f}): the MTP layers "
             "belong to another model or to another fine-tuning. Drafting uses the target's tensor"

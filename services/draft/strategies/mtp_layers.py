@@ -32,7 +32,7 @@ from outrider.shared.nn.open import read_model_config
 
 COUNT = "num_nextn_predict_layers"
 EXPORTED = "NextN"
-"""Suffix of the architecture's name in a folder with nothing but an MTP layer, as SGLang exports it."""
+"""Suffix of the architecture's name in a folder that contains only an MTP layer, as SGLang exports it."""
 
 
 @dataclass(frozen=True, slots=True)

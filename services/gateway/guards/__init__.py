@@ -1,1 +1,1 @@
-"""Protects the gateway from clients: connections without requests, large bodies, too long texts."""
+"""Protects the gateway from silent connections, large request bodies and texts that are too long."""

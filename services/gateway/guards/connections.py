@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from outrider.shared.obs.logging import get_logger
 
 WANTED_FILES = 65_536
-"""File descriptors to ask for. More would not help: ports and memory are used up earlier."""
+"""Number of file descriptors to ask for. With more, ports or memory would run out first."""
 OTHER_FILES = 256
 """File descriptors that are kept for everything else: gRPC, the target, log files."""
 ACCEPTED_AT_ONCE = 64
@@ -28,7 +28,8 @@ _log = get_logger("outrider.gateway.connections")
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files as far as the hard limit and `WANTED_FILES` allow, and return it."""
+    """Raise the soft limit of open files to `WANTED_FILES`, or to the hard limit if that is lower. Return
+    it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -44,7 +45,7 @@ def connection_cap(asked: int, open_files: int) -> int:
     """Return the limit of connections.
 
     Args:
-        asked: Limit that the operator set. 0: as many as the limit of open files allows.
+        asked: Limit that the operator set. 0 selects the largest number that the limit of open files allows.
         open_files: Limit of open files of this process.
     """
     fitting = max(MIN_CONNECTIONS, open_files - OTHER_FILES - ACCEPTED_AT_ONCE)

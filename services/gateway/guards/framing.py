@@ -1,4 +1,4 @@
-"""Finds requests whose length is ambiguous. A proxy might see another end of the request than this server."""
+"""Finds requests of ambiguous length. A proxy might see another end of such a request than this server."""
 
 from __future__ import annotations
 

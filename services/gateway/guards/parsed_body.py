@@ -1,4 +1,4 @@
-"""Hands the parsed body of a request to its route, so that large bodies are parsed once."""
+"""Passes the parsed body of a request to its route, so that large bodies are parsed only once."""
 
 from __future__ import annotations
 

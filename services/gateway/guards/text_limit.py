@@ -10,13 +10,13 @@ from outrider.shared.base.errors import InvalidRequestError
 
 
 class TextLimit:
-    """The longest text that can fit in the model's context: every token of it is the vocabulary's longest.
+    """The longest text that can fit in the model's context if every token is the vocabulary's longest token.
 
-    Tokenizing 1 MiB takes seconds of a core, so texts that cannot fit are refused unread.
+    Tokenizing 1 MiB occupies a core for seconds, so a text that cannot fit is refused before it is tokenized.
 
     Attributes:
         longest_token: Length of the longest token of the vocabulary, in characters.
-        context: Returns the model's context in tokens. None: nothing is refused.
+        context: Returns the model's context in tokens. None disables the limit.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -48,7 +48,7 @@ class TextLimit:
         """Check the number of token ids to convert to text.
 
         Raises:
-            InvalidRequestError: If they are more than the model's context.
+            InvalidRequestError: If there are more ids than the model's context has tokens.
         """
         if self.context is not None and num_ids > (context := self.context()):
             raise InvalidRequestError(

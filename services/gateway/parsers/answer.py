@@ -25,7 +25,7 @@ class CalledTool:
 
 @dataclass(slots=True)
 class Answer:
-    """What has been read of one answer.
+    """The parts of an answer that have been read.
 
     Attributes:
         texts: Pieces of the text.
@@ -85,7 +85,7 @@ class AnswerReader:
         return self._collect(pieces)
 
     def finish(self) -> list[Piece]:
-        """Return the rest. Call this once the sequence has ended."""
+        """Return the remaining pieces. Call this once the sequence has ended."""
         return self._collect(self._parser.finish() if self._parser else [])
 
     def _collect(self, pieces: list[Piece]) -> list[Piece]:

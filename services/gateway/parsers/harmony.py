@@ -19,7 +19,8 @@ MAX_HEADER_CHARS = 1024
 class HarmonyParser:
     """Parses a sequence of messages. The prompt ends with the role, so the text begins with a header.
 
-    The channel ``analysis`` is reasoning. A message to ``functions.NAME`` is a tool call. All else is text.
+    The channel ``analysis`` is reasoning. A message to ``functions.NAME`` is a tool call. All other messages
+    are text.
     """
 
     def __init__(self, options: ToolOptions) -> None:

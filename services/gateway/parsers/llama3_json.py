@@ -13,7 +13,7 @@ SEPARATORS = ";, \n\t\r"
 class Llama3JsonParser:
     """Parses objects at the start of the answer, or after the python tag.
 
-    An object that names none of the request's tools is text, because an answer may consist of JSON.
+    An object whose name is not a tool of the request is text, because an answer may consist of JSON.
     """
 
     in_reasoning = False

@@ -63,7 +63,7 @@ class OutputParser(Protocol):
         ...
 
     def finish(self) -> list[Piece]:
-        """Return the rest. Call this once the sequence has ended."""
+        """Return the remaining pieces. Call this once the sequence has ended."""
         ...
 
 

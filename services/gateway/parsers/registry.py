@@ -63,7 +63,8 @@ class ParserNames:
 
     @classmethod
     def choose(cls, tools: str, reasoning: str, template: str) -> ParserNames:
-        """Return the parsers that the settings name. ``auto`` chooses by the text of the chat template."""
+        """Return the parsers that the settings name. ``auto`` chooses them by the text of the chat
+        template."""
         if tools == AUTO:
             tools = next((name for text, name in _TOOLS_OF_TEMPLATE if text in template), NONE)
         if reasoning == AUTO:

@@ -1,4 +1,4 @@
-"""Loads the static files of the playground, with the headers that keep them from reaching other hosts."""
+"""Loads the static files of the playground. Their headers forbid browsers to contact other hosts."""
 
 from __future__ import annotations
 

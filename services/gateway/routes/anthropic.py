@@ -36,7 +36,7 @@ router = APIRouter(route_class=ParsedBodyRoute)
 @router.post("/v1/messages", responses=ERROR_RESPONSES)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer with one message or a stream of events."""
-    core = core_of(request)
+    core = core_of(request).of_model(body.model)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
     headers = ignored_header(body)
@@ -52,7 +52,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", responses=ERROR_RESPONSES)
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Return the number of tokens of a prompt."""
-    core = core_of(request)
+    core = core_of(request).of_model(body.model)
     core.builder.check_model(body.model, core.client.info)
     headers = ignored_header(body)
     (ids,) = await named(_turn(core, body, Parameters()).prompts(), ANTHROPIC.prompt)
@@ -170,7 +170,7 @@ class _Message:
 
 
 def _block_of(piece: Piece) -> tuple[str, dict[str, Any]]:
-    """Return the type of the block that a piece belongs to, and the block before any piece."""
+    """Return the type of the block that contains a piece, and the block's content before any piece."""
     match piece:
         case Text():
             return "text", {"type": "text", "text": "", "citations": None}

@@ -42,7 +42,7 @@ router = APIRouter(route_class=ParsedBodyRoute)
 @router.post("/v1/chat/completions", responses=ERROR_RESPONSES)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a chat with one reply or a stream of chunks."""
-    core = core_of(request)
+    core = core_of(request).of_model(body.model)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
     headers = ignored_header(body)
@@ -83,7 +83,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 def read_answer(reader: AnswerReader, completion: Completion) -> Answer:
-    """Return what a finished sequence consists of."""
+    """Return the parts of a finished sequence: text, reasoning and tool calls."""
     for chunk in completion.chunks:
         reader.push(chunk.text, len(chunk.token_ids))
     reader.finish()

@@ -42,7 +42,7 @@ router = APIRouter(route_class=ParsedBodyRoute)
 @router.post("/v1/completions", responses=ERROR_RESPONSES)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Complete one prompt or a batch, with one reply or a stream of chunks. Choices are ordered by prompt."""
-    core = core_of(request)
+    core = core_of(request).of_model(body.model)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
     headers = ignored_header(body)
@@ -89,7 +89,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 def best_choices(completions: Sequence[Completion], generated: int, wanted: int) -> list[int]:
     """Return the indices of the best answers to each prompt, best first.
 
-    The best answers have the highest mean logprob per token. If all are wanted, they keep their order.
+    The best answers have the highest mean logprob per token. If all answers are wanted, their order is kept.
 
     Args:
         completions: The answers, grouped by prompt.

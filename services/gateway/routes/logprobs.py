@@ -52,8 +52,8 @@ def completion_chunk_logprobs(
 ) -> Callable[[int, Chunk], dict[str, Any] | None] | None:
     """Return a function for the `logprobs` of a completion chunk. None if the client wants no logprobs.
 
-    The logprobs of an echoed prompt come in chunks of their own. The function keeps the text offset and the
-    place in the prompt of each sequence.
+    The logprobs of an echoed prompt are sent in separate chunks. The function keeps the text offset and the
+    position in the prompt of each sequence.
     """
     wanted = job.parameters.logprobs
     if wanted.wanted.top is None:

@@ -26,14 +26,14 @@ router = APIRouter(route_class=ParsedBodyRoute)
 async def list_models(request: Request) -> Response:
     """List the model names that requests may use."""
     core = core_of(request)
-    return JsonResponse({"object": "list", "data": [_model(core, name) for name in _names(core)]})
+    return JsonResponse({"object": "list", "data": [_model(core, name) for name in core.model_names]})
 
 
 @router.get("/v1/models/{model:path}", responses=ERROR_RESPONSES)
 async def retrieve_model(model: str, request: Request) -> Response:
     """Describe one model."""
     core = core_of(request)
-    if model not in _names(core):
+    if model not in core.model_names:
         raise ModelNotFoundError(f"The model {model[:128]!r} does not exist.", field="model")
     return JsonResponse(_model(core, model))
 
@@ -42,7 +42,7 @@ async def retrieve_model(model: str, request: Request) -> Response:
 @router.post("/tokenize", responses=ERROR_RESPONSES)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Return the token ids of texts or of a chat. The reply to a list of texts contains lists."""
-    core = core_of(request)
+    core = core_of(request).of_model(body.model)
     core.builder.check_model(body.model, core.client.info)
     headers = ignored_header(body)
     if (body.prompt is None) == (body.messages is None):
@@ -94,7 +94,7 @@ async def _encode_chat(core: GatewayCore, body: TokenizeRequest) -> tuple[int, .
 @router.post("/detokenize", responses=ERROR_RESPONSES)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """Return the text of token ids, under vLLM's name `prompt` and SGLang's name `text`."""
-    core = core_of(request)
+    core = core_of(request).of_model(body.model)
     info = core.client.info
     core.builder.check_model(body.model, info)
     headers = ignored_header(body)
@@ -115,16 +115,13 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     return JsonResponse({"prompt": text, "text": text}, headers=headers)
 
 
-def _names(core: GatewayCore) -> tuple[str, ...]:
-    return core.settings.served_model_name or (core.client.info.model_id,)
-
-
 def _model(core: GatewayCore, name: str) -> dict[str, Any]:
+    info = core.of_model(name).client.info
     return {
         "id": name,
         "object": "model",
         "created": core.started_at,
         "owned_by": "outrider",
-        "root": core.client.info.model_id,
-        "max_model_len": core.client.info.max_model_len,
+        "root": info.model_id,
+        "max_model_len": info.max_model_len,
     }

@@ -22,6 +22,7 @@ from outrider.services.gateway.routes.context import ERROR_RESPONSES, core_of, i
 from outrider.services.gateway.routes.logprobs import native_meta
 from outrider.services.gateway.schemas.completions import as_batch
 from outrider.services.gateway.schemas.native import NativeRequest
+from outrider.services.gateway.served_target import TargetStats
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 from outrider.shared.base.generation import FinishReason
 from outrider.shared.base.version import installed_version
@@ -36,7 +37,7 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     The reply to a batch, or to `n` above 1, is a list. As in SGLang, every event of a stream repeats all text
     that has been generated so far.
     """
-    core = core_of(request)
+    core = core_of(request).of_model(body.model)
     core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
     headers = ignored_header(body)
@@ -110,7 +111,7 @@ def _rids(rid: str | list[str] | None, as_list: bool, choices: Sequence[int]) ->
     """Return the name of every sequence.
 
     Args:
-        rid: The client's name of the request, or of each prompt. None makes a name.
+        rid: The client's name of the request, or of each prompt. With None, a name is generated.
         as_list: Whether the reply is a list. The names are then numbered.
         choices: Number of sequences of each prompt.
     """
@@ -189,7 +190,7 @@ async def model_info(request: Request) -> Response:
     return JsonResponse(
         {
             "model_path": info.model_id,
-            "served_model_name": (core.settings.served_model_name or (info.model_id,))[0],
+            "served_model_name": core.model_names[0],
             "tokenizer_path": str(core.settings.tokenizer) if core.settings.tokenizer else None,
             "is_generation": True,
             "weight_version": info.weight_version,
@@ -207,7 +208,10 @@ async def model_info(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Describe the speculation settings, with SGLang's names, and the current load."""
     core = core_of(request)
-    info, stats = await core.client.refresh_info(), await core.client.stats()
+    found = [one for one in await core.targets.refresh(core.targets.members) if one is not None]
+    if not found:
+        raise core.targets.unavailable()
+    info = found[0][0]
     return JsonResponse(
         {
             "version": installed_version(),
@@ -221,17 +225,20 @@ async def server_info(request: Request) -> Response:
             "speculative_max_topk": info.max_topk,
             "speculative_max_nodes": info.max_nodes,
             "max_running_requests": info.max_running_requests,
-            "internal_states": [
-                {
-                    "num_running_reqs": stats.running,
-                    "num_waiting_reqs": stats.waiting,
-                    "draft_state": stats.draft_state,
-                    "avg_spec_accept_length": stats.accept_length,
-                    "kv_pages_total": stats.pages_total,
-                    "kv_pages_free": stats.pages_free,
-                    "kv_pages_held": stats.pages_held,
-                    "auto": decision_object(stats.auto),
-                }
-            ],
+            "internal_states": [_load(stats) for _, stats in found],
         }
     )
+
+
+def _load(stats: TargetStats) -> dict[str, Any]:
+    """Return the current load of one target."""
+    return {
+        "num_running_reqs": stats.running,
+        "num_waiting_reqs": stats.waiting,
+        "draft_state": stats.draft_state,
+        "avg_spec_accept_length": stats.accept_length,
+        "kv_pages_total": stats.pages_total,
+        "kv_pages_free": stats.pages_free,
+        "kv_pages_held": stats.pages_held,
+        "auto": decision_object(stats.auto),
+    }

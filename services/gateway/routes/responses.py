@@ -38,7 +38,7 @@ router = APIRouter(route_class=ParsedBodyRoute)
 @router.post("/v1/responses", responses=ERROR_RESPONSES)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer with one response or a stream of events. Nothing is stored."""
-    core = core_of(request)
+    core = core_of(request).of_model(body.model)
     model = core.builder.check_model(body.model, core.client.info)
     parameters = body.parameters()
     headers = ignored_header(body)

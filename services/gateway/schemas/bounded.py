@@ -10,7 +10,8 @@ from pydantic_core import CoreSchema
 MAX_FIELDS = 256
 """Fields of one JSON object that a model parses."""
 MAX_ITEMS = 4096
-"""Items of one list, except of token ids, whose number is bounded by the size of the body."""
+"""Largest number of items of a list. Lists of token ids are exempt, because the size of the body bounds
+them."""
 
 
 def _bound_lists(schema: Any) -> None:

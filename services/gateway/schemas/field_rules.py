@@ -78,7 +78,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that are refused, because ignoring them would change the text or leave out data of the reply.
 
-Each field has the values, besides `ALWAYS_NEUTRAL`, that pass because they ask for nothing.
+For each field, the values that pass because they ask for nothing, in addition to `ALWAYS_NEUTRAL`.
 """
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -92,7 +92,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream_interval": (1,),
     "stream_reasoning": (True,),
 }
-"""Values of ignored fields, besides `ALWAYS_NEUTRAL`, that cause no warning."""
+"""Values of ignored fields that cause no warning, in addition to `ALWAYS_NEUTRAL`."""
 
 
 def is_neutral(value: object, neutral: tuple[Any, ...]) -> bool:

@@ -6,6 +6,7 @@ The stream is the gRPC call `Session`. A lost connection is restored automatical
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,7 +22,7 @@ from outrider.services.gateway.request import GenerationRequest, TargetDelta, Ta
 from outrider.services.gateway.served_target import ServedTarget, TargetStats
 from outrider.services.gateway.target_client.probe import PROBE_TIMEOUT_S, probe_target
 from outrider.services.gateway.target_client.stream import ReaderLimits, TargetStream
-from outrider.shared.base.errors import OutriderError, UnavailableError
+from outrider.shared.base.errors import OutriderError, ProtocolError, UnavailableError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.rpc.client import connect_aio
 from outrider.shared.rpc.convert import error_from_proto
@@ -59,10 +60,31 @@ class Readiness:
 
 
 class TargetClient:
-    """Maintains a session with one target, and reconnects a lost session. Use it on one event loop only."""
+    """Maintains a session with one target, and reconnects a lost session. Use it on one event loop only.
 
-    def __init__(self, address: str, limits: ReaderLimits, probe_timeout_s: float = PROBE_TIMEOUT_S) -> None:
-        self._address = address
+    Args:
+        address: The target's address.
+        limits: Limits on unread events.
+        probe_timeout_s: Time after which the answer to a health check is overdue.
+        on_change: Called after every change of `ready` or `known_info`.
+
+    Attributes:
+        address: The target's address.
+        connections: Number of sessions so far, including the current one.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        limits: ReaderLimits,
+        probe_timeout_s: float = PROBE_TIMEOUT_S,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self.connections = 0
+        self._on_change = on_change
+        # The last logged reason why the target cannot be used.
+        self._refusal = ""
         self._probe_timeout_s = probe_timeout_s
         self._limits = limits
         self._channel: grpc.aio.Channel | None = None
@@ -77,7 +99,7 @@ class TargetClient:
 
     async def start(self) -> None:
         """Start connecting in the background."""
-        self._channel = connect_aio(self._address)
+        self._channel = connect_aio(self.address)
         self._task = asyncio.create_task(self._run(), name="target-session")
 
     async def close(self) -> None:
@@ -102,6 +124,11 @@ class TargetClient:
         """
         if self._info is None:
             raise self._unavailable()
+        return self._info
+
+    @property
+    def known_info(self) -> ServedTarget | None:
+        """The target's information, or None if the target has never been connected."""
         return self._info
 
     def submit(self, request: GenerationRequest) -> TargetStream:
@@ -147,6 +174,7 @@ class TargetClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         self._info = info_from_proto(reply)
+        self._on_change()
         return self._info
 
     async def stats(self) -> TargetStats:
@@ -167,7 +195,7 @@ class TargetClient:
 
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(
-            f"The target service at {self._address} is not ready. Retry shortly.",
+            f"The target service at {self.address} is not ready. Retry shortly.",
             reason="target_unavailable",
             retry_after_s=1.0,
         )
@@ -217,10 +245,11 @@ class TargetClient:
         async with asyncio.TaskGroup() as group:
             sender = group.create_task(self._send_all(session, outgoing))
             self._outgoing = outgoing
+            self.connections += 1
             self._announce()
             _log.info(
                 "target connected",
-                address=self._address,
+                address=self.address,
                 model=self._info.model_id,
                 speculation=self._info.speculation_state,
             )
@@ -239,6 +268,7 @@ class TargetClient:
 
     def _announce(self) -> None:
         self.readiness.set(self._outgoing is not None and self._serving.is_set() and self._answers)
+        self._on_change()
 
     def _dispatch(self, message: target_pb2.SessionReply) -> None:
         for reply in message.replies:
@@ -260,10 +290,13 @@ class TargetClient:
         if self._outgoing is not None:
             _log.warning(
                 "target connection lost",
-                address=self._address,
+                address=self.address,
                 error=str(failure),
                 running=len(self._streams),
             )
+        elif isinstance(failure, ProtocolError) and failure.message != self._refusal:
+            self._refusal = failure.message
+            _log.error("target cannot be used", address=self.address, error=failure.message)
         self._outgoing = None
         self._answers = True
         self._serving.clear()

@@ -1,4 +1,4 @@
-"""Asks the target for its health at intervals, because a process that hangs keeps its connections."""
+"""Probes the target's health at intervals, because the connections of a hung process stay open."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def probe_target(
 ) -> None:
     """Probe until cancelled.
 
-    Running sequences are left alone: a target that was only suspended goes on with them.
+    Running sequences are not aborted, because a target that was only suspended continues them later.
 
     Args:
         channel: Channel to the target.

@@ -98,6 +98,7 @@ def request_from_proto(
         priority=message.priority,
         logprobs=logprobs_from_proto(message.logprobs),
         constraint=constraint_from_proto(message.constraint) if message.HasField("constraint") else None,
+        resume_ids=tuple(message.resume_ids),
     )
 
 

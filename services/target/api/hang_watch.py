@@ -24,9 +24,9 @@ async def follow_progress(
     """Follow the engine until cancelled.
 
     Args:
-        clock: Tells how long the running step of the engine has taken.
+        clock: Returns how long the running step of the engine has taken.
         set_serving: Sets the health status.
-        deadline_s: A step that takes longer counts as hung.
+        deadline_s: Longest step in seconds. A longer step counts as hung.
         end: Called once a step has taken `END_FACTOR` times as long. A supervisor then restarts the process.
     """
     hung = False

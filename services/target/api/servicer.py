@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from outrider.services.target.api.convert import decision_to_proto, event_to_proto, request_from_proto
+from outrider.services.target.api.request_spans import RequestSpans
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.grammar.compiler import GrammarCompiler
 from outrider.services.target.request import (
@@ -30,7 +31,9 @@ from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.base.generation import FinishReason, SpeculationReport
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.obs.tracing import TRACEPARENT, Tracer, checked_traceparent
 from outrider.shared.rpc.convert import report_to_proto
+from outrider.shared.rpc.target_version import offer_to
 from outrider.shared.rpc.tensors import split_tensor
 from outrider.shared.spec.drafter import DrafterState
 from outrider.target.v1 import target_pb2, target_pb2_grpc
@@ -124,10 +127,15 @@ class StreamSink(EventSink):
 
 
 class TargetServicer(target_pb2_grpc.TargetServicer):
-    """Implements the `Target` service of target.proto. Answers UNAVAILABLE until `serve` is called."""
+    """Implements the `Target` service of target.proto. Answers UNAVAILABLE until `serve` is called.
 
-    def __init__(self) -> None:
+    Attributes:
+        tracer: Records the spans of requests.
+    """
+
+    def __init__(self, tracer: Tracer | None = None) -> None:
         self._serving: Serving | None = None
+        self.tracer = tracer or Tracer()
 
     def serve(self, serving: Serving) -> None:
         """Start accepting requests."""
@@ -144,7 +152,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         these requests are served to the end.
         """
         serving = self._get()
-        session = _Session(serving)
+        session = _Session(serving, RequestSpans(self.tracer, serving.model_id))
         reader = asyncio.create_task(session.read(request_iterator))
         try:
             async for events in session.sink.batches():
@@ -172,10 +180,12 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             )
         handle = 0  # The sink needs the handle, but `submit`, which returns the handle, needs the sink.
         sink = StreamSink(lambda paused: engine.pause(handle) if paused else engine.resume(handle))
-        handle = engine.submit(parsed, sink)
+        spans = RequestSpans(self.tracer, serving.model_id)
+        handle = engine.submit(spans.begin(parsed, request.traceparent or _traceparent(context)), sink)
         try:
             async for events in sink.batches():
                 for event in events:
+                    spans.end(event)
                     if isinstance(event, FailedEvent):
                         raise event.error
                     yield event_to_proto(event)
@@ -183,6 +193,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                         return
         finally:
             engine.cancel(handle)
+            spans.drop_all()
 
     async def GetInfo(
         self, request: target_pb2.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -192,7 +203,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         decoder, limits = serving.decoder, serving.limits
         config, shape = decoder.config, limits.default
         algorithm, draft_model = serving.describe_draft()
-        return target_pb2.GetInfoReply(
+        reply = target_pb2.GetInfoReply(
             model_id=serving.model_id,
             architecture=config.architecture,
             vocab_size=config.vocab_size,
@@ -217,6 +228,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             ),
             weight_version=decoder.fingerprint[:16],
         )
+        offer_to(reply)
+        return reply
 
     async def GetStats(
         self, request: target_pb2.GetStatsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -257,8 +270,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
 class _Session:
     """One gateway's stream. Maps the gateway's request ids to the engine's handles of live requests."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, spans: RequestSpans) -> None:
         self.sink = StreamSink()
+        self._spans = spans
         self._serving = serving
         self._handles: dict[str, int] = {}
         # Requests whose constraints are being compiled, before they reach the engine.
@@ -291,6 +305,7 @@ class _Session:
                 self._refused.remove(id(event))
             elif not isinstance(event, TokensEvent):
                 self._handles.pop(event.request_id, None)
+                self._spans.end(event)
         self._close_if_done()
 
     def cancel_all(self) -> None:
@@ -300,6 +315,7 @@ class _Session:
         for handle in self._handles.values():
             self._serving.engine.cancel(handle)
         self._handles.clear()
+        self._spans.drop_all()
 
     def _generate(self, message: target_pb2.GenerateRequest) -> None:
         engine = self._serving.engine
@@ -309,26 +325,34 @@ class _Session:
                     f"request_id {message.request_id!r} is already in use on this stream.", field="request_id"
                 )
             request = request_from_proto(message, self._serving.limits, engine.limits.vocab_size)
+            request = self._spans.begin(request, message.traceparent)
             if request.constraint is None:
                 self._handles[message.request_id] = engine.submit(request, self.sink)
             else:
                 task = asyncio.create_task(self._compile(request, request.constraint))
                 self._compiling[message.request_id] = task
         except OutriderError as error:
-            self._refuse(FailedEvent(message.request_id, error))
+            event = FailedEvent(message.request_id, error)
+            if message.request_id not in self._handles and message.request_id not in self._compiling:
+                self._spans.end(event)
+            self._refuse(event)
 
     async def _compile(self, request: GenerationRequest, constraint: Constraint) -> None:
         """Compile the constraint of a request, then submit the request."""
+        event: Event | None = None
         try:
             grammar = await self._serving.grammars.compile(constraint)
             compiled = replace(request, grammar=grammar)
             self._handles[request.request_id] = self._serving.engine.submit(compiled, self.sink)
         except OutriderError as error:
-            self._refuse(FailedEvent(request.request_id, error))
+            event = FailedEvent(request.request_id, error)
         except asyncio.CancelledError:
-            self._refuse(_cancelled(request))
+            event = _cancelled(request)
         finally:
             del self._compiling[request.request_id]
+        if event is not None:
+            self._spans.end(event)
+            self._refuse(event)
 
     def _refuse(self, event: Event) -> None:
         """Queue the last event of a request that has not reached the engine."""
@@ -354,6 +378,11 @@ def _cancelled(request: GenerationRequest) -> FinishedEvent:
         prefill_s=0.0,
         decode_s=0.0,
     )
+
+
+def _traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Return the caller's span from the metadata of a call, or an empty text."""
+    return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
 
 
 def _size(events: Iterable[Event]) -> int:

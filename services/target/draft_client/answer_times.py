@@ -1,8 +1,8 @@
 """Measures how long a draft takes to answer, and derives how long rows wait for it.
 
-Answers that are late now and then do not count, because a draft that is stopped from time to time does not
-become a draft worth waiting for. Only `LATES_TO_COUNT` late answers in a row count, because such a draft has
-become slower.
+Occasional late answers are not counted. Otherwise, a draft that is stopped from time to time would get longer
+and longer waits. Only `LATES_TO_COUNT` late answers in a row are counted, because such a draft has become
+slower.
 """
 
 from __future__ import annotations

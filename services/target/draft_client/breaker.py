@@ -69,8 +69,8 @@ class Breaker:
         faulty: True from a fault until the next answer or new connection.
         faults: Number of faults since the last answer, over all connections.
         fault_deadline_s: The constructor's argument.
-        budget: What rows with a deadline, and rows without drafts, may lose to open sessions.
-        opening_budget: What they may lose to sessions that the draft has not opened yet.
+        budget: Time that rows with a deadline, and rows without drafts, may lose to open sessions.
+        opening_budget: Time that these rows may lose to sessions that the draft has not opened yet.
     """
 
     def __init__(self, fault_deadline_s: float) -> None:

@@ -214,6 +214,7 @@ def open_message(sequence: SequenceOpen) -> draft_pb2.SessionRequest:
             seed=sequence.seed,
             temperature=sequence.temperature,
             choice_index=sequence.choice_index,
+            traceparent=sequence.traceparent,
         )
     )
 

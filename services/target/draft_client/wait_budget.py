@@ -1,4 +1,4 @@
-"""Limits the share of time that requests lose to a draft that they wait for in vain.
+"""Limits the share of time that requests lose by waiting for trees that do not arrive.
 
 A budget grows with time, up to a capacity. Every wait that ends without trees is taken from it. While the
 budget is used up, the draft gets no requests, however soon it answers again. So over any time t, at most
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 
 class WaitBudget:
-    """The seconds that may be lost to waits in vain. Engine thread only.
+    """The number of seconds that may be lost to waits that end without trees. Engine thread only.
 
     Args:
         share: Seconds that may be lost for each second that passes.
@@ -26,7 +26,7 @@ class WaitBudget:
         self._at: float | None = None
 
     def spend(self, seconds: float, now: float) -> None:
-        """Take a wait in vain from the budget. `now` is the time of a monotonic clock."""
+        """Deduct a wait that ended without trees. `now` is the time of a monotonic clock."""
         self._grow(now)
         self._left_s -= seconds
 

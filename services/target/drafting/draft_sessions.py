@@ -171,6 +171,7 @@ class DraftSessions:
                     sampling.seed,
                     sampling.temperature,
                     sampling.choice_index,
+                    sequence.request.traceparent,
                 )
             ]
         )

@@ -10,9 +10,9 @@ The announcement is sent immediately after a round was read, because a draft in 
 the announcement arrives. Rounds in which no sequence drafts are enqueued ahead as usual. The drafter then
 learns their tokens later, in larger commits.
 
-If the trees of a row in mode `on` do not arrive as soon as usual, the round goes on without this row, and so
-do the next rounds, until the trees have arrived or the drafter gives the row up. So a stopped draft holds up
-only such rows.
+If the trees of a row in mode `on` are later than usual, the round goes on without this row. The next rounds
+do the same until the trees arrive or the drafter gives the row up. A stopped draft therefore delays only
+such rows.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class TargetEngine(Steppable):
             follow=self._drafts,
         )
         self.limits.check(sequence, self._scheduler.capacity)
-        self._scheduler.gate.enter(sequence.prompt_len)
+        self._scheduler.gate.enter(sequence.prompt_len, resumed=bool(request.resume_ids))
         self._inbox.append(Submit(sequence))
         self.wake()
         return sequence.session_id

@@ -87,7 +87,8 @@ class Prefill:
         """Enqueue prompt chunks without waiting for them. Completed sequences can take part in rounds."""
         enqueued_at = time.monotonic()
         completed = [chunk.sequence for chunk in chunks if chunk.is_last]
-        allowed = prompt_masks(completed, self._runner.decoder.config.vocab_size, self._runner.device)
+        formed = any(sequence.form is not None for sequence in completed)
+        allowed = prompt_masks(completed, self._runner.device) if formed else None
         chosen = self._runner.begin_prefill(chunks, self._rules_of(completed), allowed)
         for chunk in chunks:
             self._stored(chunk)

@@ -3,8 +3,9 @@
     start       | first graphs | ready | idle for `IDLE_S`: preparation, then one further graph per step …
     new draft   | idle: first graphs, immediately | idle for `IDLE_S`: one further graph per step …
 
-A preparation is other work that is not urgent. It is divided into parts, and one step of the engine does one
-part. A request that arrives meanwhile waits for at most one recording or one part. While requests are live, a
+A preparation is other work that is not urgent. It is divided into parts, and a step of the engine does one
+part. A request that arrives meanwhile waits for at most one recording or one part. While requests are live,
+a
 piece of a round that has no graph runs kernel by kernel. If such a piece is used often and can be recorded
 quickly, `GraphCache` records it while requests are live.
 """

@@ -29,7 +29,7 @@ MOST_MIXED_ROWS = 512
 DENSE_ROWS = 64
 """Number of rows up to which mixed rounds of every bucket are recorded in advance.
 
-Above, a padding row costs little, so `WIDE_ROWS` suffice.
+For larger rounds, a padding row costs little, so the sizes in `WIDE_ROWS` suffice.
 """
 WIDE_ROWS = (96, 128, 160, 192, 256, 320, 384, 448, 512)
 
@@ -88,7 +88,8 @@ class Recordings:
         return f"prompts of {size} tokens", lambda: self._runner.capture_prefill(size)
 
     def whole_prompt(self, size: int) -> Recording:
-        """Return the recording of the pass over one prompt by a library, which does nothing without one."""
+        """Return the recording of the pass over one prompt by a library. It does nothing without a
+        library."""
         self._refresh()
         return f"single prompts of {size} tokens", lambda: self._runner.capture_prefill(size, True)
 

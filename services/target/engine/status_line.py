@@ -1,4 +1,4 @@
-"""Logs the load and the speed of a target at intervals in which something happened."""
+"""Logs the load and the speed of a target at regular intervals, except after intervals without any work."""
 
 from __future__ import annotations
 

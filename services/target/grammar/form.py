@@ -24,6 +24,7 @@ class OutputForm:
 
     Attributes:
         ends: The tokens that end the output.
+        vocab_size: Number of logits of the model.
         dead: True if the output contains a token that the form does not allow. Nothing is allowed then.
     """
 
@@ -33,7 +34,7 @@ class OutputForm:
         self._grammar = grammar
         self._matcher = grammar.matcher()
         self.ends = grammar.ends()
-        self._vocab_size = grammar.vocab_size
+        self.vocab_size = grammar.vocab_size
         marker, opening = (
             (constraint.begins_after, constraint.opening) if constraint is not None else ("", "")
         )
@@ -95,8 +96,8 @@ class OutputForm:
             mask.fill(-1)
             for token in self.ends:
                 _clear(mask, token)
-            if self._vocab_size % 32:
-                mask[words_of(self._vocab_size) - 1] &= (1 << self._vocab_size % 32) - 1
+            if self.vocab_size % 32:
+                mask[words_of(self.vocab_size) - 1] &= (1 << self.vocab_size % 32) - 1
         else:
             self._matcher.fill(mask)
             if self._may_open and self._opening is not None:

@@ -47,8 +47,8 @@ MOST_PADDING = 4
 class Marks:
     """Times at three moments of a round: its begin, the end of drafting, and its end.
 
-    Drafting includes the work on tokens that the drafter has missed. A round without drafts begins when its
-    verify pass does.
+    Drafting includes the drafter's work on earlier tokens. A round without drafts begins with its verify
+    pass.
 
     On a GPU, they are events on the device. On a CPU, they are seconds of `time.monotonic`.
     """

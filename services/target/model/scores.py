@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: computes those of prompts, and decodes the results of all on the host."""
+"""Log-probabilities of tokens. Computes those of prompt tokens, and decodes all results on the host."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Rules of all slots on the device: penalties, biases, forbidden tokens, and wanted logprobs.
 
-`kernels/logit_rules` reads this state before a token is chosen, and counts the chosen tokens in it. The host
-writes the rules of a sequence once, before its first token is chosen, in stream order behind the rounds in
-flight. Slots without rules cost one number each.
+`kernels/logit_rules` reads this state before a token is chosen, and counts the chosen tokens in this state.
+The host writes the rules of a sequence once, before its first token is chosen. The copies follow the rounds
+in flight in stream order. For a slot without rules, the kernels only load one flag.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ class SlotRules:
 
 
 def _phrases(sequence: Sequence) -> list[tuple[int, ...]]:
-    """Return the bad words of several tokens. Those of one token are flags of the token."""
+    """Return the bad words that consist of several tokens. A bad word of one token is a flag of that
+    token."""
     return [word for word in sequence.request.sampling.rules.bad_words if len(word) > 1]
 
 

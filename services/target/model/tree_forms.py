@@ -116,20 +116,18 @@ def settled_form(sequence: Sequence) -> OutputForm:
     return sequence.form
 
 
-def prompt_masks(sequences: Seq[Sequence], vocab_size: int, device: torch.device) -> torch.Tensor | None:
-    """Return the masks of the first token after each prompt. None if no output has a form.
+def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor:
+    """Return the masks of the first token after each prompt.
 
     Args:
-        sequences: Sequences whose tokens are all known to the host.
-        vocab_size: Size of the vocabulary.
+        sequences: Sequences whose tokens are all known to the host. At least one has a form.
         device: Device of the masks.
 
     Returns:
         ``[len(sequences), words] int32``.
     """
-    if all(sequence.form is None for sequence in sequences):
-        return None
-    masks = np.full((len(sequences), words_of(vocab_size)), -1, dtype=np.int32)
+    words = max(words_of(one.form.vocab_size) for one in sequences if one.form is not None)
+    masks = np.full((len(sequences), words), -1, dtype=np.int32)
     for mask, sequence in zip(masks, sequences, strict=True):
         if sequence.form is not None:
             settled_form(sequence).fill(mask)

@@ -20,15 +20,16 @@ from enum import Enum
 from outrider.shared.base.generation import SamplingParams
 
 MAX_DEPTH = 16
-"""Depths from this one on are assumed to have the same probability."""
+"""Number of depths with an estimate of their own. Greater depths have the probability of the last one."""
 DECAY = 0.995
 """Factor on the weight of older rounds of a drafter for each new round of a request."""
 PRIOR_STRENGTH = 3.0
 """Weight of the prior of a drafter's p_d, as a number of rounds."""
 PRIOR_ACCEPTANCE = 0.6
-"""Prior of p_1 before any round was measured."""
+"""Estimate of p_1 before any round was measured."""
 OTHERS_STRENGTH = 12.0
-"""Largest weight of other kinds of sampling, and of the other form, in p_d, as a number of rounds."""
+"""Largest weight that rounds of other kinds of sampling and of the other form have in p_d, as a number of
+rounds."""
 FADING = 0.99
 """Factor on the weight of depths and forms that were not measured since the last decision.
 
@@ -38,6 +39,10 @@ SURE_TRIALS = 60
 """Number of trials after which the estimate of a depth below the first has no bonus; see `rates`."""
 ROUNDS_TO_KNOW = 10
 """Number of rounds, with decay, after which the acceptance of a drafter counts as known."""
+ACCEPTED_TO_KNOW = 3
+"""Number of rounds with an accepted draft token, with decay, that are enough instead of `ROUNDS_TO_KNOW`.
+
+A few accepted tokens show that a drafter works. A few rejected tokens do not show that it fails."""
 ROW_DECAY = 0.95
 """Factor on the weight of a request's older rounds for each new round."""
 ROW_STRENGTH = 6.0
@@ -90,7 +95,7 @@ class _Counts:
 
 
 class DrafterAcceptance:
-    """The acceptance of one drafter. Rates and expected tokens are those of the last `refresh`."""
+    """The acceptance of one drafter. `refresh` updates the rates and the expected tokens."""
 
     __slots__ = ("_counts", "_expected", "_rates")
 
@@ -119,7 +124,9 @@ class DrafterAcceptance:
     @property
     def known(self) -> bool:
         """True if enough rounds were measured to rely on the estimates."""
-        return sum(counts.trials[0] for counts in self._counts.values()) >= ROUNDS_TO_KNOW
+        trials = sum(counts.trials[0] for counts in self._counts.values())
+        accepted = sum(counts.successes[0] for counts in self._counts.values())
+        return trials >= ROUNDS_TO_KNOW or accepted > ACCEPTED_TO_KNOW - 0.5
 
     def rates(self, kind: SamplingKind, chain: bool) -> list[float]:
         """Return p_1, p_2, ..., `MAX_DEPTH` numbers.
@@ -169,7 +176,7 @@ class DrafterAcceptance:
 
 
 class RowAcceptance:
-    """How the drafts of one request do, compared with those of all requests of its kind."""
+    """The acceptance of one request's drafts, relative to that of all requests of its kind."""
 
     __slots__ = ("_accepted", "_drafter", "_expected", "_trials", "kind")
 

@@ -48,7 +48,8 @@ SURPRISE = 1.5
 MOST_DRAFTERS = 8
 """Number of drafters whose acceptance is kept."""
 LOOKS_APART = 64
-"""Number of tokens to catch up on that weigh as much as one earlier look, when a look chooses its rows."""
+"""A look prefers rows with little to catch up on and few earlier looks. This many tokens weigh as much as
+one look."""
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class SpeculationController:
         self._draft_rate: float | None = None
 
     def adopt(self, identity: str) -> None:
-        """Learn about another drafter from now on. The estimates of the last few drafters are kept.
+        """Use the estimates of another drafter from now on. The estimates of the last few drafters are kept.
 
         Args:
             identity: Identifies the drafter, also after a restart.
@@ -218,7 +219,7 @@ class SpeculationController:
         left = FIRST_PLAIN_ROUNDS if unmeasured else LOOK_ROUNDS if look is not None else left
         decision = _Decision(self._count, best, look, path, power_of_2(batch_size), left)
         self._previous, self._decision = self._decision, decision
-        # 4. Tell why.
+        # 4. Report the reason.
         if look is not None:
             reason = Reason.PROBING
         elif unmeasured or not drafter.known:
@@ -295,7 +296,7 @@ class SpeculationController:
         looking: Sequence[int],
         shape: DraftShape,
     ) -> float:
-        """Return the seconds that a round loses if these rows draft with another shape."""
+        """Return the seconds that a round loses if the rows `looking` draft with another shape."""
         groups = Counter({of: count for of, count in others.shapes.items() if of.drafts})
         tokens, nodes, moved = others.tokens, others.nodes, set(looking)
         for index, row in enumerate(rows):

@@ -37,11 +37,11 @@ SHORTEST_S = 1e-7
 
 
 class DraftPath(Enum):
-    """Where the trees of a round come from, which decides what several tree shapes in a round cost.
+    """Where the trees of a round come from, which decides the cost of several tree shapes in a round.
 
     - DEVICE: From a drafter on the target's device. Each shape is a draft of its own.
     - EXCHANGE: From a drafter in another process, without the host. A round has only one shape.
-    - HOST: From the host, which requests all trees at the same time. The deepest shape decides the time.
+    - HOST: From the host, which requests all trees together. The deepest shape determines the time.
     """
 
     DEVICE = "device"
@@ -83,7 +83,7 @@ class RoundCosts:
         if path is DraftPath.HOST:
             deepest = max(groups, key=lambda shape: shape.depth)
             groups, parts = {deepest: sum(groups.values())}, {deepest: parts[deepest]}
-        # The time of several drafts is known only as a whole, so each gets its expected share.
+        # Only the total time of several drafts is known, so each draft gets its expected share.
         total = sum(parts.values())
         for shape, count in groups.items():
             known = self._draft.setdefault((shape.depth, shape.topk == 1), {})

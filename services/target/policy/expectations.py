@@ -15,13 +15,13 @@ Tokens = Mapping[DraftShape, float]
 
 
 class Expectations:
-    """The numbers of tokens that the rows of a round are expected to yield. Equal rows share a mapping.
+    """The expected tokens of the rows of a round. Rows with equal expectations share one mapping.
 
     Args:
         rows: The rows.
 
     Attributes:
-        tokens: The expected tokens of each row. Empty for a row that can use no drafts.
+        tokens: The expected tokens of each row, by shape. Empty for a row that cannot use drafts.
     """
 
     def __init__(self, rows: Sequence[RowBound]) -> None:

@@ -1,11 +1,11 @@
 """Bounds the time that trees of fixed shapes add to the rounds of other rows.
 
 A client may ask for a large tree in every round (mode `on`). Such a tree makes the round longer for all rows.
-On average, the trees of fixed shapes may at most double the estimated time of a round. This limit is a
-credit. Each round adds `ROUND_LIMIT - 1` times its time without these trees to the credit, and the time of
-its trees is subtracted. If the credit does not suffice for the trees of all rows, the rows take turns. A
-single tree that costs more than the credit of a round also gets its turn. Then no row of a fixed shape drafts
-until the credit is restored.
+On average, the trees of fixed shapes may at most double the estimated time of a round. A credit enforces this
+limit. Each round adds `ROUND_LIMIT - 1` times its estimated time without these trees to the credit, and
+subtracts the estimated time of the trees that it drafts. If the credit does not suffice for the trees of all
+rows, the rows take turns. A single tree that costs more than the credit also gets its turn. After such a
+turn, no row of a fixed shape drafts until the credit is positive again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Plans looks: rounds that measure shapes that are not in use, and limits the time that these rounds lose.
 
 In a look, a few rows draft for a few rounds with a shape that is not in use, or all rows decode plainly. A
-look updates the estimates of the drafter's acceptance and of the cost of the shape. A look loses the time
-that the best choice would have saved for the same number of tokens. All looks together may lose a fixed share
-of the time of all rounds of the server, so the looks of many short requests lose no more than those of a long
-request. The next look measures the shape for which the past looks and the next look together lose the least
+look updates the estimates of the drafter's acceptance and of the cost of the shape. The loss of a look is the
+time by which it was slower than the best choice for the same number of tokens. All looks together may lose a
+fixed share of the time of all rounds of the server. The looks of many short requests therefore lose no more
+than those of one long request. The next look measures the shape whose past looks and next look together
+lose the
 time. Cheap shapes are therefore measured more often.
 """
 
@@ -17,7 +18,8 @@ from outrider.shared.spec.tree import DraftShape
 LOOK_SHARE = 0.005
 """Share of the time of rounds that looks may lose."""
 FIRST_ROUNDS = 2.0
-"""Initial balance, as a number of plain rounds."""
+"""Initial balance, as a number of plain rounds. The first look may cost twice this balance, because otherwise
+a drafter that takes long for a round would not be measured during the first requests of the server."""
 MOST_ROUNDS = 24.0
 """Largest balance, as a number of plain rounds."""
 LOOK_ROWS = 4
@@ -70,8 +72,9 @@ class Looks:
         if not due or self._balance is None:
             return None
         shape = min(due, key=lambda one: self._losses.get(one, 0.0) + LOOK_ROUNDS * due[one])
+        credit = 0.0 if self._losses else FIRST_ROUNDS * plain_s
         # A look that costs more than the largest balance must still be possible.
-        if self._balance < min(LOOK_ROUNDS * due[shape], self._most / 2):
+        if self._balance + credit < min(LOOK_ROUNDS * due[shape], self._most / 2):
             return None
         for known in self._losses:
             self._losses[known] *= FADING

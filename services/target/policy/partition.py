@@ -23,7 +23,8 @@ from outrider.services.target.policy.offered_shapes import MOST_ROWS
 from outrider.shared.spec.tree import NO_DRAFT, DraftShape
 
 SMALL_STEP_ROWS = 32
-"""Rounds of up to this number of rows may be tried even if no round of half the size has been measured."""
+"""Largest number of rows of a round that may be tried although no round of half the size has been
+measured."""
 MOST_SHAPES = 2
 MOST_OFFERED = 8
 """Largest number of shapes that are compared. Requests with other bounds cannot prolong a decision."""
@@ -72,7 +73,7 @@ class Partition:
     """A rule that assigns a shape to each row, and the expected result of this rule.
 
     Attributes:
-        shapes: The shapes that rows may get, besides plain decoding.
+        shapes: The shapes that rows may get instead of plain decoding.
         price: Number of tokens that a node must yield.
         rate: Expected tokens per second of the round.
         seconds: Expected duration of the round.
@@ -116,7 +117,7 @@ class Partitions:
         batch_size: Number of rows, i.e. of sequences.
         path: Where the trees come from.
         most_rows: Largest number of nodes of the round.
-        offered: The shapes that are compared: those that most rows may have.
+        offered: The shapes that are compared. These are the shapes that most rows may have.
         plain: The partition in which all `auto` rows decode plainly.
     """
 
@@ -162,7 +163,7 @@ class Partitions:
         return best
 
     def priced(self, shapes: tuple[DraftShape, ...], rate: float) -> Partition:
-        """Return the best partition with these shapes.
+        """Return the best partition that uses only these shapes and plain decoding.
 
         Args:
             shapes: The shapes that rows may get.

@@ -11,8 +11,8 @@ LEAST_MEASURED = 64
 WEIGHT = 0.3
 """Weight of a new measurement in the moving average."""
 LARGEST_RISE = 4.0
-"""Largest factor by which one measurement may raise the average. A pause, for example for the compilation of
-a kernel, says little about the next pass."""
+"""Largest factor by which one measurement may raise the average. A single slow pass may have another cause,
+for example the compilation of a kernel."""
 
 
 class PrefillBudget:

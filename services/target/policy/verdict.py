@@ -19,9 +19,9 @@ _log = get_logger("outrider.target")
 class Reason(Enum):
     """Why `auto` drafts or decodes plainly.
 
-    - PAYS: Some rows draft, because that is estimated to be faster.
+    - PAYS: Some rows draft, because drafting is estimated to be faster.
     - DOES_NOT_PAY: No row drafts, because plain decoding is estimated to be faster.
-    - PROBING: Some rows draft, or a plain round runs, only as a look (see `looks`).
+    - PROBING: A look is under way: some rows draft, or a round is plain, only to measure (see `looks`).
     - UNMEASURED: No row drafts, because too few rounds were measured.
     - DRAFT_AWAY: No row drafts, because the draft cannot draft now.
     - IDLE: There has been no row in mode `auto` yet.

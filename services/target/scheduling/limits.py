@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from outrider.services.target.scheduling.sequence import Sequence
@@ -61,12 +62,9 @@ class EngineLimits:
                 f"max_new_tokens must be at least 1, not {request.max_new_tokens}.", field="max_new_tokens"
             )
         request.sampling.rules.check_vocabulary(self.vocab_size)
-        highest = max(sequence.tokens)
-        if highest >= self.vocab_size or min(sequence.tokens) < 0:
-            message = (
-                f"prompt_ids contains token {highest}; the model's highest token id is {self.vocab_size - 1}."
-            )
-            raise InvalidRequestError(message, field="prompt_ids")
+        self._check_tokens(request.prompt_ids, "prompt_ids")
+        if request.resume_ids:
+            self._check_resumed(sequence)
         context = min(self.max_model_len, capacity - sequence.node_bound)
         if sequence.prompt_len + request.max_new_tokens > context:
             message = (
@@ -75,6 +73,28 @@ class EngineLimits:
             )
             field = "prompt_ids" if sequence.prompt_len >= context else "max_new_tokens"
             raise InvalidRequestError(message, field=field, reason="context_length_exceeded")
+
+    def _check_tokens(self, tokens: Collection[int], field: str) -> None:
+        highest = max(tokens)
+        if highest >= self.vocab_size or min(tokens) < 0:
+            message = (
+                f"{field} contains token {highest}; the model's highest token id is {self.vocab_size - 1}."
+            )
+            raise InvalidRequestError(message, field=field)
+
+    def _check_resumed(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self._check_tokens(request.resume_ids, "resume_ids")
+        if len(request.resume_ids) >= request.max_new_tokens:
+            raise InvalidRequestError(
+                f"resume_ids has {len(request.resume_ids)} tokens, so none of the {request.max_new_tokens} "
+                f"new tokens is left.",
+                field="resume_ids",
+            )
+        if not sequence.stop_ids.isdisjoint(request.resume_ids):
+            raise InvalidRequestError(
+                "resume_ids contains a stop token, so the answer has ended already.", field="resume_ids"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,22 +27,27 @@ class QueueGate:
         """Number of waiting requests."""
         return self._requests
 
-    def enter(self, prompt_tokens: int) -> None:
+    def enter(self, prompt_tokens: int, *, resumed: bool = False) -> None:
         """Count a request that starts to wait.
+
+        Args:
+            prompt_tokens: Number of prompt tokens.
+            resumed: True if another target has begun the answer. Such a request is accepted by a full queue.
 
         Raises:
             OverloadedError: The queue is full. The time after which to retry is computed from the measured
                 rate at which the queue drains.
         """
         with self._lock:
-            if self._requests >= self._limits.max_queued:
+            if self._requests >= self._limits.max_queued and not resumed:
                 raise OverloadedError(
                     f"{self._requests} requests are already waiting, the limit of this server.",
                     retry_after_s=self._retry_after(),
                 )
             # An empty queue accepts a prompt of any length. Otherwise a very long prompt could never be
             # served.
-            if self._requests and self._tokens + prompt_tokens > self._limits.max_queued_tokens:
+            over = self._tokens + prompt_tokens > self._limits.max_queued_tokens
+            if self._requests and over and not resumed:
                 raise OverloadedError(
                     f"{self._tokens} prompt tokens are already waiting; {prompt_tokens} more exceed the "
                     f"limit of {self._limits.max_queued_tokens}.",

@@ -204,8 +204,8 @@ class Scheduler:
             [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ()
         ):
             while (lease := self._lease_for_admission(sequence)) is None:
-                # Slow readers must not hold what other requests wait for. Paused sequences give up their
-                # slots and pages, the youngest first.
+                # Slow readers must not keep slots and pages that other requests wait for. The youngest paused
+                # sequence gives up its slot and pages first.
                 if not any(other.paused_at is not None for other in self.active):
                     return admitted
                 victim = self._victim()

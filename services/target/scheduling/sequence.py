@@ -28,6 +28,10 @@ from outrider.shared.base.generation import RoundTrace, SpeculationMode
 from outrider.shared.kv.pages import PageLease
 from outrider.shared.spec.fence import FNV_OFFSET, Fence, extend_prefix_hash
 
+RESUMED_EARLIER = 1 << 48
+"""Subtracted from the arrival number of a resumed request, so that it is older than all new ones. Its client
+has been reading tokens already."""
+
 
 class SequenceStatus(Enum):
     """Status of a sequence: queued, computing its prompt, decoding, or ended."""
@@ -43,8 +47,9 @@ class Sequence:
 
     Attributes:
         session_id: Identifier of the sequence for the drafter, unique within this process.
-        tokens: All committed tokens, i.e. the prompt and the emitted tokens. ``len(tokens)`` is
-            committed_len.
+        tokens: All committed tokens, i.e. the prompt and the emitted tokens, including those that another
+            target has emitted. ``len(tokens)`` is committed_len.
+        arrival: Order of arrival. A smaller number is served first.
         cached_len: Number of tokens whose K/V (and feature row, if wanted) is in the pool.
         max_len: Maximum number of KV slots that the sequence can need, at most those of the pool.
         node_bound: Maximum number of tree nodes of one round, including the root. KV slots are reserved for
@@ -119,11 +124,11 @@ class Sequence:
         self.request = request
         self.sink = sink
         self.session_id = session_id
-        self.arrival = session_id
+        self.arrival = session_id - (RESUMED_EARLIER if request.resume_ids else 0)
         self.epoch = 0
         self.status = SequenceStatus.WAITING
-        self.tokens = list(request.prompt_ids)
-        self.prompt_len = len(self.tokens)
+        self.tokens = [*request.prompt_ids, *request.resume_ids]
+        self.prompt_len = len(request.prompt_ids)
         self.cached_len = 0
         self.emitted_len = 0
         self.page_size = page_size
@@ -144,7 +149,7 @@ class Sequence:
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
         )
         if request.grammar is not None:
-            self.form = OutputForm(request.grammar, request.constraint, self.tokens)
+            self.form = OutputForm(request.grammar, request.constraint, request.prompt_ids)
             # The end of a form ends the output even with `ignore_eos`.
             self.stop_ids |= frozenset(request.grammar.ends())
         self.ruled = (

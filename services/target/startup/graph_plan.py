@@ -54,7 +54,7 @@ class GraphPlan:
         forms: The largest tree and chain within which `auto` chooses its shapes. Empty if no request uses
             `auto`.
         prefills: Numbers of rows of the passes over prompts that are recorded.
-        waits: Whether the attention backend waits for the device.
+        waits: Whether the attention backend makes the host wait for the device.
     """
 
     graphs: bool
@@ -196,10 +196,12 @@ def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
     """List the graphs that are recorded before the server is ready, and while it is idle.
 
     Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
-    tree of a single request. Then come all rounds of equal requests, prompts, and rounds of mixed requests.
+    Before the server is ready, only greedy rounds are recorded, namely plain rounds of a few sizes and the
+    default tree of a single request. All other recordings follow: rounds of equal requests, prompts, and
+    rounds of mixed requests.
 
-    Larger graphs come first, so that smaller graphs can reuse their memory. The first of the further graphs
-    is therefore the largest of all.
+    Larger graphs are recorded first, so that smaller graphs can reuse their memory. The largest graph of
+    all is therefore the first of the further graphs.
     """
     plain = [(size, NO_DRAFT) for size in reversed(plan.batch_sizes)]
     mixed = recordings.mixed()

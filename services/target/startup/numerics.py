@@ -122,9 +122,10 @@ def prepare_rank(settings: TargetSettings, decoder: Decoder) -> AttentionBackend
 
 
 def prompt_library(settings: TargetSettings, decoder: Decoder, attention: AttentionBackend) -> Library | None:
-    """Return the library by which long prompts may attend, or None if it can attend in none of the layers.
+    """Return the library that may compute the attention of long prompts. None if it supports none of the
+    layers.
 
-    Prepare it on the thread that runs the passes.
+    Prepare the library on the thread that runs the passes.
     """
     kept = decoder.cached
     if not isinstance(attention, KernelAttention) or decoder.device.type != "cuda":
@@ -144,7 +145,7 @@ def prompt_library(settings: TargetSettings, decoder: Decoder, attention: Attent
 def idle_preparation(
     settings: TargetSettings, decoder: Decoder, attention: AttentionBackend
 ) -> Iterable[object]:
-    """Return work that makes long prompts faster: one piece for each item. Do it on the engine's thread."""
+    """Return work that makes long prompts faster, as an iterator of pieces. Run it on the engine's thread."""
     library = prompt_library(settings, decoder, attention)
     if library is None or not isinstance(attention, KernelAttention):
         return ()

@@ -1,4 +1,4 @@
-"""Chooses how many requests run at the same time, if `--max-running-requests` does not say."""
+"""Chooses how many requests run at the same time if `--max-running-requests` is not set."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def with_running_requests(
     memory: Memory | None,
     draft_bytes_per_token: int,
 ) -> TargetSettings:
-    """Return the settings with a number of running requests: the largest for which the memory suffices.
+    """Return the settings with the largest number of running requests for which the memory suffices.
 
-    More running requests need more memory for logits and activations, which the K/V cache then lacks.
+    More running requests need more memory for logits and activations, which reduces the K/V cache.
 
     Args:
         settings: The target's settings. A given `max_running_requests` is kept.

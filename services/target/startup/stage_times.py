@@ -28,7 +28,7 @@ class StageTimes:
         self._last = time.monotonic()
 
     def done(self, stage: str) -> None:
-        """Note that a stage has ended. The time since the end of the previous stage counts for it."""
+        """Note that a stage has ended. Its time is the time since the end of the previous stage."""
         now = time.monotonic()
         self.seconds[stage] = round(self.seconds.get(stage, 0.0) + now - self._last, 2)
         self._last = now

@@ -159,12 +159,12 @@ def test_a_peer_that_tells_no_command_gets_none(tmp_path: Path) -> None:
     ]
     (tmp_path / "vllm.jsonl").write_text("\n".join(lines))
     assert list(goal_lines(Results(tmp_path)))[-1] == "- [vllm](../bench/results/vllm.jsonl): (not recorded)"
-    assert "| vLLM 4.91 ms; SGLang 4.78 ms (given with the goals; no result file) |" in line_of(
+    assert "| vLLM 4.91 ms; SGLang 4.78 ms (no result file) |" in line_of(
         tmp_path, "plain decode step, batch 1"
     )
     assert "| vLLM (one GPU) 4.91 ms |" in line_of(tmp_path, "plain decode step, batch 1, `--tp 2`")
     assert "| vLLM 5.72 ms |" in line_of(tmp_path, "round, chain of 3, batch 1")
-    assert "| vLLM 6.32 ms; SGLang 8.9 ms (given with the goals; no result file) |" in line_of(
+    assert "| vLLM 6.32 ms; SGLang 8.9 ms (no result file) |" in line_of(
         tmp_path, "round, chain of 5, batch 1"
     )
 
@@ -381,4 +381,4 @@ def test_the_demo_pair_is_judged_by_what_requests_get(tmp_path: Path) -> None:
     (tmp_path / "speculation-cuda.json").write_text(json.dumps({"summary": rows}))
     line = line_of(tmp_path, "demo pair, real acceptance: tokens/s of `auto` (the default) relative to `off`")
     assert "| **2.20 × (2.30 × at T = 1; 1.80 × with `on`, the same tree in every round)** |" in line
-    assert "| 8.80 × (accept length, if a round took no longer than a step) | 4.00 |" in line
+    assert "| 8.80 × (the accept length) | 4.00 |" in line

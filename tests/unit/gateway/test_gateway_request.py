@@ -74,8 +74,31 @@ def test_an_exposition_is_appended_without_families_that_are_there_already() -> 
         "# HELP outrider_ready theirs\n# TYPE outrider_ready gauge\noutrider_ready 7\n"
         "# HELP other x\n# TYPE other gauge\nother 3\n"
     )
-    joined = join_expositions(metrics.render(), theirs)
+    joined = join_expositions(metrics.render(), [({}, theirs)])
     assert "outrider_ready 1.0" in joined
     assert "outrider_ready 7" not in joined
     assert joined.endswith("# HELP other x\n# TYPE other gauge\nother 3\n")
-    assert join_expositions(metrics.render(), "") == metrics.render()
+    assert join_expositions(metrics.render(), [({}, "")]) == join_expositions(metrics.render(), [])
+    assert join_expositions(metrics.render(), []) == metrics.render()
+
+
+def test_the_samples_of_several_targets_are_told_apart_by_labels() -> None:
+    def text(value: int) -> str:
+        return (
+            f"# HELP a x\n# TYPE a gauge\na {value}\n# HELP b y\n# TYPE b counter\n"
+            f'b_total{{reason="c d"}} {value}\nb_total{{}} 0\n'
+        )
+
+    others = [({"model": "m", "target": name}, text(at)) for at, name in enumerate(("t", 'u"\\'))]
+    assert join_expositions("", others).splitlines() == [
+        "# HELP a x",
+        "# TYPE a gauge",
+        'a{model="m",target="t"} 0',
+        'a{model="m",target="u\\"\\\\"} 1',
+        "# HELP b y",
+        "# TYPE b counter",
+        'b_total{model="m",target="t",reason="c d"} 0',
+        'b_total{model="m",target="t"} 0',
+        'b_total{model="m",target="u\\"\\\\",reason="c d"} 1',
+        'b_total{model="m",target="u\\"\\\\"} 0',
+    ]

@@ -309,9 +309,12 @@ class Open(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     temperature: _builtins.float
     choice_index: _builtins.int
+    traceparent: _builtins.str
+    """W3C trace context of the target's span. Empty if the request is not traced."""
     @_builtins.property
     def fence(self) -> Global___Fence: ...
     @_builtins.property
@@ -324,10 +327,11 @@ class Open(_message.Message):
         seed: _builtins.int = ...,
         temperature: _builtins.float = ...,
         choice_index: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "fence", b"fence", "seed", b"seed", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "fence", b"fence", "seed", b"seed", "temperature", b"temperature", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from outrider.common.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,28 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _TargetFeature:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TargetFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TargetFeature.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TARGET_FEATURE_UNSPECIFIED: _TargetFeature.ValueType  # 0
+    TARGET_FEATURE_RESUME: _TargetFeature.ValueType  # 1
+    """GenerateRequest.resume_ids."""
+    TARGET_FEATURE_CONSTRAINT: _TargetFeature.ValueType  # 2
+    """GenerateRequest.constraint."""
+
+class TargetFeature(_TargetFeature, metaclass=_TargetFeatureEnumTypeWrapper):
+    """Optional parts of this service."""
+
+TARGET_FEATURE_UNSPECIFIED: TargetFeature.ValueType  # 0
+TARGET_FEATURE_RESUME: TargetFeature.ValueType  # 1
+"""GenerateRequest.resume_ids."""
+TARGET_FEATURE_CONSTRAINT: TargetFeature.ValueType  # 2
+"""GenerateRequest.constraint."""
+Global___TargetFeature: _TypeAlias = TargetFeature  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -34,6 +57,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    RESUME_IDS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_new_tokens: _builtins.int
@@ -42,6 +67,8 @@ class GenerateRequest(_message.Message):
     """Time left until the caller's deadline when this message arrives; 0 for no deadline."""
     priority: _builtins.int
     cache_salt: _builtins.str
+    traceparent: _builtins.str
+    """W3C trace context of the caller's span. Empty if the request is not traced."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -53,7 +80,16 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def logprobs(self) -> _common_pb2.LogprobOptions: ...
     @_builtins.property
-    def constraint(self) -> _common_pb2.Constraint: ...
+    def resume_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that another target has emitted for this request, without a stop token. The reply continues behind
+        them. They count as output: towards max_new_tokens, min_tokens, penalties and usage. Only for targets with
+        TARGET_FEATURE_RESUME.
+        """
+
+    @_builtins.property
+    def constraint(self) -> _common_pb2.Constraint:
+        """The form that the output must have. Only for targets with TARGET_FEATURE_CONSTRAINT."""
+
     def __init__(
         self,
         *,
@@ -68,11 +104,13 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         logprobs: _common_pb2.LogprobOptions | None = ...,
+        traceparent: _builtins.str = ...,
+        resume_ids: _abc.Iterable[_builtins.int] | None = ...,
         constraint: _common_pb2.Constraint | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resume_ids", b"resume_ids", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,6 +382,9 @@ class GetInfoReply(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     WEIGHT_VERSION_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_VERSION_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     architecture: _builtins.str
     vocab_size: _builtins.int
@@ -355,10 +396,17 @@ class GetInfoReply(_message.Message):
     fingerprint: _builtins.str
     max_running_requests: _builtins.int
     weight_version: _builtins.str
+    min_version: _builtins.int
+    """Lowest and highest supported version of this service, both inclusive. A target without them supports only
+    version 1.
+    """
+    max_version: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def speculation(self) -> Global___SpeculationInfo: ...
+    @_builtins.property
+    def features(self) -> _containers.RepeatedScalarFieldContainer[Global___TargetFeature.ValueType]: ...
     def __init__(
         self,
         *,
@@ -375,10 +423,13 @@ class GetInfoReply(_message.Message):
         max_running_requests: _builtins.int = ...,
         speculation: Global___SpeculationInfo | None = ...,
         weight_version: _builtins.str = ...,
+        min_version: _builtins.int = ...,
+        max_version: _builtins.int = ...,
+        features: _abc.Iterable[Global___TargetFeature.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "max_running_requests", b"max_running_requests", "model_id", b"model_id", "num_layers", b"num_layers", "speculation", b"speculation", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "max_model_len", b"max_model_len", "max_running_requests", b"max_running_requests", "max_version", b"max_version", "min_version", b"min_version", "model_id", b"model_id", "num_layers", b"num_layers", "speculation", b"speculation", "vocab_size", b"vocab_size", "weight_version", b"weight_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

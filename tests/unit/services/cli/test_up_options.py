@@ -61,6 +61,26 @@ def test_a_file_gives_defaults_for_the_options_of_up(tmp_path: Path, monkeypatch
     assert "num_stepps, which is no option of outrider up. Known: " in str(result.exception)
 
 
+@pytest.mark.parametrize("first", ["profile", "config"])
+def test_a_profile_gives_defaults_that_the_configuration_overrides(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"profile": tmp_path / "profile.toml", "config": tmp_path / "up.toml"}
+    files["profile"].write_text("num_steps = 6\ntopk = 4\nnum_draft_tokens = 24\n")
+    files["config"].write_text("topk = 2\n")
+    names = sorted(files, key=lambda name: name != first)
+    flags = [text for name in names for text in (f"--{name}", str(files[name]))]
+    options = up(monkeypatch, [*flags, "--num-draft-tokens", "12"])
+    assert (options.num_steps, options.topk, options.num_draft_tokens) == (6, 2, 12)
+
+
+def test_a_profile_may_not_name_another_profile(tmp_path: Path) -> None:
+    file = tmp_path / "profile.toml"
+    file.write_text(f'profile = "{file}"\n')
+    result = RUNNER.invoke(cli.app, ["up", "--profile", str(file)])
+    assert "profile, which is no option of outrider up" in str(result.exception)
+
+
 def test_the_help_of_up_is_in_groups() -> None:
     text = RUNNER.invoke(cli.app, ["up", "--help"]).output
     sections = re.split(r"^(\w[\w ]+):$", text, flags=re.MULTILINE)

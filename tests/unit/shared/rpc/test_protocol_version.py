@@ -32,7 +32,7 @@ from outrider.shared.rpc.version import (
 )
 from outrider.shared.spec.resident import RoundState, TreesBlob
 
-WIRE = (2, "24e4badcc621cf50")
+WIRE = (2, "2056a96bb37582d3")
 """The protocol's highest version, and a digest of its wire format.
 
 If a change fails here, update the digest. Also increment `MAX_VERSION` if the previous release cannot handle

@@ -56,6 +56,14 @@ def test_acceptance_is_known_after_some_rounds() -> None:
     assert drafter.known
 
 
+def test_a_few_accepted_drafts_are_enough_to_know_that_a_drafter_works() -> None:
+    drafter = DrafterAcceptance()
+    learn(drafter, [(1, 1)], times=2)
+    assert not drafter.known
+    learn(drafter, [(1, 1)], times=1)
+    assert drafter.known
+
+
 def test_another_kind_and_form_start_from_what_is_known() -> None:
     drafter = DrafterAcceptance()
     learn(drafter, [(0, 3)], times=200)

@@ -20,6 +20,16 @@ def test_nothing_is_affordable_before_a_plain_round_was_measured() -> None:
     assert looks.next({}, PLAIN_S) is None
 
 
+def test_only_the_first_look_may_cost_twice_the_initial_balance() -> None:
+    looks = Looks()
+    looks.earn(PLAIN_S, PLAIN_S)
+    loss_s = 1.9 * FIRST_ROUNDS * PLAIN_S / LOOK_ROUNDS
+    assert looks.next({CHAIN: 1.1 * loss_s}, PLAIN_S) is None
+    assert looks.next({CHAIN: loss_s}, PLAIN_S) == CHAIN
+    looks.spend(CHAIN, 0.1 * PLAIN_S)
+    assert looks.next({CHAIN: loss_s}, PLAIN_S) is None
+
+
 @pytest.mark.parametrize("loss_s", [0.0005, 0.002, 0.02])
 def test_looks_lose_a_fixed_share_of_the_time(loss_s: float) -> None:
     looks, rounds = Looks(), 40_000

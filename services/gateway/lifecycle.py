@@ -1,0 +1,33 @@
+"""Whether the gateway accepts requests, and how many run."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Lifecycle:
+    """Whether the gateway accepts requests, and how many run.
+
+    Attributes:
+        draining: True once shutdown has begun. The gateway then reports not ready.
+        admitting: Whether new requests are accepted.
+        idle: Event that is set while no request is running.
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.admitting = True
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._running = 0
+
+    def began(self) -> None:
+        """Count a request."""
+        self._running += 1
+        self.idle.clear()
+
+    def ended(self) -> None:
+        """Stop counting a request."""
+        self._running -= 1
+        if not self._running:
+            self.idle.set()

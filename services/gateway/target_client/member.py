@@ -1,0 +1,43 @@
+"""One target of the pool: its connection and its work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.services.gateway.target_client.client import TargetClient
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A target.
+
+    Attributes:
+        client: The connection.
+        listed: Whether the target's address is still in the settings. Other targets get no new sequences.
+        load: Work of the gateway's sequences on this target, in tokens.
+        placed: Number of sequences that the target has got so far.
+        running: Number of the gateway's sequences on this target.
+    """
+
+    client: TargetClient
+    listed: bool = True
+    load: int = 0
+    placed: int = 0
+    running: int = 0
+
+    @property
+    def address(self) -> str:
+        """The target's address."""
+        return self.client.address
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of the target's metrics."""
+        info = self.client.known_info
+        return {"model": "" if info is None else info.model_id, "target": self.address}
+
+    @property
+    def model_key(self) -> tuple[str, str]:
+        """Identifies the model and its data type. Targets with equal keys compute the same tokens."""
+        info = self.client.known_info
+        return ("", "") if info is None else (info.fingerprint or info.model_id, info.dtype)

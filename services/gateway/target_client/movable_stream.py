@@ -1,0 +1,238 @@
+"""One sequence on the pool of targets: goes on at another target if its target is lost.
+
+The other target gets the prompt and the emitted tokens (`resume_ids`), prefills both, and goes on from there.
+Seeds and noise depend on positions only, so the tokens are those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from typing import Protocol
+
+from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
+from outrider.services.gateway.target_client.member import Member
+from outrider.services.gateway.target_client.stream import TargetStream
+from outrider.shared.base.errors import ErrorCode, OutriderError
+from outrider.shared.base.generation import FinishReason, SpeculationReport
+from outrider.shared.obs.logging import get_logger
+
+TARGET_LOST = "target_lost"
+# A request that loses this many targets in a row, without a token, may itself be the cause.
+MAX_FRUITLESS_LOSSES = 2
+# The new tokens of a sequence count as the larger number at most, and as the smaller one while it runs. How
+# long an answer becomes is not known.
+MOST_NEW_TOKENS, LEAST_NEW_TOKENS = 1024, 64
+_log = get_logger("outrider.gateway.target")
+
+
+class Placement(Protocol):
+    """Chooses targets for sequences."""
+
+    def choose(
+        self, request: GenerationRequest, model_key: tuple[str, str] | None, left: dict[Member, int]
+    ) -> Member | None:
+        """Return a ready target for a request, or None.
+
+        Args:
+            request: The request, with the tokens that it has got so far.
+            model_key: The target must serve this model. None accepts the model that `choose` prefers.
+            left: Targets that the request has left, with their number of connections at that time. They are
+                not chosen before they have connected again.
+        """
+        ...
+
+    def patience_s(self) -> float:
+        """Return how long a sequence without a target waits for one, in seconds."""
+        ...
+
+    async def changed(self) -> None:
+        """Wait until a target changes its state."""
+        ...
+
+    def moved(self, reason: str) -> None:
+        """Count a sequence that has moved."""
+        ...
+
+    def forget(self, request_id: str, member: Member | None) -> None:
+        """Forget a sequence that has ended. Called exactly once."""
+        ...
+
+
+class MovableStream:
+    """The events of one sequence. Read with `next` until a `TargetFinish`, and always call `close`.
+
+    Args:
+        request: The sequence.
+        placement: Chooses the targets.
+        member: The first target.
+
+    Raises:
+        UnavailableError: If the first target is not ready.
+    """
+
+    def __init__(self, request: GenerationRequest, placement: Placement, member: Member) -> None:
+        self.request_id = request.request_id
+        self._request = request
+        self._placement = placement
+        self._model_key = member.model_key
+        self._emitted: list[int] = []
+        self._prompt_scored = 0
+        self._left: dict[Member, int] = {}
+        self._fruitless = 0
+        self._progress = 0
+        self._cancelled = False
+        self._keep_tokens: int | None = None
+        self._closed = False
+        # Number of the next round of a trace, and what to add to the numbers of the current target.
+        self._next_round = self._first_round = 0
+        self._stop_ids: frozenset[int] = frozenset()
+        self._prompt_load = self._new_load = 0
+        self._member: Member | None = None
+        self._stream: TargetStream | None = None
+        self._enter(member, request)
+
+    async def next(self) -> TargetDelta | TargetFinish:
+        """Wait for the next event. If the target is lost, move to another one first.
+
+        Raises:
+            OutriderError: If a target rejected the sequence, or it was lost and no other target could go on.
+        """
+        while True:
+            if self._stream is None:
+                return self._ended_alone() or self._end(FinishReason.CANCELLED, None)
+            try:
+                event = await self._stream.next()
+            except OutriderError as error:
+                if error.code is not ErrorCode.UNAVAILABLE:
+                    raise
+                if (end := self._ended_alone()) is not None:
+                    return end
+                await self._move(error)
+                continue
+            return self._count(event) if isinstance(event, TargetDelta) else event
+
+    def cancel(self, keep_tokens: int | None = None) -> None:
+        """Ask the target to stop the sequence. Its `TargetFinish` still arrives.
+
+        Args:
+            keep_tokens: Number of tokens to bill. None bills all tokens.
+        """
+        self._cancelled, self._keep_tokens = True, keep_tokens
+        if self._stream is not None:
+            self._stream.cancel(keep_tokens)
+
+    def close(self) -> None:
+        """Release the stream. Cancel the sequence if it still runs. May be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        self._placement.forget(self.request_id, self._leave())
+
+    def _count(self, delta: TargetDelta) -> TargetDelta:
+        """Note what has arrived, and number the rounds of a trace through all targets."""
+        self._prompt_scored += len(delta.prompt_logprobs)
+        if delta.token_ids:
+            self._emitted += delta.token_ids
+            self._owe(0, max(self._new_load - len(delta.token_ids), min(self._new_load, LEAST_NEW_TOKENS)))
+        if not delta.rounds:
+            return delta
+        if self._first_round:
+            rounds = tuple(replace(one, round=self._first_round + one.round) for one in delta.rounds)
+            delta = replace(delta, rounds=rounds)
+        self._next_round = delta.rounds[-1].round + 1
+        return delta
+
+    async def _move(self, error: OutriderError) -> None:
+        """Go on at another target. Return without one if the sequence is cancelled.
+
+        Raises:
+            OutriderError: `error`, if there is no other target in time.
+        """
+        lost = self._leave()
+        assert lost is not None
+        self._left[lost] = lost.client.connections
+        progress = len(self._emitted) + self._prompt_scored
+        if error.reason == TARGET_LOST:
+            self._fruitless = self._fruitless + 1 if progress == self._progress else 0
+            if self._fruitless > MAX_FRUITLESS_LOSSES:
+                raise error
+        self._progress = progress
+        rest = self._rest()
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while not self._cancelled:
+            member = self._placement.choose(rest, self._model_key, self._left)
+            if member is not None:
+                self._enter(member, rest)
+                self._placement.moved(error.reason)
+                _log.info(
+                    "request moved",
+                    request=self.request_id,
+                    source=lost.address,
+                    destination=member.address,
+                    reason=error.reason,
+                    tokens=len(self._emitted),
+                    waited_s=round(clock() - began, 3),
+                )
+                return
+            give_up = began + self._placement.patience_s()
+            if clock() >= give_up:
+                raise error
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(give_up):
+                    await self._placement.changed()
+
+    def _enter(self, member: Member, request: GenerationRequest) -> None:
+        self._stream = member.client.submit(request)
+        self._member = member
+        self._first_round = self._next_round
+        stop = request.stop
+        self._stop_ids = (
+            stop.token_ids if stop.ignore_eos else stop.token_ids | member.client.info.eos_token_ids
+        )
+        member.placed += 1
+        member.running += 1
+        left = request.max_new_tokens - len(request.resume_ids)
+        self._owe(len(request.prompt_ids) + len(request.resume_ids), min(left, MOST_NEW_TOKENS))
+
+    def _leave(self) -> Member | None:
+        """Release the current target and return it. Return None between two targets."""
+        member = self._member
+        if self._stream is not None and member is not None:
+            self._stream.close()
+            self._owe(0, 0)
+            member.running -= 1
+            self._stream = self._member = None
+        return member
+
+    def _owe(self, prompt: int, new: int) -> None:
+        """Set the tokens that the current target still owes this sequence."""
+        assert self._member is not None
+        self._member.load += prompt + new - self._prompt_load - self._new_load
+        self._prompt_load, self._new_load = prompt, new
+
+    def _rest(self) -> GenerationRequest:
+        """Return the request for what is missing."""
+        request, wanted = self._request, self._request.logprobs
+        if wanted.prompt_top is not None and self._prompt_scored:
+            start = max(1, wanted.prompt_start) + self._prompt_scored
+            complete = bool(self._emitted) or start >= len(request.prompt_ids)
+            wanted = replace(wanted, prompt_top=None) if complete else replace(wanted, prompt_start=start)
+        return replace(request, logprobs=wanted, resume_ids=tuple(self._emitted))
+
+    def _ended_alone(self) -> TargetFinish | None:
+        """Return the end of a sequence that needs no other target: it is complete or cancelled."""
+        if self._cancelled:
+            reason = FinishReason.CANCELLED if self._keep_tokens is None else FinishReason.STOP
+            return self._end(reason, None)
+        if self._emitted and self._emitted[-1] in self._stop_ids:
+            return self._end(FinishReason.STOP, self._emitted[-1])
+        if len(self._emitted) >= self._request.max_new_tokens:
+            return self._end(FinishReason.LENGTH, None)
+        return None
+
+    def _end(self, reason: FinishReason, matched: int | None) -> TargetFinish:
+        kept = len(self._emitted) if self._keep_tokens is None else self._keep_tokens
+        return TargetFinish(reason, matched, Usage(len(self._request.prompt_ids), kept), SpeculationReport())

@@ -1,0 +1,98 @@
+"""The target's spans of requests: begun when a request arrives, ended with what the engine reports last.
+
+The engine does nothing for them. Its last event has the times of queue, prefill and decoding.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from outrider.services.target.request import Event, FailedEvent, FinishedEvent, GenerationRequest
+from outrider.shared.obs.tracing import (
+    COMPLETION_TOKENS,
+    MODEL,
+    OPERATION,
+    OWN,
+    PROMPT_TOKENS,
+    REASONS,
+    Span,
+    Tracer,
+    Value,
+    checked_traceparent,
+)
+
+NS = 1e9
+
+
+class RequestSpans:
+    """The spans of the live requests of one stream.
+
+    Args:
+        tracer: Records the spans.
+        model: Name of the model.
+    """
+
+    def __init__(self, tracer: Tracer, model: str) -> None:
+        self._tracer = tracer
+        self._model = model
+        self._spans: dict[str, Span] = {}
+
+    def begin(self, request: GenerationRequest, traceparent: str) -> GenerationRequest:
+        """Begin the span of a request.
+
+        Args:
+            request: The request.
+            traceparent: The caller's span, or an empty text.
+
+        Returns:
+            The request with the ``traceparent`` for the draft. Without tracing, this is the caller's.
+        """
+        given = checked_traceparent(traceparent)
+        if self._tracer.active:
+            span = self._spans[request.request_id] = self._tracer.begin("target.generate", given)
+            given = span.traceparent
+        return replace(request, traceparent=given) if given else request
+
+    def end(self, event: Event) -> None:
+        """End the span of a request whose last event this is. Other events have no effect."""
+        if not self._spans or not isinstance(event, FinishedEvent | FailedEvent):
+            return
+        span = self._spans.pop(event.request_id, None)
+        if span is None:
+            return
+        if isinstance(event, FailedEvent):
+            span.end({MODEL: self._model}, event.error.reason or event.error.code.name.lower())
+            return
+        at = time.time_ns()
+        for name, seconds in (
+            ("decode", event.decode_s),
+            ("prefill", event.prefill_s),
+            ("queue", event.queue_s),
+        ):
+            span.stage(name, at - int(seconds * NS), at)
+            at -= int(seconds * NS)
+        span.end(_attributes(event) | {MODEL: self._model})
+
+    def drop_all(self) -> None:
+        """End the spans of requests whose client has left."""
+        for span in self._spans.values():
+            span.end({MODEL: self._model}, "cancelled")
+        self._spans.clear()
+
+
+def _attributes(event: FinishedEvent) -> dict[str, Value]:
+    report = event.speculation
+    return {
+        OPERATION: "generate",
+        REASONS: (event.reason.value,),
+        PROMPT_TOKENS: event.prompt_tokens,
+        COMPLETION_TOKENS: event.completion_tokens,
+        f"{OWN}cached_tokens": event.cached_tokens,
+        f"{OWN}rounds": report.rounds,
+        f"{OWN}draft_tokens": report.draft_tokens,
+        f"{OWN}accepted_tokens": report.accepted_tokens,
+        f"{OWN}accept_length": report.accept_length,
+        f"{OWN}accepted_histogram": tuple(report.accepted_histogram),
+        f"{OWN}fallback_reason": report.fallback_reason or "",
+    }

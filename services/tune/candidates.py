@@ -1,0 +1,41 @@
+"""The tree shapes that `outrider tune` compares."""
+
+from __future__ import annotations
+
+from outrider.shared.spec.tree import DraftShape
+
+CHAIN_DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+TREE_DEPTHS = (2, 3, 4, 5, 6, 8, 10, 12)
+TREE_WIDTHS = (2, 4, 8)
+TREE_NODES = (8, 16, 32, 64)
+
+
+def candidate_shapes(largest: DraftShape) -> list[DraftShape]:
+    """Return chains and trees within the limits of a server, without shapes that cannot use all their nodes.
+
+    Args:
+        largest: The largest depth, width and number of nodes that the server allows.
+    """
+    chains = [
+        DraftShape(depth, 1, depth + 1)
+        for depth in CHAIN_DEPTHS
+        if depth <= largest.depth and depth < largest.max_nodes
+    ]
+    trees = [
+        shape
+        for depth in TREE_DEPTHS
+        for topk in TREE_WIDTHS
+        for nodes in TREE_NODES
+        if depth <= largest.depth and topk <= largest.topk and depth < nodes <= largest.max_nodes
+        if (shape := DraftShape(depth, topk, nodes)).bounded() == shape
+    ]
+    return chains + trees
+
+
+def shape_name(shape: DraftShape) -> str:
+    """Return the name of a shape: ``plain``, ``chain 3`` or ``tree 5/4/16`` (depth, topk, nodes)."""
+    if not shape.drafts:
+        return "plain"
+    if shape.topk == 1:
+        return f"chain {shape.depth}"
+    return f"tree {shape.depth}/{shape.topk}/{shape.max_nodes}"

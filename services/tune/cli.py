@@ -1,0 +1,132 @@
+"""Declares the `outrider tune` command and its flags. Heavy imports happen when the command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.services.doctor.cli import (
+    AlgorithmName,
+    DraftDir,
+    DraftRevision,
+    DtypeName,
+    Revision,
+    TokenMap,
+    parse_algorithm,
+)
+from outrider.shared.base.errors import ConfigurationError
+
+MOST_STREAMS = 256
+
+
+def tune(
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Target: a folder, or ORG/NAME on the hub.",
+            metavar="DIR|ORG/NAME",
+            show_default="the embedded pair",
+        ),
+    ] = None,
+    draft: DraftDir = "none",
+    revision: Revision = None,
+    draft_revision: DraftRevision = None,
+    algorithm: AlgorithmName = "auto",
+    token_map: TokenMap = None,
+    device: Annotated[str, typer.Option(help="Device to run on: auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: DtypeName = "auto",
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Use this running server of the pair instead of a new one.", show_default="start a server"
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="API key to send with --url, if the server requires one.", envvar="OUTRIDER_API_KEY"
+        ),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts: JSON lines with `prompt`, `messages` or `prompt_ids`. Use prompts like those of "
+            "your clients.",
+            show_default="the embedded prompts",
+        ),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 16,
+    tokens: Annotated[int, typer.Option(min=8, help="Largest length of each answer.")] = 64,
+    batches: Annotated[
+        str, typer.Option(help="Numbers of concurrent requests, separated by commas.")
+    ] = "1,4,16",
+    output: Annotated[Path, typer.Option(help="The profile to write.", metavar="FILE")] = Path(
+        "outrider-profile.toml"
+    ),
+    exhaustive: Annotated[
+        bool,
+        typer.Option("--exhaustive", help="Measure every shape instead of predicting. This takes long."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Find the best tree shape for your pair, device and prompts, and write a profile.
+
+    Records the trees of one run to predict the accept length of every shape, and measures the best shapes on
+    a running server. `outrider up --profile FILE` loads the profile.
+    """
+    from outrider.services.hub.model_folder import model_folder
+    from outrider.services.stack.options import DEMO_DRAFT, DEMO_TARGET, StackOptions
+    from outrider.services.tune.command import TuneOptions, run_tune
+
+    embedded = target is None and draft == "none"
+    numbers = parse_batches(batches)
+    stack = StackOptions(
+        target=model_folder(target, "--target", revision) if target else DEMO_TARGET,
+        draft=(
+            DEMO_DRAFT
+            if embedded
+            else None
+            if draft == "none"
+            else model_folder(draft, "--draft", draft_revision)
+        ),
+        algorithm=parse_algorithm(algorithm),
+        token_map=token_map,
+        device=device,
+        dtype=dtype,
+        max_running_requests=max(numbers) if max(numbers) > 16 else None,
+    )
+    options = TuneOptions(
+        stack=stack,
+        output=output,
+        url=url,
+        api_key=api_key,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        tokens=tokens,
+        batches=numbers,
+        exhaustive=exhaustive,
+        as_json=as_json,
+    )
+    raise typer.Exit(run_tune(options))
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """Parse a comma-separated list of numbers of concurrent requests.
+
+    Raises:
+        ConfigurationError: An entry is not a number from 1 to `MOST_STREAMS`.
+    """
+    try:
+        numbers = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(1 <= number <= MOST_STREAMS for number in numbers):
+        raise ConfigurationError(
+            f"--batches {text!r} is not a list of numbers from 1 to {MOST_STREAMS}, such as 1,4,16.",
+            field="--batches",
+        )
+    return numbers

@@ -1,0 +1,117 @@
+"""Runs `outrider tune`: starts a server, or uses a running one, searches, and writes the profile."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.services.clients.rest import RestClient
+from outrider.services.doctor.prompts import read_prompts
+from outrider.services.stack.launch import free_port, running_stack
+from outrider.services.stack.options import StackOptions
+from outrider.services.tune.live import LiveClient
+from outrider.services.tune.profile import profile_text, write_profile
+from outrider.services.tune.report import print_result, result_json
+from outrider.services.tune.search import TuneSizes, search
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.nn.open import read_model_config
+from outrider.shared.spec.tree import DraftShape
+
+SHOWN_LINES_ON_FAILURE = 30
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """Options of `outrider tune`.
+
+    Attributes:
+        stack: The pair and the device.
+        url: Address of a running server, which is used instead of a new one. None starts a server.
+        api_key: API key of the running server, if it requires one.
+        prompts: JSON lines file with prompts. None selects the built-in prompts.
+        num_prompts, tokens: Number of prompts, and largest length of each answer in tokens.
+        batches: Numbers of concurrent requests.
+        exhaustive: Whether to measure every shape, to check the search.
+        output: The profile to write.
+        as_json: Whether to print one JSON object instead of a table.
+    """
+
+    stack: StackOptions
+    output: Path
+    url: str | None = None
+    api_key: str | None = None
+    prompts: Path | None = None
+    num_prompts: int = 16
+    tokens: int = 64
+    batches: Sequence[int] = (1, 4, 16)
+    exhaustive: bool = False
+    as_json: bool = False
+
+
+def run_tune(options: TuneOptions) -> int:
+    """Search, write the profile and print the result.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        ConfigurationError: An option is invalid, or the pair has no draft.
+        OutriderError: The server could not start, or a request failed.
+    """
+    if not options.stack.speculates:
+        raise ConfigurationError(
+            "tune compares tree shapes. Give a draft with --draft or --speculative-algorithm.",
+            field="--draft",
+        )
+    vocabulary = read_model_config(options.stack.target).vocab_size
+    prompts = read_prompts(options.prompts, options.stack.target, vocabulary, options.num_prompts)
+    progress = Console(stderr=True, highlight=False)
+    with _server(options, progress) as url, RestClient(url, options.api_key) as client:
+        sizes = TuneSizes(options.batches, options.tokens, _limits(client), exhaustive=options.exhaustive)
+        live = LiveClient(url, client.model, options.api_key)
+        result = search(live, prompts, sizes, lambda line: progress.print(f"  [dim]{line}[/]"))
+    draft = options.stack.draft.name if options.stack.draft else options.stack.algorithm.value
+    write_profile(options.output, profile_text(result, options.stack.target.name, draft))
+    if options.as_json:
+        print(json.dumps(result_json(result), indent=1))
+    else:
+        print_result(result, Console(highlight=False))
+    progress.print(f"profile: {options.output} (load it with `outrider up --profile {options.output}`)")
+    return 0
+
+
+@contextmanager
+def _server(options: TuneOptions, progress: Console) -> Iterator[str]:
+    """Yield the address of a server, which is started for the search unless one is given."""
+    if options.url is not None:
+        yield options.url
+        return
+    log: deque[str] = deque(maxlen=SHOWN_LINES_ON_FAILURE)
+
+    def keep(service: str, line: str) -> None:
+        log.append(f"{service} | {line}")
+
+    stack_options = replace(options.stack, port=free_port(), grpc_port=0, log_level="warning")
+    try:
+        with running_stack(stack_options, keep, lambda line: progress.print(f"  [dim]{line}[/]")) as stack:
+            yield stack.url
+    except Exception:
+        for line in log:
+            print(line, file=sys.stderr)
+        raise
+
+
+def _limits(client: RestClient) -> DraftShape:
+    info = client.get_json("/server_info")
+    return DraftShape(
+        int(info["speculative_max_steps"]),
+        int(info["speculative_max_topk"]),
+        int(info["speculative_max_nodes"]),
+    )

@@ -1,0 +1,100 @@
+"""Predicts the accept length of any shape from the recorded trees of a larger shape.
+
+A draft proposes the same tokens for every shape, only more or fewer of them. The tokens of the answer do not
+depend on the shape either. A recorded round therefore tells how many tokens a smaller tree at the same
+position would have accepted: the part of its nodes that the answer contains, in order.
+
+The positions are those at which the rounds of the large tree began. Rounds of a smaller tree also begin at
+other positions, so the result is an estimate, which `search` checks with measured answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from outrider.shared.spec.tree import DraftShape
+
+
+@dataclass(frozen=True)
+class RecordedTree:
+    """The tree of one round, and the tokens of the answer that follow its root.
+
+    Attributes:
+        tokens: Token of each node; node 0 is the root. Parents come before their children.
+        parents: Parent of each node; -1 for the root.
+        scores: Log-probability of the path to each node under the draft.
+        following: Tokens of the answer after the root.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    scores: Sequence[float]
+    following: Sequence[int]
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any], prompt_len: int, answer: Sequence[int]) -> RecordedTree:
+        """Return the tree of an entry of a reply's `trace`.
+
+        Args:
+            entry: The entry.
+            prompt_len: Number of tokens of the prompt.
+            answer: All tokens of the answer.
+        """
+        nodes = entry["nodes"]
+        scores: list[float] = []
+        for node in nodes:
+            scores.append(node["logprob"] + (scores[node["parent"]] if node["parent"] >= 0 else 0.0))
+        return cls(
+            [node["token"] for node in nodes],
+            [node["parent"] for node in nodes],
+            scores,
+            answer[max(0, entry["base_len"] - prompt_len) :],
+        )
+
+    def accepted(self, shape: DraftShape) -> int:
+        """Return the number of draft tokens that a tree of this shape accepts at this position."""
+        kept = self._nodes_of(shape)
+        node, accepted = 0, 0
+        for token in self.following[: shape.depth]:
+            match = [child for child in self._children[node] if child in kept and self.tokens[child] == token]
+            if not match:
+                break
+            node, accepted = match[0], accepted + 1
+        return accepted
+
+    @cached_property
+    def _children(self) -> list[list[int]]:
+        """The children of each node, the best first."""
+        children: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                children[parent].append(node)
+        for found in children:
+            found.sort(key=self._rank)
+        return children
+
+    def _nodes_of(self, shape: DraftShape) -> set[int]:
+        """Return the nodes that a draft with this shape keeps: a beam for each level, then the best nodes."""
+        beam, candidates = [0], []
+        for _ in range(shape.depth):
+            level = [node for parent in beam for node in self._children[parent][: shape.topk]]
+            candidates += level
+            beam = sorted(level, key=self._rank)[: shape.topk]
+        return set(sorted(candidates, key=self._rank)[: shape.max_nodes - 1])
+
+    def _rank(self, node: int) -> tuple[float, int]:
+        return -self.scores[node], node
+
+
+def accept_length(trees: Sequence[RecordedTree], shape: DraftShape) -> float:
+    """Return the predicted mean tokens per round of a shape, the token of the target included.
+
+    Rounds whose answer ends within the depth of the shape are left out, unless all rounds are of this kind.
+    """
+    if not shape.drafts or not trees:
+        return 1.0
+    whole = [tree for tree in trees if len(tree.following) > shape.depth] or list(trees)
+    return 1.0 + sum(tree.accepted(shape) for tree in whole) / len(whole)

@@ -1,0 +1,87 @@
+"""Prints the result of `outrider tune`: a table of shapes, and the speed-up of each as bars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.services.tune.candidates import shape_name
+from outrider.services.tune.search import BatchResult, TuneResult
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+SHOWN = 12
+"""Number of shapes in the table."""
+BAR_CHARS = 24
+"""Characters of the longest bar."""
+
+
+def print_result(result: TuneResult, console: Console) -> None:
+    """Print the measured shapes and the best predicted shapes. A ``~`` marks predictions."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("shape")
+    table.add_column("accept length", justify="right")
+    for one in result.batches:
+        table.add_column(f"{one.batch} at a time", no_wrap=True)
+    shown = _shown(result)
+    most = max(_speedup(one, shape)[0] for one in result.batches for shape in shown)
+    for shape in shown:
+        cells = []
+        for one in result.batches:
+            value, mark = _speedup(one, shape)
+            cells.append(f"{mark}{value:4.2f} {'█' * max(1, round(BAR_CHARS * value / most))}")
+        table.add_row(shape_name(shape), f"{result.accept_lengths.get(shape, 1.0):.2f}", *cells)
+    console.print(table)
+    if result.shape == NO_DRAFT:
+        console.print("Drafting does not pay for this pair, device and prompts. Mode auto decodes plainly.")
+    else:
+        console.print(f"best shape for these numbers of requests: [bold]{shape_name(result.shape)}[/]")
+    console.print(f"searched for {result.seconds:.0f} s")
+
+
+def _speedup(one: BatchResult, shape: DraftShape) -> tuple[float, str]:
+    """Return the speed-up of a shape, and the mark of a value that was only predicted."""
+    speedup = one.speedup(shape)
+    return (one.predicted.get(shape, 1.0), "~") if speedup is None else (speedup, " ")
+
+
+def result_json(result: TuneResult) -> dict[str, Any]:
+    """Return the result as JSON values."""
+    return {
+        "shape": shape_json(result.shape),
+        "seconds": round(result.seconds, 2),
+        "accept_lengths": {
+            shape_name(shape): round(length, 3) for shape, length in result.accept_lengths.items()
+        },
+        "batches": [
+            {
+                "batch": one.batch,
+                "best": shape_name(one.best),
+                "tokens_per_s": {shape_name(shape): round(speed, 2) for shape, speed in one.measured.items()},
+                "predicted_speedup": {
+                    shape_name(shape): round(speed, 3) for shape, speed in one.predicted.items()
+                },
+            }
+            for one in result.batches
+        ],
+    }
+
+
+def shape_json(shape: DraftShape) -> dict[str, int]:
+    """Return a shape as JSON values."""
+    return {"num_steps": shape.depth, "topk": shape.topk, "num_draft_tokens": shape.max_nodes}
+
+
+def _shown(result: TuneResult) -> list[DraftShape]:
+    measured = {shape for one in result.batches for shape in one.measured}
+    first = result.batches[0]
+
+    def value(shape: DraftShape) -> float:
+        return first.speedup(shape) or first.predicted.get(shape, 1.0)
+
+    rest = sorted(
+        (shape for shape in result.accept_lengths if shape not in measured), key=lambda s: -value(s)
+    )
+    shown = sorted(measured - {NO_DRAFT}, key=lambda s: -value(s))
+    return [NO_DRAFT, *(shown + rest)[:SHOWN]]

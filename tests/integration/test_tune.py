@@ -1,0 +1,47 @@
+"""`outrider tune` against a running stack: its profile starts a server with the shape that it found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from support.stack import Stack
+
+SEARCH_S = 240
+pytestmark = pytest.mark.parametrize("transport", ["grpc"], indirect=True)
+
+
+def tune(stack: Stack, output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "outrider.services.cli", "tune", "--url", stack.base_url]
+    sizes = ["--batches", "1,2", "--num-prompts", "2", "--tokens", "32"]
+    return subprocess.run(
+        [*command, *sizes, "--output", str(output), *flags], capture_output=True, text=True, timeout=SEARCH_S
+    )
+
+
+def test_the_profile_has_the_best_shape(stack: Stack, tmp_path: Path) -> None:
+    output = tmp_path / "profile.toml"
+    done = tune(stack, output, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [one["batch"] for one in found["batches"]] == [1, 2]
+    for one in found["batches"]:
+        assert set(one["tokens_per_s"]) > {"plain"}
+        assert all(speed > 0 for speed in one["tokens_per_s"].values())
+    # The embedded head is good, so deeper chains are expected to accept more.
+    assert found["accept_lengths"]["chain 5"] > found["accept_lengths"]["chain 1"] > 1.5
+    profile = tomllib.loads(output.read_text())
+    if found["shape"]["num_steps"]:
+        assert profile == found["shape"]
+    else:
+        assert profile == {}
+
+
+def test_a_wrong_list_of_batches_names_the_flag(stack: Stack, tmp_path: Path) -> None:
+    done = tune(stack, tmp_path / "profile.toml", "--batches", "0")
+    assert done.returncode == 2
+    assert "--batches '0' is not a list of numbers" in done.stderr
