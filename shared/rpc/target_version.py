@@ -53,5 +53,5 @@ def agree_with_target(reply: target_pb2.GetInfoReply) -> frozenset[TargetFeature
             f"that supports version {needed}.",
             field="min_version",
         )
-    sent = set(reply.features)
+    sent = {int(bit) for bit in reply.features}
     return frozenset(feature for feature in TARGET_FEATURES if feature in sent)

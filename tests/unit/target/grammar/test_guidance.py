@@ -96,7 +96,7 @@ def test_json_is_written_like_python_writes_it(vocabulary: Vocabulary, tokenizer
 @pytest.mark.parametrize(
     ("kind", "source", "part"),
     [
-        (KINDS.JSON_SCHEMA, '{"a', "EOF"),
+        (KINDS.JSON_SCHEMA, '{"a', "Unterminated"),
         (KINDS.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         (KINDS.JSON_SCHEMA, '{"$ref": "http://other/schema"}', "http://other/schema"),
         (KINDS.JSON_SCHEMA, '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
