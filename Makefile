@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-law test-schemas test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser screenshots bench setup dev links clean
+.PHONY: demo test test-law test-schemas test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser test-clients screenshots pictures bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
@@ -83,6 +83,24 @@ test-browser: $(DEV_STAMP)
 screenshots: $(DEV_STAMP)
 	$(BROWSER_EXTRA)
 	$(BIN)/python scripts/screenshots.py
+
+# Makes the pictures of recorded results in docs/images again.
+pictures: $(SERVE_STAMP)
+	$(BIN)/outrider bench plot
+
+# litellm, LangChain, lm-eval and GuideLLM against the embedded pair. The clients have an environment of their
+# own, which adds their packages to those of $(VENV).
+CLIENTS := $(VENV)/clients
+CLIENTS_STAMP := $(CLIENTS)/.installed-$(PINS)-$(shell cksum < tests/clients/requirements.txt | tr ' ' -)
+test-clients: $(CLIENTS_STAMP)
+	OUTRIDER_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS)/bin/python -m pytest -q -c tests/clients/pytest.ini tests/clients
+
+$(CLIENTS_STAMP): $(DEV_STAMP)
+	rm -rf $(CLIENTS)
+	$(BIN)/python -m venv --without-pip $(CLIENTS)
+	$(BIN)/python scripts/share_packages.py $(CLIENTS)
+	$(BIN)/python -m pip --python $(CLIENTS)/bin/python install -q --no-deps -r tests/clients/requirements.txt
+	@touch $@
 
 bench: $(SERVE_STAMP)
 	$(BIN)/outrider bench --force

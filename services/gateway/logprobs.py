@@ -98,6 +98,35 @@ def completion_logprobs(
     }
 
 
+def prompt_logprobs_list(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], top: int, bytes_of: BytesOf
+) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: for each token, an object by token id. The first token has none.
+
+    The object contains the alternatives and the token itself. The rank of a token that is not among the
+    alternatives is unknown, and therefore null.
+
+    Args:
+        token_ids: The tokens of the prompt.
+        logprobs: Those of all tokens but the first.
+        top: Number of alternatives.
+        bytes_of: Returns the bytes of a token.
+    """
+
+    def one_of(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = bytes_of(token).decode("utf-8", "replace")
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
+    listed: list[dict[str, Any] | None] = [None]
+    for token, one in zip(token_ids[1:], logprobs, strict=False):
+        ranks = {other: rank for rank, (other, _) in enumerate(one.top, 1)}
+        found = {str(token): one_of(token, one.logprob, ranks.get(token))}
+        for other, logprob in one.top[:top]:
+            found.setdefault(str(other), one_of(other, logprob, ranks[other]))
+        listed.append(found)
+    return listed
+
+
 def native_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[TokenLogprob | None],

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import hmac
-import json
 import re
 import time
 import uuid
 from collections.abc import Iterable
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -19,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.services.gateway.errors import error_response
 from outrider.services.gateway.guards.framing import ambiguous_framing
+from outrider.services.gateway.guards.json_body import LARGE_BODY, parse_body
 from outrider.services.gateway.guards.parsed_body import keep_parsed
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.recent_errors import RecentErrors
@@ -202,12 +200,15 @@ class BodyGuard:
             if length.isdigit() and int(length) > self._max_bytes:
                 raise self._too_large()
             body = await self._read(receive)
-            parsed = None if body is None else _parse_json(body)
+            parsed = None if body is None else parse_body(body)
         except OutriderError as error:
             await error_response(error)(scope, receive, send)
             return
         if body is None:
             return
+        if len(body) > LARGE_BODY:
+            # Validation takes as long again. Streams of other requests go on in between.
+            await asyncio.sleep(0)
         delivered = False
 
         async def replay() -> Message:
@@ -247,39 +248,3 @@ class BodyGuard:
     def _too_large(self) -> OutriderError:
         message = f"The body is larger than {self._max_bytes} bytes."
         return OutriderError(message, code=ErrorCode.PAYLOAD_TOO_LARGE, reason="body_too_large")
-
-
-def _parse_json(body: bytes) -> Any:
-    """Return the parsed body. Raise InvalidRequestError unless it is valid JSON that Python can parse.
-
-    Python's parser accepts NaN and Infinity, which JSON does not allow. The parser fails on deep nesting and
-    on numbers with too many digits.
-
-    The garbage collector is off meanwhile. It would traverse a body of many objects again and again. A worker
-    thread would not help, because the parser holds Python's lock.
-    """
-    try:
-        gc.disable()
-        return json.loads(body, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}.", reason="malformed_json") from None
-    except UnicodeDecodeError:
-        raise InvalidRequestError(
-            "The body is not valid JSON: it is not UTF-8 text.", reason="malformed_json"
-        ) from None
-    except RecursionError:
-        raise InvalidRequestError(
-            "The body cannot be read: it is nested too deeply.", reason="malformed_json"
-        ) from None
-    except ValueError:
-        raise InvalidRequestError(
-            "The body cannot be read: a number in it has too many digits.", reason="malformed_json"
-        ) from None
-    finally:
-        gc.enable()
-
-
-def _refuse_constant(name: str) -> None:
-    raise InvalidRequestError(
-        f"The body is not valid JSON: {name} is not a JSON value.", reason="malformed_json"
-    )

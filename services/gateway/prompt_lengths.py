@@ -34,7 +34,8 @@ def check_lengths(
     if length >= limit:
         raise _too_long(
             prompt_field,
-            f"The prompt has {length} tokens. It must be shorter than the model's context of {limit} tokens.",
+            f"The prompt is too long: it has {length} tokens. This model's maximum context length is {limit} "
+            "tokens, and at least one of them must be new.",
         )
     for token_id in (min(prompt_ids), max(prompt_ids)):
         if not 0 <= token_id < info.vocab_size:
@@ -49,12 +50,13 @@ def check_lengths(
     max_tokens = max(1, max_tokens)
     if length + max_tokens > limit:
         message = (
-            f"The prompt's {length} tokens and {max_tokens_field}={max_tokens} exceed the model's context "
-            f"of {limit} tokens."
+            f"This model's maximum context length is {limit} tokens, but the prompt's {length} tokens and "
+            f"{max_tokens_field}={max_tokens} need {length + max_tokens}."
         )
         raise _too_long(max_tokens_field, f"{message} At most {limit - length} new tokens fit.")
     return max_tokens
 
 
 def _too_long(field: str, message: str) -> InvalidRequestError:
+    # Clients recognize this error by the words "prompt is too long" or "maximum context length is".
     return InvalidRequestError(message, field=field, reason="context_length_exceeded")

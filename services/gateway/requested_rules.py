@@ -121,10 +121,14 @@ class RequestedLogprobs:
     Attributes:
         wanted: The logprobs. Their numbers are checked by `check_top`.
         ids_as_text: Whether tokens are written as ``token_id:N`` instead of their text.
+        echoed: Number of alternatives for each token of the echoed prompt. None if no prompt is echoed.
+        prompt_list: The same for vLLM's `prompt_logprobs`. None if they are not wanted.
     """
 
     wanted: LogprobParams = NO_LOGPROBS
     ids_as_text: bool = False
+    echoed: int | None = None
+    prompt_list: int | None = None
 
 
 NO_REQUESTED_LOGPROBS = RequestedLogprobs()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -16,6 +15,14 @@ from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from outrider.services.gateway.chat_turn import ChatTurn
 from outrider.services.gateway.convert import MODE_FROM_PROTO, REASON_TO_PROTO
 from outrider.services.gateway.core import GatewayCore, Job, rids_of
+from outrider.services.gateway.grpc_chat import (
+    callable_tools,
+    chat_ending,
+    encode_chat,
+    forced_calls,
+    template_messages,
+    template_variables,
+)
 from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, request_id_of
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
 from outrider.services.gateway.parsers.answer import AnswerReader, plain_reader
@@ -23,8 +30,6 @@ from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, Too
 from outrider.services.gateway.request import ChoiceEvent, Chunk, Finished, RequestedSpeculation, Started
 from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.requested_rules import RequestedLogprobs, RequestedRules
-from outrider.services.gateway.schemas.chat_messages import Message
-from outrider.services.gateway.schemas.tools import Tool, template_tools
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.obs.logging import get_logger
@@ -34,7 +39,6 @@ from outrider.shared.rpc.convert_constraint import constraint_from_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
-ROLES = ("system", "developer", "user", "assistant", "tool")
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 REQUEST_ID_KEY = REQUEST_ID_HEADER.lower()
 _log = get_logger("outrider.gateway.rpc")
@@ -69,20 +73,24 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             raise InvalidRequestError(
                 f"messages must contain 1 to {core.settings.max_messages} messages.", field="messages"
             )
-        messages = [_message(message, number) for number, message in enumerate(request.messages)]
         turn = ChatTurn.create(
             core,
             _parameters(request.options),
-            messages,
-            tools=_tools(request.tools),
+            template_messages(request.messages),
+            tools=callable_tools(request.tools, request.tool_choice),
+            forced=forced_calls(request.tools, request.tool_choice),
             parallel=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
+            options=template_variables(request.prompt),
+            ending=chat_ending(request.prompt),
+            truncate=_truncate(request.options),
             split_reasoning=not request.join_reasoning,
         )
         sequences = core.builder.check(turn.parameters, GRPC_CHAT, 1)
         rids = rids_of(request.options.rid or None, sequences)
         job = Job(turn.prompts, sequences, turn.parameters, GRPC_CHAT, context.time_remaining(), rids)
         parent = _traceparent(context)
-        replies_of = self._replies(core, job, gateway_pb2.ChatReply, turn.reader, parent)
+        hidden = request.omit_reasoning
+        replies_of = self._replies(core, job, gateway_pb2.ChatReply, turn.reader, parent, hidden)
         async with aclosing(replies_of) as replies:
             async for reply in replies:
                 yield reply
@@ -102,10 +110,14 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         if kind == "text":
             core.need_codec("text")
 
+        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+
         async def prompts() -> Sequence[tuple[int, ...]]:
             if kind == "token_ids":
-                return [tuple(request.token_ids.ids)]
-            return [await core.need_codec("text").encode_aside(request.text)]
+                ids = tuple(request.token_ids.ids)
+            else:
+                ids = await core.need_codec("text").encode_aside(request.text, add_special_tokens=special)
+            return [core.builder.truncate(ids, _truncate(request.options), parameters, core.client.info)]
 
         rids = rids_of(request.options.rid or None, sequences)
         job = Job(prompts, sequences, parameters, GRPC_COMPLETE, context.time_remaining(), rids)
@@ -131,15 +143,21 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def Tokenize(
         self, request: gateway_pb2.TokenizeRequest, context: Context
     ) -> gateway_pb2.TokenizeReply:
-        """Convert text to token ids."""
+        """Convert a text or a chat to token ids."""
         await _tell_request_id(context)
         core = self._core.of_model(request.model or None)
         core.builder.check_model(request.model or None, core.client.info)
-        special = request.add_special_tokens if request.HasField("add_special_tokens") else True
         codec = core.need_codec("text")
-        codec.limit.check(len(request.text), "text")
-        ids = await codec.encode_aside(request.text, add_special_tokens=special)
-        return gateway_pb2.TokenizeReply(token_ids=ids)
+        if request.messages:
+            ids = await encode_chat(core, request)
+        else:
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            codec.limit.check(len(request.text), "text")
+            ids = await codec.encode_aside(request.text, add_special_tokens=special)
+        reply = gateway_pb2.TokenizeReply(token_ids=ids, max_model_len=core.client.info.max_model_len)
+        if request.return_tokens:
+            reply.tokens.extend(codec.tokenizer.id_to_token(one) or "" for one in ids)
+        return reply
 
     async def Detokenize(
         self, request: gateway_pb2.DetokenizeRequest, context: Context
@@ -173,6 +191,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         make: type[Reply],
         reader_of: Callable[[], AnswerReader],
         parent: str,
+        hide_reasoning: bool = False,
     ) -> AsyncGenerator[Reply, None]:
         seed = 0
         readers: dict[int, AnswerReader] = {}
@@ -197,10 +216,12 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                         )
                         for position, piece in enumerate(pieces or [Text("")]):
                             chunk = gateway_pb2.Chunk(index=index) if position else first
-                            yield make(chunk=_add_piece(chunk, piece))
+                            shown = Text("") if hide_reasoning and isinstance(piece, Reasoning) else piece
+                            yield make(chunk=_add_piece(chunk, shown))
                     case Finished() as end:
                         for piece in readers[index].finish():
-                            yield make(chunk=_add_piece(gateway_pb2.Chunk(index=index), piece))
+                            if not (hide_reasoning and isinstance(piece, Reasoning)):
+                                yield make(chunk=_add_piece(gateway_pb2.Chunk(index=index), piece))
                         yield make(finished=_finished(end, seed, index))
 
     @staticmethod
@@ -247,45 +268,6 @@ def _traceparent(context: Context) -> str:
     return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
 
 
-def _message(message: gateway_pb2.Message, number: int) -> dict[str, Any]:
-    field = f"messages.{number}"
-    if message.role not in ROLES:
-        raise InvalidRequestError(
-            f"{field}.role must be one of {', '.join(ROLES)}, not {message.role[:32]!r}.",
-            field=f"{field}.role",
-        )
-    calls = [
-        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
-    given = {
-        "role": message.role,
-        "content": message.content,
-        "name": message.name or None,
-        "tool_call_id": message.tool_call_id or None,
-        "reasoning_content": message.reasoning or None,
-        "tool_calls": calls or None,
-    }
-    return Message.model_validate(given).for_template(field)
-
-
-def _tools(tools: Sequence[gateway_pb2.Tool]) -> list[dict[str, Any]]:
-    """Return the tools in the form that chat templates expect."""
-    made = []
-    for number, tool in enumerate(tools):
-        field = f"tools.{number}"
-        try:
-            parameters = json.loads(tool.parameters) if tool.parameters else None
-            function = {"name": tool.name, "description": tool.description or None, "parameters": parameters}
-            made.append(Tool.model_validate({"type": "function", "function": function}))
-        except (ValueError, RecursionError):
-            # Pydantic's errors are ValueErrors, too.
-            raise InvalidRequestError(
-                f"{field} must have a name, and parameters must be a JSON object.", field=field
-            ) from None
-    return template_tools(made)
-
-
 def _add_piece(chunk: gateway_pb2.Chunk, piece: Piece) -> gateway_pb2.Chunk:
     match piece:
         case Text(text=text):
@@ -297,6 +279,22 @@ def _add_piece(chunk: gateway_pb2.Chunk, piece: Piece) -> gateway_pb2.Chunk:
         case ToolCallArguments(index=index, text=text):
             chunk.tool_call.CopyFrom(gateway_pb2.ToolCallDelta(index=index, arguments=text))
     return chunk
+
+
+def _truncate(options: gateway_pb2.GenerationOptions) -> int | None:
+    """Return the number of tokens to keep of the prompt, or None.
+
+    Raises:
+        InvalidRequestError: If the number is below -1.
+    """
+    if not options.HasField("truncate_prompt_tokens"):
+        return None
+    if options.truncate_prompt_tokens < -1:
+        field = "options.truncate_prompt_tokens"
+        raise InvalidRequestError(
+            f"{field} must be at least -1, not {options.truncate_prompt_tokens}.", field=field
+        )
+    return options.truncate_prompt_tokens
 
 
 def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from outrider.services.stack.liveness import Liveness, service_probes
+from outrider.services.stack.liveness import Liveness, service_probes, service_sockets
 from outrider.services.stack.mps import shared_gpu
 from outrider.services.stack.option_checks import DEFAULT_MAX_SESSIONS, check_values
 from outrider.services.stack.options import INPROC, StackOptions, Transport
 from outrider.services.stack.placement import place_draft, usable_gpus
-from outrider.services.stack.private_folder import private_folder
+from outrider.services.stack.private_folder import private_folder, restore
 from outrider.services.stack.service_checks import (
     check_gateway_flags,
     check_model_folder,
@@ -331,11 +332,13 @@ def running_stack(
         around = (
             cleanup.enter_context(shared_gpu(runtime_dir / "mps", echo)) if options.mps else Surroundings()
         )
+        around = replace(around, before_start=partial(restore, runtime_dir))
         supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
         _wait_until_ready(plan, supervisor, progress, stopped)
         supervisor.settle()
         probes = service_probes(plan.url, plan.target_address, plan.draft_address, cleanup)
-        cleanup.enter_context(Liveness(supervisor, probes))
+        sockets = service_sockets(plan.target_address, plan.draft_address)
+        cleanup.enter_context(Liveness(supervisor, probes, sockets))
         yield Stack(plan, supervisor)
 
 

@@ -137,6 +137,7 @@ class GenerationRequest:
         logprobs: The log-probabilities that the client wants.
         constraint: The form that the output must have. None allows any output.
         grammar: The compiled constraint. None without a constraint.
+        cache_salt: Only requests with the same salt share stored prefixes.
         traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
         resume_ids: Tokens that another target has emitted for this request. They count as output.
     """
@@ -153,6 +154,7 @@ class GenerationRequest:
     logprobs: LogprobParams = NO_LOGPROBS
     constraint: Constraint | None = None
     grammar: Grammar | None = None
+    cache_salt: str = ""
     traceparent: str = ""
     resume_ids: Sequence[int] = ()
 
@@ -189,7 +191,7 @@ class FinishedEvent:
         prompt_tokens, completion_tokens: Number of prompt tokens, and number of emitted tokens.
         speculation: Statistics of the request's speculation.
         queue_s, prefill_s, decode_s: Seconds in the queue, in prefill and in decoding.
-        cached_tokens: Number of prompt tokens read from a prefix cache. 0 without a prefix cache.
+        cached_tokens: Number of prompt tokens whose K/V was stored already when the request started.
     """
 
     request_id: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from outrider.services.target.request import GenerationRequest, SpeculationLimits, SpeculationParams
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
-from outrider.shared.base.logit_rules import LogitRules
+from outrider.shared.base.logit_rules import NO_LOGPROBS, LogitRules, LogprobParams
 from outrider.shared.spec.tree import DraftShape
 
 LARGEST_SEED = (1 << 64) - 1
@@ -23,12 +23,14 @@ class Option:
         stops: True if a token from the middle of the greedy answer ends the answer.
         ignore_eos: Whether the model's end-of-text tokens are ignored.
         share: Share of the run's tokens that the answer may have.
+        logprobs: The log-probabilities to report and compare.
     """
 
     sampling: SamplingParams
     stops: bool = False
     ignore_eos: bool = True
     share: float = 1.0
+    logprobs: LogprobParams = NO_LOGPROBS
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -50,6 +52,10 @@ OPTIONS: Mapping[str, Option] = {
     "min_tokens": Option(replace(GREEDY, rules=LogitRules(min_tokens=6)), ignore_eos=False),
     "bad_words": Option(SamplingParams(0.7, seed=10, rules=LogitRules(bad_words=((3,), (4, 5))))),
     "n": Option(SamplingParams(seed=2, choice_index=1)),
+    "logprobs": Option(GREEDY, logprobs=LogprobParams(top=5, prompt_top=2)),
+    "logprobs of sampled tokens": Option(
+        SamplingParams(0.9, top_p=0.95, seed=11, rules=LogitRules(0.2, 0.2)), logprobs=LogprobParams(top=20)
+    ),
     "sampled stop": Option(SamplingParams(temperature=0.7, seed=1), stops=True, ignore_eos=False),
 }
 """Name → option. A test checks that every field of `SamplingParams` is in use."""
@@ -104,6 +110,7 @@ def requests_of(
                 option.sampling,
                 speculation[len(requests) % len(speculation)],
                 ignore_eos=option.ignore_eos,
+                logprobs=option.logprobs,
             )
             if option.stops and stop_tokens is not None:
                 request = replace(request, stop_token_ids=frozenset([stop_tokens[index]]))

@@ -47,7 +47,7 @@ def verify(
     """Check on your own pair that speculation changes nothing.
 
     Answers prompts with every sampling option, with speculation (chains, trees, auto, mixed) and without, and
-    compares all tokens. Also compares sampled tokens with the target's probabilities.
+    compares all tokens and logprobs. Also compares sampled tokens with the target's probabilities.
 
     Exit code 0: nothing changed. 1: a difference that rounding does not explain. 2: the pair cannot be run.
     """

@@ -19,6 +19,7 @@ from outrider.services.doctor.prompts import read_prompts
 from outrider.services.verify.cases import OPTIONS, plain, requests_of, ways
 from outrider.services.verify.compare import Difference, differences
 from outrider.services.verify.law import LawTest, check_law
+from outrider.services.verify.logprobs import LogprobComparison, compare_logprobs, logprob_tolerance
 from outrider.services.verify.pair_engine import PairEngine
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.obs.logging import configure_logging
@@ -68,6 +69,7 @@ class VerifiedRun:
         requests, tokens: Number of answers and of their tokens.
         accept_length: Average number of tokens per round with draft nodes.
         differences: The first difference of each answer that is not equal, near-ties included.
+        logprobs: The comparison of the logprobs.
     """
 
     name: str
@@ -75,6 +77,7 @@ class VerifiedRun:
     tokens: int
     accept_length: float
     differences: Sequence[Difference]
+    logprobs: LogprobComparison
 
     @property
     def wrong(self) -> list[Difference]:
@@ -92,7 +95,7 @@ class VerifyReport:
     @property
     def passed(self) -> bool:
         """True if speculation changed nothing."""
-        return self.law.holds and not any(run.wrong for run in self.runs)
+        return self.law.holds and not any(run.wrong or not run.logprobs.holds for run in self.runs)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -103,10 +106,8 @@ class VerifyReport:
                 "tokens": run.tokens,
                 "accept_length": round(run.accept_length, 3),
                 "near_ties": len(run.differences) - len(run.wrong),
-                "differences": [
-                    {name: None if value == math.inf else value for name, value in asdict(one).items()}
-                    for one in run.wrong
-                ],
+                "differences": [_finite(asdict(one)) for one in run.wrong],
+                "logprobs": {**_finite(asdict(run.logprobs)), "holds": run.logprobs.holds},
             }
             for run in self.runs
         ]
@@ -156,6 +157,7 @@ def verify(pair: Pair, options: VerifyOptions, progress: Console) -> VerifyRepor
     stops = [_middle(greedy[f"greedy, prompt {index + 1}"]) for index in range(len(prompts))]
     off = engine.answer(requests_of(prompts, options.tokens, off_ways, stops).values(), speculate=False)
     progress.print("answered without speculation")
+    tolerance = logprob_tolerance(engine, prompts)
     runs = []
     for name, speculation in ways(options.shape).items():
         requests = requests_of(prompts, options.tokens, speculation, stops)
@@ -167,6 +169,7 @@ def verify(pair: Pair, options: VerifyOptions, progress: Console) -> VerifyRepor
                 sum(len(tokens) for tokens in on.tokens.values()),
                 on.accept_length,
                 differences(engine, requests, off, on),
+                compare_logprobs(requests, off, on, tolerance),
             )
         )
         progress.print(f"compared: {name}")
@@ -174,19 +177,34 @@ def verify(pair: Pair, options: VerifyOptions, progress: Console) -> VerifyRepor
     return VerifyReport(runs, law)
 
 
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with null instead of infinity, which JSON cannot express."""
+    return {name: None if value == math.inf else value for name, value in values.items()}
+
+
 def _middle(tokens: Sequence[int]) -> int:
     return tokens[len(tokens) // 2]
 
 
 def print_report(report: VerifyReport, console: Console) -> None:
-    """Print the runs as a table, then the first differences, the output law, and the verdict."""
+    """Print the runs as a table, then the first differences, logprobs, the output law, and the verdict."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("speculation", "answers", "tokens", "accept length", "equal", "near-ties", "different"):
+    for heading in (
+        "speculation",
+        "answers",
+        "tokens",
+        "accept length",
+        "equal",
+        "near-ties",
+        "different",
+        "logprobs",
+    ):
         table.add_column(heading, justify="left" if heading == "speculation" else "right")
     for run in report.runs:
         equal, wrong = run.requests - len(run.differences), len(run.wrong)
         ties = len(run.differences) - wrong
-        numbers = (run.requests, run.tokens, f"{run.accept_length:.2f}", equal, ties, wrong)
+        accepted, apart = f"{run.accept_length:.2f}", f"{run.logprobs.largest:.1e}"
+        numbers = (run.requests, run.tokens, accepted, equal, ties, wrong, apart)
         table.add_row(run.name, *(str(number) for number in numbers))
     console.print(table)
     for run in report.runs:
@@ -195,6 +213,11 @@ def print_report(report: VerifyReport, console: Console) -> None:
                 f"[red]{run.name}, {one.request}: token {one.token} is {one.on}, without speculation "
                 f"{one.off} (gap {one.gap:.4g}, rounding explains {one.allowed:.2g})[/]"
             )
+        if not (found := run.logprobs).holds:
+            console.print(
+                f"[red]{run.name}, {found.request}: logprobs differ by {found.largest:.2g} "
+                f"(rounding explains {found.tolerance:.2g})[/]"
+            )
     law = report.law
     console.print(
         f"output law: {law.samples} samples at temperature {law.temperature:g}, {law.outcomes} outcomes, "
@@ -202,7 +225,7 @@ def print_report(report: VerifyReport, console: Console) -> None:
         + ("" if law.holds else " [red](the counts contradict the target's probabilities)[/]")
     )
     if report.passed:
-        console.print("[green]Speculation changes nothing: the same tokens for every option.[/]")
+        console.print("[green]Speculation changes nothing: the same tokens and logprobs for every option.[/]")
     else:
         console.print(
             "[bold red]Speculation changed answers. Please report this with the output of --json.[/]"

@@ -21,6 +21,7 @@ from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import build_batch
 from outrider.shared.attn.create import create_backend
 from outrider.shared.base.generation import SamplingParams
+from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.nn.open import load_decoder
 from outrider.shared.spec.tree import DraftShape
 
@@ -31,19 +32,25 @@ class Answers:
 
     Attributes:
         tokens: Request id → emitted tokens.
+        logprobs: Request id → logprobs of these tokens, if the request asked for them.
+        prompt_logprobs: The same for the prompt's tokens.
         failed: Requests that failed.
         accept_length: Average number of tokens per round, over rounds with draft nodes.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     failed: list[FailedEvent] = field(default_factory=list)
     accept_length: float = 1.0
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Collect the tokens and the failures of one step."""
+        """Collect the tokens, logprobs and failures of one step."""
         for event in events:
             if isinstance(event, TokensEvent):
                 self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+                self.logprobs.setdefault(event.request_id, []).extend(event.logprobs)
+                self.prompt_logprobs.setdefault(event.request_id, []).extend(event.prompt_logprobs)
             elif isinstance(event, FailedEvent):
                 self.failed.append(event)
 
@@ -86,7 +93,9 @@ class PairEngine:
             runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device))
             queue = list(requests)
             scheduler = Scheduler(
-                pool.allocator, PAGE_SIZE, SchedulerLimits(max_running=BATCH, max_queued=len(queue))
+                pool.allocator,
+                PAGE_SIZE,
+                SchedulerLimits(max_running=BATCH, max_queued=len(queue), prefix_cache=False),
             )
             limits = EngineLimits(
                 decoder.config.vocab_size, self._room, frozenset(decoder.config.eos_token_ids)

@@ -126,6 +126,49 @@ def test_a_prompt_is_scored_without_new_tokens(stack: Stack) -> None:
     assert more["token_logprobs"][1:-1] == pytest.approx(logprobs["token_logprobs"][1:], abs=1e-3)
 
 
+def test_prompt_logprobs_have_the_form_of_vllm(stack: Stack) -> None:
+    asked: dict[str, Any] = {"max_tokens": 0, "prompt_logprobs": 2, "echo": True, "logprobs": 4}
+    choice = complete(stack, **asked)["choices"][0]
+    listed, echoed = choice["prompt_logprobs"], choice["logprobs"]
+    assert listed[0] is None
+    assert len(listed) == len(echoed["tokens"])
+    for found, token, logprob, top in zip(
+        listed[1:],
+        echoed["tokens"][1:],
+        echoed["token_logprobs"][1:],
+        echoed["top_logprobs"][1:],
+        strict=True,
+    ):
+        first, *others = found.values()
+        assert (first["decoded_token"], first["logprob"]) == (token, logprob)
+        assert first["rank"] is None or first["rank"] >= 1
+        best = sorted((one for one in found.values() if one["rank"]), key=lambda one: one["rank"])[:2]
+        assert [one["rank"] for one in best] == [1, 2]
+        assert all(top[one["decoded_token"]] == one["logprob"] for one in best)
+        assert len(others) in (1, 2)
+        assert 4 <= len(top) <= 5
+    only = complete(stack, max_tokens=0, prompt_logprobs=0)["choices"][0]
+    assert (only["text"], only["logprobs"]) == ("", None)
+    assert all(len(found) == 1 for found in only["prompt_logprobs"][1:])
+
+
+def test_a_chat_has_the_logprobs_of_its_prompt_beside_its_choices(
+    sampled: openai.OpenAI, stack: Stack
+) -> None:
+    reply = sampled.chat.completions.create(
+        model=stack.model, messages=CHAT, max_tokens=2, extra_body={"prompt_logprobs": 1}
+    )
+    listed = reply.model_extra["prompt_logprobs"]
+    assert len(listed) == reply.usage.prompt_tokens
+    assert listed[0] is None
+    assert all(1 <= len(found) <= 2 for found in listed[1:])
+    assert reply.choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="prompt_logprobs does not allow stream"):
+        sampled.chat.completions.create(
+            model=stack.model, messages=CHAT, stream=True, extra_body={"prompt_logprobs": 1}
+        )
+
+
 def test_a_streamed_completion_has_the_logprobs_of_the_whole_one(stack: Stack) -> None:
     asked: dict[str, Any] = {"max_tokens": 6, "echo": True, "logprobs": 2}
     whole = complete(stack, **asked)["choices"][0]
@@ -168,6 +211,39 @@ def test_the_native_route_returns_sglangs_logprobs(stack: Stack) -> None:
         generate(stack, sampling_params=options, return_logprob=True)["meta_info"]["input_token_logprobs"]
         == []
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_prompt_of_a_native_batch_may_have_logprobs_of_its_own(stack: Stack, stream: bool) -> None:
+    body = {
+        "text": [PROMPT, "The quick", "Hello"],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 3},
+        "return_logprob": [True, False, True],
+        "logprob_start_len": [0, -1, -1],
+        "top_logprobs_num": [2, 0, 0],
+    }
+    if stream:
+        last: dict[int, dict[str, Any]] = {}
+        with httpx.stream(
+            "POST", f"{stack.base_url}/generate", json=body | {"stream": True}, timeout=60
+        ) as got:
+            for line in got.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    last[event["index"]] = event["meta_info"]
+        metas = [last[index] for index in range(3)]
+    else:
+        answer = httpx.post(f"{stack.base_url}/generate", json=body, timeout=60)
+        metas = [one["meta_info"] for one in answer.json()]
+    first, second, third = metas
+    assert len(first["input_token_logprobs"]) == first["prompt_tokens"]
+    assert all(len(top) == 2 for top in first["output_top_logprobs"])
+    assert "output_token_logprobs" not in second
+    assert len(third["output_token_logprobs"]) == third["completion_tokens"]
+    assert third["input_token_logprobs"] == []
+    assert "output_top_logprobs" not in third
+    wrong = httpx.post(f"{stack.base_url}/generate", json=body | {"return_logprob": [True]}, timeout=60)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "return_logprob")
 
 
 def test_best_of_returns_the_most_likely_answers(stack: Stack) -> None:

@@ -26,7 +26,15 @@ ROUTES = [
     "/generate",
     "/tokenize",
     "/detokenize",
+    "/abort_request",
 ]
+# These routes read the body of another route.
+SAME_AS = {
+    "/v1/tokenize": "/tokenize",
+    "/v1/detokenize": "/detokenize",
+    "/v1/messages/count_tokens": "/v1/messages",
+}
+BODILESS = {"/flush_cache", "/ping"}
 FUZZ = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 TIMEOUT_S = 20
 BASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -90,6 +98,12 @@ def test_requests_made_from_the_schema_are_answered_or_refused(
             send_case(http, case)
 
         send()
+
+
+def test_no_route_is_left_out(gateway: GatewayThread) -> None:
+    routes = create_app(gateway.server.core).openapi()["paths"].items()
+    posted = {path for path, operations in routes if "post" in operations}
+    assert posted == {*ROUTES, *SAME_AS, *BODILESS}
 
 
 @pytest.mark.parametrize("path", BASES)

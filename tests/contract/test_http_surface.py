@@ -149,7 +149,7 @@ def test_a_malformed_deadline_is_named(http: httpx.Client, value: str) -> None:
         ("chat_template", "{{ messages }}", "chat_template"),
         ("best_of", 2, "best_of"),
         ("use_beam_search", True, "use_beam_search"),
-        ("prompt_logprobs", 1, "prompt_logprobs"),
+        ("prompt_logprobs", 21, "prompt_logprobs"),
         ("continue_final_message", True, "continue_final_message"),
         ("truncate_prompt_tokens", -2, "truncate_prompt_tokens"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from gateway_thread import GatewayThread
 from http_calls import CHAT, client_of
 
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.services.gateway.guards import json_body
 
 LARGE = 100_000
 
@@ -27,14 +29,17 @@ def test_a_large_body_is_parsed_once(
     gateway: GatewayThread, monkeypatch: pytest.MonkeyPatch, path: str, prompt: dict[str, Any]
 ) -> None:
     sizes = []
-    loads = json.loads
 
-    def counting(text: Any, *args: Any, **options: Any) -> Any:
-        sizes.append(len(text))
-        return loads(text, *args, **options)
+    def counting(parse: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(text: Any, *args: Any, **options: Any) -> Any:
+            sizes.append(len(text))
+            return parse(text, *args, **options)
+
+        return counted
 
     body = json.dumps({**prompt, "max_tokens": 1, "metadata": {"note": "x" * LARGE}})
-    monkeypatch.setattr(json, "loads", counting)
+    for module, name in ((json, "loads"), (json_body, "from_json")):
+        monkeypatch.setattr(module, name, counting(getattr(module, name)))
     with client_of(gateway) as client:
         reply = client.post(path, content=body, headers={"content-type": "application/json"})
     assert reply.status_code == 200

@@ -12,6 +12,7 @@ import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
 from openai.types.responses import Response
+from pydantic import BaseModel
 from tokenizers import Tokenizer
 from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer
 
@@ -76,6 +77,23 @@ def test_a_whole_agent_turn(client: openai.OpenAI, fake: FakeTarget, tokenizer: 
     assert prompt.count("<|assistant|>") == 2
     assert prompt.count("<tool_call>") == 2
     assert prompt.endswith("<|tool|>18<|tool|>18<|assistant|>")
+
+
+class GetWeather(BaseModel):
+    """The weather in a city."""
+
+    city: str
+
+
+def test_the_clients_parse_helper_returns_typed_arguments(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, TWO_CALLS)
+    chat_tool: Any = openai.pydantic_function_tool(GetWeather, name="get_weather")
+    tool = {"type": "function", **chat_tool["function"]}
+    response = client.responses.parse(model="toy", input="Weather?", tools=[tool])
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [json.loads(call.arguments) for call in calls] == [{"city": "Paris"}, {"city": "Lima"}]
 
 
 @pytest.mark.parametrize("text", ["Just text.", f"<think>Hm.</think>{CALL}"])

@@ -13,6 +13,7 @@ import openai
 import pytest
 from fake_target import FakeTarget
 from gateway_thread import GatewayThread
+from pydantic import BaseModel
 from tokenizers import Tokenizer
 from tool_chat import CALL, TWO_CALLS, WEATHER, answer_with, make_tool_tokenizer
 
@@ -98,6 +99,25 @@ def test_the_clients_own_stream_helper_joins_the_calls(
     assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Paris", "Lima"]
 
 
+class GetWeather(BaseModel):
+    """The weather in a city."""
+
+    city: str
+
+
+def test_the_clients_parse_helper_returns_typed_arguments(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, TWO_CALLS)
+    tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
+    reply = client.chat.completions.parse(model="toy", messages=MESSAGES, tools=[tool])
+    calls = reply.choices[0].message.tool_calls
+    assert [call.function.parsed_arguments for call in calls] == [
+        GetWeather(city="Paris"),
+        GetWeather(city="Lima"),
+    ]
+
+
 async def test_the_asynchronous_client_gets_calls_too(
     tool_gateway: GatewayThread, fake: FakeTarget, tokenizer: Tokenizer
 ) -> None:
@@ -105,8 +125,10 @@ async def test_the_asynchronous_client_gets_calls_too(
     url = f"{tool_gateway.stack.base_url}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         reply = await client.chat.completions.create(model="toy", messages=MESSAGES, tools=TOOLS)
+        async with client.chat.completions.stream(model="toy", messages=MESSAGES, tools=TOOLS) as stream:
+            streamed = await stream.get_final_completion()
     reply.model_dump()
-    assert reply.choices[0].finish_reason == "tool_calls"
+    assert reply.choices[0].finish_reason == streamed.choices[0].finish_reason == "tool_calls"
 
 
 def test_one_call_at_most_without_parallel_calls(

@@ -22,11 +22,12 @@ from outrider.shared.rpc import address as addresses
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 from support.gateway_client import Client
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 DEMO_TARGET = ROOT / "models" / "demo" / "target"
 DEMO_HEAD = ROOT / "models" / "demo" / "eagle3"
 START_TIMEOUT_S = 90
-OUTRIDER = (sys.executable, "-m", "outrider.services.cli")
+# Tests with clients of other projects run in an environment of their own and name that of the server.
+OUTRIDER = (os.environ.get("OUTRIDER_PYTHON", sys.executable), "-m", "outrider.services.cli")
 
 PROMPTS = (
     "List 3 countries and their capitals.",

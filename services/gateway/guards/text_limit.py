@@ -38,8 +38,8 @@ class TextLimit:
         context = self.context()
         if num_chars > context * self.longest_token:
             raise InvalidRequestError(
-                f"The text has {num_chars} characters, which cannot fit in the model's context of {context} "
-                f"tokens: a token has at most {self.longest_token} characters.",
+                f"The prompt is too long: {num_chars} characters cannot fit. This model's maximum context "
+                f"length is {context} tokens of at most {self.longest_token} characters.",
                 field=field,
                 reason="context_length_exceeded",
             )

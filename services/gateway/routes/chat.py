@@ -31,7 +31,11 @@ from outrider.services.gateway.routes.context import (
     ignored_header,
     timeout_of,
 )
-from outrider.services.gateway.routes.logprobs import chat_reply_logprobs, chunk_logprobs
+from outrider.services.gateway.routes.logprobs import (
+    chat_reply_logprobs,
+    chunk_logprobs,
+    prompt_logprobs_field,
+)
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
 from outrider.services.gateway.schemas.chat import ChatRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
@@ -151,6 +155,7 @@ class _Form:
         return head.object_of(
             choices=choices,
             usage=usage_object(usage, sum(answer.reasoning_tokens for answer in answers)),
+            **prompt_logprobs_field(self.turn.core, self.job, completions[0]),
             **reply_speculation(completions, trace, self.turn.core.client.info),
             metadata=metadata_object(self.turn.core.client.info, completions[0].seed),
         )

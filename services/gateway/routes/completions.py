@@ -31,7 +31,11 @@ from outrider.services.gateway.routes.context import (
     ignored_header,
     timeout_of,
 )
-from outrider.services.gateway.routes.logprobs import completion_chunk_logprobs, completion_reply_logprobs
+from outrider.services.gateway.routes.logprobs import (
+    completion_chunk_logprobs,
+    completion_reply_logprobs,
+    prompt_logprobs_field,
+)
 from outrider.services.gateway.routes.openai_stream import StreamShape, stream_chunks
 from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
@@ -158,6 +162,7 @@ def _reply(
     choices = [
         _choice(index, Text(texts[index]), finish_name(one.finished, Answer()))
         | {"logprobs": completion_reply_logprobs(core, job, one) if scored else None}
+        | prompt_logprobs_field(core, job, one)
         | choice_extras(one, len(completions) == 1, trace, with_ids)
         for index, one in enumerate(completions)
     ]

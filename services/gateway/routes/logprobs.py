@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from outrider.services.gateway.core import GatewayCore, Job
-from outrider.services.gateway.logprobs import chat_logprobs, completion_logprobs, native_logprobs
+from outrider.services.gateway.logprobs import (
+    chat_logprobs,
+    completion_logprobs,
+    native_logprobs,
+    prompt_logprobs_list,
+)
 from outrider.services.gateway.request import Chunk, Completion
-from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.logit_rules import LogprobParams, TokenLogprob
 
 
 def chunk_logprobs(core: GatewayCore, job: Job) -> Callable[[int, Chunk], dict[str, Any] | None] | None:
@@ -33,6 +39,15 @@ def chat_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> dict[st
     return chat_logprobs(one.token_ids, one.logprobs, core.token_bytes, wanted.ids_as_text)
 
 
+def prompt_logprobs_field(core: GatewayCore, job: Job, one: Completion) -> dict[str, Any]:
+    """Return vLLM's field `prompt_logprobs`. Empty if the client does not want it."""
+    top = job.parameters.logprobs.prompt_list
+    if top is None:
+        return {}
+    listed = prompt_logprobs_list(one.prompt_ids, one.prompt_logprobs, top, core.token_bytes)
+    return {"prompt_logprobs": listed}
+
+
 def completion_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> dict[str, Any] | None:
     """Return the `logprobs` of a completion and of its echoed prompt. None if the client wants none."""
     wanted = job.parameters.logprobs
@@ -40,8 +55,9 @@ def completion_reply_logprobs(core: GatewayCore, job: Job, one: Completion) -> d
         return None
     prompt: Sequence[int] = ()
     logprobs: list[TokenLogprob | None] = []
-    if wanted.wanted.prompt_top is not None:
-        prompt, logprobs = one.prompt_ids, [None, *one.prompt_logprobs]
+    if wanted.echoed is not None:
+        echoed = [replace(each, top=each.top[: wanted.echoed]) for each in one.prompt_logprobs]
+        prompt, logprobs = one.prompt_ids, [None, *echoed]
     return completion_logprobs(
         [*prompt, *one.token_ids], [*logprobs, *one.logprobs], core.token_bytes, wanted.ids_as_text
     )
@@ -83,10 +99,13 @@ def completion_chunk_logprobs(
 
 
 def native_meta(
-    core: GatewayCore, job: Job, prompt_ids: Sequence[int], chunks: Sequence[Chunk], with_text: bool
+    core: GatewayCore,
+    wanted: LogprobParams,
+    prompt_ids: Sequence[int],
+    chunks: Sequence[Chunk],
+    with_text: bool,
 ) -> dict[str, Any]:
     """Return the logprobs of `meta_info`. Empty if the client wants none."""
-    wanted = job.parameters.logprobs.wanted
     if wanted.top is None:
         return {}
     bytes_of = core.token_bytes if with_text else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -99,9 +99,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     core.builder.check_model(body.model, info)
     headers = ignored_header(body)
     codec = core.need_codec("tokens")
-    batch = [one for one in body.tokens if isinstance(one, list)]
-    many = bool(batch)
-    batch = batch or [[one for one in body.tokens if isinstance(one, int)]]
+    # Validation has ensured that the parts have one type. Token ids may be a million.
+    many = bool(body.tokens) and isinstance(body.tokens[0], list)
+    batch = cast("list[list[int]]", body.tokens if many else [body.tokens])
     for tokens in batch:
         codec.limit.check_ids(len(tokens), "tokens")
     if any(not 0 <= token < info.vocab_size for tokens in batch for token in tokens):

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
+from outrider.services.gateway.requested_rules import RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.chat_messages import Message
-from outrider.services.gateway.schemas.common import Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.common import PROMPT_LOGPROBS, Neutral, OpenAIRequest
 from outrider.services.gateway.schemas.template_options import TEMPLATE_OPTIONS, template_options
 from outrider.services.gateway.schemas.tools import Tool, ToolChoice, forced_tools, may_call, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
@@ -65,6 +65,7 @@ class ChatRequest(OpenAIRequest):
     top_logprobs: int | None = Field(
         None, description="Number of alternatives per token, 0 to 20. Requires logprobs: true."
     )
+    prompt_logprobs: int | None = PROMPT_LOGPROBS
     functions: Neutral = None
     function_call: Neutral = None
     modalities: Neutral = None
@@ -75,14 +76,14 @@ class ChatRequest(OpenAIRequest):
         """Return the logprobs that the client wants.
 
         Raises:
-            InvalidRequestError: If top_logprobs is out of range, or set without logprobs.
+            InvalidRequestError: If top_logprobs or prompt_logprobs is out of range, or top_logprobs is set
+                without logprobs.
         """
-        top = check_top(self.top_logprobs, "top_logprobs")
-        if not self.logprobs:
-            if top:
-                raise InvalidRequestError("top_logprobs requires logprobs: true.", field="top_logprobs")
-            return NO_REQUESTED_LOGPROBS
-        return RequestedLogprobs(LogprobParams(top=top or 0), bool(self.return_tokens_as_token_ids))
+        top, listed = check_top(self.top_logprobs, "top_logprobs"), self.prompt_list(self.prompt_logprobs)
+        if top and not self.logprobs:
+            raise InvalidRequestError("top_logprobs requires logprobs: true.", field="top_logprobs")
+        wanted = LogprobParams(top or 0 if self.logprobs else None, listed)
+        return RequestedLogprobs(wanted, bool(self.return_tokens_as_token_ids), prompt_list=listed)
 
     def token_limit(self) -> int | None:
         """Return the client's limit of new tokens, or None.

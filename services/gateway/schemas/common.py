@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.request import RequestedSpeculation
-from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs
+from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel, StrictModel
 from outrider.services.gateway.schemas.constraint_fields import OpenAIForms
 from outrider.services.gateway.schemas.sampling_fields import SamplingFields
@@ -74,6 +74,10 @@ Neutral = Any
 
 ZERO = (0, 0.0)
 ONE = (1, 1.0)
+
+PROMPT_LOGPROBS = Field(
+    None, description="vLLM's logprobs of the prompt: number of alternatives per token, 0 to 20."
+)
 
 
 class OpenAIRequest(NeutralOnly, SamplingFields, OpenAIForms):
@@ -175,6 +179,16 @@ class OpenAIRequest(NeutralOnly, SamplingFields, OpenAIForms):
     def wanted_logprobs(self) -> RequestedLogprobs:
         """Return the logprobs that the client wants."""
         return NO_REQUESTED_LOGPROBS
+
+    def prompt_list(self, number: int | None) -> int | None:
+        """Check `prompt_logprobs` and return it.
+
+        Raises:
+            InvalidRequestError: If the number is out of range, or the reply is a stream.
+        """
+        if number is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs does not allow stream: true.", field="prompt_logprobs")
+        return check_top(number, "prompt_logprobs")
 
     def _seed(self) -> int | None:
         if self.seed is not None and self.sampling_seed not in (None, self.seed):

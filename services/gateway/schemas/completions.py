@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from pydantic import Field
 
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.requested_rules import RequestedLogprobs, check_top
-from outrider.services.gateway.schemas.common import Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.common import PROMPT_LOGPROBS, Neutral, OpenAIRequest
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
 
@@ -28,6 +28,7 @@ class CompletionRequest(OpenAIRequest):
     echo: bool | None = None
 
     logprobs: int | None = Field(None, description="Number of alternatives per token, 0 to 20.")
+    prompt_logprobs: int | None = PROMPT_LOGPROBS
     best_of: int | None = Field(
         None, description="Generate this many answers and return the n with the highest mean logprob."
     )
@@ -39,7 +40,8 @@ class CompletionRequest(OpenAIRequest):
         Raises:
             InvalidRequestError: See `OpenAIRequest.parameters`. Also if best_of is invalid.
         """
-        parameters = replace(super().parameters(), may_be_empty=bool(self.echo))
+        may_be_empty = bool(self.echo) or self.prompt_logprobs is not None
+        parameters = replace(super().parameters(), may_be_empty=may_be_empty)
         if self.best_of is None:
             return parameters
         if self.best_of < (self.n or 1):
@@ -54,13 +56,15 @@ class CompletionRequest(OpenAIRequest):
         """Return the logprobs that the client wants, or that best_of needs.
 
         Raises:
-            InvalidRequestError: If logprobs is out of range.
+            InvalidRequestError: If logprobs or prompt_logprobs is out of range.
         """
-        top = check_top(self.logprobs, "logprobs")
+        top, listed = check_top(self.logprobs, "logprobs"), self.prompt_list(self.prompt_logprobs)
+        echoed = top if self.echo else None
         if top is None and self.best_of is not None and self.best_of > (self.n or 1):
-            return RequestedLogprobs(LogprobParams(top=0))
-        wanted = LogprobParams(top=top, prompt_top=top if self.echo else None)
-        return RequestedLogprobs(wanted, bool(self.return_tokens_as_token_ids))
+            top = 0
+        prompt_top = max((one for one in (echoed, listed) if one is not None), default=None)
+        wanted = LogprobParams(top, prompt_top)
+        return RequestedLogprobs(wanted, bool(self.return_tokens_as_token_ids), echoed, listed)
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts as a batch. A single prompt is a batch of one."""
@@ -71,7 +75,7 @@ def as_batch(prompt: Prompt) -> list[str | list[int]]:
     """Return one entry per prompt: its text or its token ids."""
     if isinstance(prompt, str):
         return [prompt]
-    ids = [part for part in prompt if isinstance(part, int)]
-    if ids or not prompt:
-        return [ids] if ids else []
-    return [part for part in prompt if not isinstance(part, int)]
+    # The types of the parts are equal, as validation has ensured. Token ids may be millions.
+    if prompt and isinstance(prompt[0], int):
+        return [prompt]
+    return cast("list[str | list[int]]", list(prompt))

@@ -8,29 +8,37 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 
-from outrider.services.target.api.convert import decision_to_proto, event_to_proto, request_from_proto
+from outrider.services.target.api.convert import (
+    decision_to_proto,
+    event_to_proto,
+    prefix_stats_to_proto,
+    request_from_proto,
+)
+from outrider.services.target.api.draft_metrics import DraftMetrics
 from outrider.services.target.api.request_spans import RequestSpans
+from outrider.services.target.api.stream_sink import StreamSink
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.grammar.compiler import GrammarCompiler
 from outrider.services.target.request import (
     Event,
-    EventSink,
     FailedEvent,
     FinishedEvent,
     GenerationRequest,
     SpeculationLimits,
     TokensEvent,
 )
+from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.base.generation import FinishReason, SpeculationReport
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.obs.metrics import join_expositions
+from outrider.shared.obs.open_tracer import open_tracer
 from outrider.shared.obs.tracing import TRACEPARENT, Tracer, checked_traceparent
 from outrider.shared.rpc.convert import report_to_proto
 from outrider.shared.rpc.target_version import offer_to
@@ -39,9 +47,6 @@ from outrider.shared.spec.drafter import DrafterState
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 STARTING_RETRY_AFTER_S = 1.0
-MAX_UNREAD_BYTES = 64 * 1024
-TOKEN_BYTES = 8
-"""Approximate size of one token in an unread message."""
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["Target"].full_name
 
@@ -74,68 +79,33 @@ def register(servicer: TargetServicer, server: grpc.aio.Server) -> None:
     target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
 
 
-class StreamSink(EventSink):
-    """Passes events from the engine thread to the coroutine of one call.
-
-    Wakes the event loop at most once per engine step.
-
-    Args:
-        on_backlog: Called with True when more than 64 KiB are unread, and with False once at most 32 KiB are
-            unread.
-    """
-
-    def __init__(self, on_backlog: Callable[[bool], None] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Seq[Event]] = asyncio.Queue()
-        self._closed = False
-        self._on_backlog = on_backlog
-        self._unread = 0
-        self._backlog = False
-
-    def deliver(self, events: Seq[Event]) -> None:
-        """Queue the events of one engine step. May be called from any thread."""
-        # A closed event loop has no reader left, so the events can be dropped.
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.put, events)
-
-    def put(self, events: Seq[Event]) -> None:
-        """Queue events. Call on the event loop only."""
-        self._unread += _size(events)
-        self._queue.put_nowait(events)
-        if self._on_backlog and not self._backlog and self._unread > MAX_UNREAD_BYTES:
-            self._backlog = True
-            self._on_backlog(True)
-
-    def close(self) -> None:
-        """End `batches` once the queued events are read. Call on the event loop only."""
-        self._closed = True
-        self._queue.put_nowait(())
-
-    async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield events in order, in lists of all events that arrived since the previous list."""
-        while not self._closed or not self._queue.empty():
-            merged: list[Event] = list(await self._queue.get())
-            while not self._queue.empty():
-                merged.extend(self._queue.get_nowait())
-            if not merged:
-                continue
-            self._unread -= _size(merged)
-            yield merged
-            if self._on_backlog and self._backlog and self._unread <= MAX_UNREAD_BYTES // 2:
-                self._backlog = False
-                self._on_backlog(False)
-
-
 class TargetServicer(target_pb2_grpc.TargetServicer):
     """Implements the `Target` service of target.proto. Answers UNAVAILABLE until `serve` is called.
 
-    Attributes:
+    Args:
         tracer: Records the spans of requests.
+        draft_address: Address of a draft with its own process, whose metrics are reported too.
     """
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
+    def __init__(self, tracer: Tracer | None = None, draft_address: str | None = None) -> None:
         self._serving: Serving | None = None
-        self.tracer = tracer or Tracer()
+        self._tracer = tracer or Tracer()
+        self._draft_metrics = DraftMetrics(draft_address)
+
+    @classmethod
+    def of(cls, settings: TargetSettings) -> TargetServicer:
+        """Return the servicer for these settings.
+
+        Raises:
+            ConfigurationError: The endpoint for traces is no URL, or OpenTelemetry is not installed.
+        """
+        tracer = open_tracer("target", settings.otlp_endpoint, settings.trace_share)
+        return cls(tracer, settings.draft_address())
+
+    async def close(self) -> None:
+        """Send the last spans, and close the connection to the draft."""
+        await asyncio.to_thread(self._tracer.close)
+        await self._draft_metrics.close()
 
     def serve(self, serving: Serving) -> None:
         """Start accepting requests."""
@@ -152,7 +122,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         these requests are served to the end.
         """
         serving = self._get()
-        session = _Session(serving, RequestSpans(self.tracer, serving.model_id))
+        session = _Session(serving, RequestSpans(self._tracer, serving.model_id))
         reader = asyncio.create_task(session.read(request_iterator))
         try:
             async for events in session.sink.batches():
@@ -180,7 +150,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             )
         handle = 0  # The sink needs the handle, but `submit`, which returns the handle, needs the sink.
         sink = StreamSink(lambda paused: engine.pause(handle) if paused else engine.resume(handle))
-        spans = RequestSpans(self.tracer, serving.model_id)
+        spans = RequestSpans(self._tracer, serving.model_id)
         handle = engine.submit(spans.begin(parsed, request.traceparent or _traceparent(context)), sink)
         try:
             async for events in sink.batches():
@@ -247,9 +217,19 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             generated_tokens=stats.generated_tokens,
             rounds=stats.rounds,
             speculation=report_to_proto(stats.speculation.report(stats.speedup_estimate)),
-            prometheus_text=serving.engine.prometheus_text(),
+            prometheus_text=join_expositions(
+                serving.engine.prometheus_text(), [({}, self._draft_metrics.text())]
+            ),
             auto=decision_to_proto(stats.verdict, stats.looks_lost_s),
+            prefix_cache=prefix_stats_to_proto(stats.prefixes),
         )
+
+    async def FlushPrefixCache(
+        self, request: target_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.FlushPrefixCacheReply:
+        """Empty the prefix cache, and return the number of pages that were removed."""
+        removed = await asyncio.wrap_future(self._get().engine.flush_prefixes())
+        return target_pb2.FlushPrefixCacheReply(pages=removed)
 
     async def GetTensor(
         self, request: target_pb2.GetTensorRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -383,12 +363,3 @@ def _cancelled(request: GenerationRequest) -> FinishedEvent:
 def _traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return the caller's span from the metadata of a call, or an empty text."""
     return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
-
-
-def _size(events: Iterable[Event]) -> int:
-    return sum(
-        TOKEN_BYTES * len(event.token_ids)
-        + sum(TOKEN_BYTES * (1 + len(one.top)) for one in (*event.logprobs, *event.prompt_logprobs))
-        for event in events
-        if isinstance(event, TokensEvent)
-    )

@@ -38,7 +38,7 @@ class InferenceStub:
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsReply]
     """Lists the model names that requests may use."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeReply]
-    """Converts text to token ids."""
+    """Converts a text or a chat to token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeReply]
     """Converts token ids to text."""
     Abort: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.AbortRequest, _gateway_pb2.AbortReply]
@@ -54,7 +54,7 @@ class InferenceAsyncStub(InferenceStub):
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsReply]  # type: ignore[assignment]
     """Lists the model names that requests may use."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.TokenizeRequest, _gateway_pb2.TokenizeReply]  # type: ignore[assignment]
-    """Converts text to token ids."""
+    """Converts a text or a chat to token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DetokenizeRequest, _gateway_pb2.DetokenizeReply]  # type: ignore[assignment]
     """Converts token ids to text."""
     Abort: _aio.UnaryUnaryMultiCallable[_gateway_pb2.AbortRequest, _gateway_pb2.AbortReply]  # type: ignore[assignment]
@@ -91,7 +91,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.TokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.TokenizeReply, _abc.Awaitable[_gateway_pb2.TokenizeReply]]:
-        """Converts text to token ids."""
+        """Converts a text or a chat to token ids."""
 
     @_abc_1.abstractmethod
     def Detokenize(

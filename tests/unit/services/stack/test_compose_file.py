@@ -142,7 +142,7 @@ def test_target_and_draft_of_a_profile_meet(monkeypatch: pytest.MonkeyPatch) -> 
         target, draft = (parsed(f"{name}{suffix}", monkeypatch) for name in ("target", "draft"))
         assert target.draft == draft.listen == f"{scheme}/run/outrider/draft.sock"
         gateway = parsed(f"gateway{suffix}", monkeypatch)
-        assert gateway.target == target.listen
+        assert gateway.target == (target.listen,)
         for settings in (target, draft, gateway):
             settings.model_copy(update={"device": "cpu"}).check()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from typer.testing import CliRunner
 from outrider.services.cli import commands as cli
 from outrider.services.target.request import GenerationRequest
 from outrider.services.verify import command
-from outrider.services.verify.cases import OPTIONS, ways
+from outrider.services.verify.cases import OPTIONS, plain, requests_of, ways
 from outrider.services.verify.law import chi_square
+from outrider.services.verify.logprobs import compare_logprobs
 from outrider.services.verify.pair_engine import Answers, PairEngine
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import TokenLogprob
 from outrider.shared.spec.tree import DraftShape
 
 torch.set_num_threads(1)
@@ -42,6 +45,8 @@ def test_the_embedded_pair_passes_with_every_option(tmp_path: Path) -> None:
     for run in report["runs"]:
         assert run["requests"] == 2 * len(OPTIONS)
         assert run["differences"] == []
+        assert run["logprobs"]["holds"]
+        assert run["logprobs"]["compared"] > 2 * 8 * (6 + 21)
     assert report["runs"][1]["accept_length"] > 1.2, "the run without drafted tokens would compare nothing"
     assert report["law"]["outcomes"] >= 8
     assert report["law"]["p_value"] > 1e-4
@@ -50,7 +55,7 @@ def test_the_embedded_pair_passes_with_every_option(tmp_path: Path) -> None:
 def test_tokens_and_probabilities_that_speculation_changes_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last token of one request is replaced, and every second token of the samples."""
+    """One token of one request is replaced, every second token of the samples, and one logprob."""
     answer = PairEngine.answer
 
     def changed(self: PairEngine, requests: Iterable[GenerationRequest], *, speculate: bool) -> Answers:
@@ -60,6 +65,8 @@ def test_tokens_and_probabilities_that_speculation_changes_are_found(
                 tokens[-1] ^= 1
             elif name.isdigit():
                 tokens[1] = answers.tokens["1"][1]
+        if speculate and (scores := answers.logprobs.get("logprobs, prompt 1")):
+            scores[3] = replace(scores[3], logprob=scores[3].logprob - 0.5)
         return answers
 
     monkeypatch.setattr(PairEngine, "answer", changed)
@@ -71,6 +78,9 @@ def test_tokens_and_probabilities_that_speculation_changes_are_found(
         (difference,) = run["differences"]
         assert (difference["request"], difference["token"]) == ("top_p, prompt 2", 7)
         assert difference["off"] == difference["on"] ^ 1
+        assert run["logprobs"]["holds"] is False
+        assert run["logprobs"]["request"] == "logprobs, prompt 1"
+        assert run["logprobs"]["largest"] == pytest.approx(0.5, abs=0.01)
     assert report["law"]["holds"] is False
 
 
@@ -100,3 +110,16 @@ def test_chi_square_tells_the_law_from_another() -> None:
     assert right == pytest.approx(0.8614, abs=1e-4)
     assert chi_square(expected, [20, 50, 20, 4, 3])[0] < 1e-4
     assert chi_square([100.0], [100.0]) == (1.0, 1)
+
+
+def test_logprobs_are_compared_by_rank_up_to_the_first_different_token() -> None:
+    request = requests_of([[5, 6]], 4, plain(DraftShape(5, 4, 16)))["logprobs, prompt 1"]
+    name = request.request_id
+    near = [TokenLogprob(-1.0, [(7, -1.0), (8, -1.0)]), TokenLogprob(-2.0), TokenLogprob(-3.0)]
+    swapped = [TokenLogprob(-1.0, [(8, -1.0), (7, -1.0)]), TokenLogprob(-2.25), TokenLogprob(-9.0)]
+    off = Answers({name: [7, 4, 3]}, {name: near}, {name: [TokenLogprob(-math.inf)]})
+    on = Answers({name: [7, 4, 2]}, {name: swapped}, {name: [TokenLogprob(-math.inf)]})
+    found = compare_logprobs({name: request}, off, on, 0.2)
+    assert (found.compared, found.largest, found.request, found.holds) == (5, 0.25, name, False)
+    on.logprobs[name][1] = TokenLogprob(math.nan)
+    assert compare_logprobs({name: request}, off, on, 0.2).largest == math.inf

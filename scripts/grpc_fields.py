@@ -1,0 +1,127 @@
+"""The gRPC field of each request field of REST. Also writes this table into docs/api.md, or checks it.
+
+A unit test fails if a route takes a field that is missing here, if a gRPC field named here does not exist, or
+if a gRPC request has a field that is not named. Run `python scripts/grpc_fields.py` after a change.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+BEGIN, END = "<!-- gRPC fields: begin -->\n", "<!-- gRPC fields: end -->"
+
+OPTIONS: dict[str, str] = {
+    "allowed_token_ids": "options.sampling.allowed_token_ids",
+    "bad_words": "options.bad_words",
+    "cache_salt": "options.cache_salt",
+    "frequency_penalty": "options.sampling.frequency_penalty",
+    "ignore_eos": "options.ignore_eos",
+    "include_stop_str_in_output": "options.include_stop_string",
+    "logit_bias": "options.sampling.logit_bias",
+    "max_completion_tokens": "options.max_tokens",
+    "max_new_tokens": "options.max_tokens",
+    "max_tokens": "options.max_tokens",
+    "min_new_tokens": "options.sampling.min_tokens",
+    "min_p": "options.sampling.min_p",
+    "min_tokens": "options.sampling.min_tokens",
+    "n": "options.n",
+    "no_stop_trim": "options.include_stop_string",
+    "presence_penalty": "options.sampling.presence_penalty",
+    "priority": "options.priority",
+    "prompt_logprobs": "options.logprobs.prompt_top",
+    "repetition_penalty": "options.sampling.repetition_penalty",
+    "request_id": "options.rid",
+    "return_logprob": "options.logprobs.top",
+    "rid": "options.rid",
+    "sampling_seed": "options.sampling.seed",
+    "seed": "options.sampling.seed",
+    "skip_special_tokens": "options.skip_special_tokens",
+    "speculation": "options.speculation",
+    "stop": "options.stop",
+    "stop_token_ids": "options.stop_token_ids",
+    "temperature": "options.sampling.temperature",
+    "top_k": "options.sampling.top_k",
+    "top_logprobs": "options.logprobs.top",
+    "top_logprobs_num": "options.logprobs.top",
+    "top_p": "options.sampling.top_p",
+    "truncate_prompt_tokens": "options.truncate_prompt_tokens",
+    "logprob_start_len": "options.logprobs.prompt_start",
+    "logprobs": "options.logprobs.top",
+    "model": "model",
+}
+"""Fields of several routes."""
+CHAT = {
+    **OPTIONS,
+    "add_generation_prompt": "prompt.add_generation_prompt",
+    "add_special_tokens": "prompt.add_special_tokens",
+    "chat_template_kwargs": "prompt.template_kwargs",
+    "continue_final_message": "prompt.continue_final_message",
+    "include_reasoning": "omit_reasoning",
+    "messages": "messages",
+    "parallel_tool_calls": "parallel_tool_calls",
+    "reasoning_effort": "prompt.reasoning_effort",
+    "separate_reasoning": "join_reasoning",
+    "tool_choice": "tool_choice",
+    "tools": "tools",
+}
+COMPLETE = {
+    **OPTIONS,
+    "add_special_tokens": "add_special_tokens",
+    "input_ids": "token_ids",
+    "prompt": "text",
+    "sampling_params": "options.sampling",
+    "text": "text",
+}
+NOT_NEEDED = {
+    "best_of": "not available in streams, and every reply of gRPC is a stream",
+    "echo": "the client has the prompt",
+    "return_text_in_logprobs": "the text of a token id does not change: `Detokenize`",
+    "return_token_ids": "always returned",
+    "return_tokens_as_token_ids": "logprobs have token ids",
+    "stream": "every reply is a stream",
+    "stream_options": "the usage is always in `Finished`",
+}
+"""Fields of REST without a field in gRPC, and why."""
+GRPC_ONLY = {
+    "options.sampling.bad_words": "like `bad_words`, as token ids",
+    "options.sampling.choice_index": "set by the server",
+}
+"""Fields of gRPC without a field in REST."""
+
+
+def table() -> str:
+    """Return the table as Markdown. Fields of the same name are in the last row."""
+    rows = ["| REST | gRPC |", "| --- | --- |"]
+    same, renamed = set(), {}
+    for names in (CHAT, COMPLETE):
+        for name, path in names.items():
+            if path.rsplit(".", 1)[-1] == name:
+                same.add(path)
+            else:
+                renamed.setdefault(path, set()).add(name)
+    for path, rest in sorted(renamed.items()):
+        rows.append(f"| {', '.join(f'`{name}`' for name in sorted(rest))} | `{path}` |")
+    for name, reason in sorted(NOT_NEEDED.items()):
+        rows.append(f"| `{name}` | {reason} |")
+    for path, reason in sorted(GRPC_ONLY.items()):
+        rows.append(f"| | `{path}`: {reason} |")
+    rows.append(f"| the same names | {', '.join(f'`{path}`' for path in sorted(same))} |")
+    return "\n".join(rows) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the table, or with ``--check`` return 1 if the page contains another one."""
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    made = before + BEGIN + "\n" + table() + "\n" + END + after
+    if "--check" in arguments:
+        return int(made != page)
+    PAGE.write_text(made)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

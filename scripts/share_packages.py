@@ -1,0 +1,22 @@
+"""Makes the packages of this environment importable in another virtual environment, whose own come first.
+
+Run as ``python scripts/share_packages.py ENVIRONMENT``.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+
+
+def main(environment: Path) -> None:
+    """Write a .pth file into `environment`, which has the same version of Python as this one."""
+    mine = Path(sysconfig.get_path("purelib"))
+    theirs = environment / mine.relative_to(sys.prefix)
+    # addsitedir also reads the .pth files of this environment, which editable installs need.
+    (theirs / "shared_packages.pth").write_text(f"import site; site.addsitedir({str(mine)!r})\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
