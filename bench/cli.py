@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.bench.load_commands import mixed, serve
+from outrider.bench.load_commands import mixed, prefix, serve
 from outrider.bench.options import (
     AnswerTokens,
     Device,
@@ -269,6 +269,7 @@ def auto(
 
 bench.command()(serve)
 bench.command()(mixed)
+bench.command()(prefix)
 bench.command()(plot)
 
 

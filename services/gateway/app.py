@@ -241,7 +241,7 @@ def run(settings: GatewaySettings) -> int:
 
 
 async def _serve(settings: GatewaySettings) -> int:
-    _log.info("settings", **settings.resolved())
+    _log.info("settings", **settings.for_log())
     server = GatewayServer(settings)
     stop = asyncio.Event()
     restore = watch_stop_signals(stop)

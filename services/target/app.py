@@ -86,7 +86,7 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
     settings.check()
     ranks = settings.ranks()
     configure_logging(f"target-{ranks.rank}" if ranks else "target", settings.log_level, settings.log_json)
-    _log.info("settings", **settings.resolved())
+    _log.info("settings", **settings.for_log())
     settings.secure_process()
     if ranks is not None and ranks.rank > 0:
         return run_rank(Order(settings), ranks)
@@ -372,11 +372,9 @@ def _make_engine(
     settings: TargetSettings, runner: ModelRunner, drafter: Drafter, plan: GraphPlan
 ) -> TargetEngine:
     config, pool = runner.decoder.config, runner.pool
+    queue = settings.max_queued_requests, settings.max_queued_prompt_tokens
     most = SchedulerLimits(
-        settings.running_requests,
-        settings.max_queued_requests,
-        settings.max_queued_prompt_tokens,
-        settings.prefill_tokens(),
+        settings.running_requests, *queue, settings.prefill_tokens(), not settings.disable_prefix_cache
     )
     limits = EngineLimits(
         config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids)

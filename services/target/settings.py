@@ -135,9 +135,10 @@ class TargetSettings(ListenerSettings):
         False,
         description="Do not time kernel tiles at startup, and ignore earlier trials; use a fixed rule.",
     )
-    disable_cuda_graph: bool = Field(
-        False, description="Record no CUDA graphs; launch every step kernel by kernel."
+    disable_prefix_cache: bool = Field(
+        False, description="Compute every prompt; keep no K/V of ended requests for later ones."
     )
+    disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs; launch kernels one by one.")
     overlap_schedule: OverlapSchedule = Field(
         OverlapSchedule.AUTO,
         description="Launch each round before the last one is read: auto (on a GPU), on or off.",
@@ -175,9 +176,7 @@ class TargetSettings(ListenerSettings):
     drain_notice_s: float = Field(
         0.0, ge=0, description="On SIGTERM: seconds between not serving and refusing new requests."
     )
-    drain_grace_s: float = Field(
-        30.0, ge=0, description="On SIGTERM: seconds that running requests may take to finish."
-    )
+    drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: seconds for running requests to end.")
     log_interval_s: float = Field(10.0, ge=0, description="Seconds between lines on load and speed; 0: none.")
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."

@@ -257,6 +257,9 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             ),
         )
 
+    def FlushPrefixCache(self, request, context) -> target_pb2.FlushPrefixCacheReply:
+        return target_pb2.FlushPrefixCacheReply(pages=3)
+
     def GetStats(self, request, context) -> target_pb2.GetStatsReply:
         return target_pb2.GetStatsReply(
             auto=target_pb2.AutoDecision(reason="idle"),

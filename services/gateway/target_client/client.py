@@ -199,6 +199,22 @@ class TargetClient:
             raise error_from_rpc(error) from None
         return target_stats_from_proto(reply)
 
+    async def flush_prefixes(self) -> int:
+        """Empty the target's prefix cache, and return the number of pages removed.
+
+        Raises:
+            OutriderError: If the target does not answer within five seconds.
+        """
+        if self._channel is None or not self.ready:
+            raise self._unavailable()
+        try:
+            reply = await target_pb2_grpc.TargetStub(self._channel).FlushPrefixCache(
+                target_pb2.FlushPrefixCacheRequest(), timeout=RPC_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        return reply.pages
+
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(
             f"The target service at {self.address} is not ready. Retry shortly.",

@@ -26,6 +26,7 @@ from outrider.shared.base.generation import (
     SamplingParams,
     SpeculationMode,
 )
+from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto, rules_from_proto
 from outrider.target.v1 import target_pb2
@@ -33,6 +34,7 @@ from outrider.target.v1 import target_pb2
 MAX_REQUEST_ID_LENGTH = 256
 MAX_STOP_TOKENS = 256
 MAX_TENANT_LENGTH = 64
+MAX_SALT_LENGTH = 512
 
 MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.AUTO,
@@ -77,6 +79,10 @@ def request_from_proto(
         )
     if len(message.tenant) > MAX_TENANT_LENGTH:
         raise InvalidRequestError(f"tenant must have at most {MAX_TENANT_LENGTH} characters.", field="tenant")
+    if len(message.cache_salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(
+            f"cache_salt must have at most {MAX_SALT_LENGTH} characters.", field="cache_salt"
+        )
     options = message.speculation
     if options.mode not in MODES:
         raise InvalidRequestError(
@@ -100,6 +106,7 @@ def request_from_proto(
         priority=message.priority,
         logprobs=logprobs_from_proto(message.logprobs),
         tenant=message.tenant,
+        cache_salt=message.cache_salt,
         resume_ids=tuple(message.resume_ids),
     )
 
@@ -144,6 +151,17 @@ def decision_to_proto(verdict: Verdict, looks_lost_s: float) -> target_pb2.AutoD
         estimated_speedup=verdict.speedup,
         round_ms=None if verdict.round_s is None else verdict.round_s * 1e3,
         looks_lost_ms=looks_lost_s * 1e3,
+    )
+
+
+def prefix_stats_to_proto(stats: PrefixStats) -> target_pb2.PrefixCacheStats:
+    """Convert the numbers of the prefix cache to a message."""
+    return target_pb2.PrefixCacheStats(
+        enabled=stats.enabled,
+        queried_tokens=stats.queried_tokens,
+        hit_tokens=stats.hit_tokens,
+        pages=stats.pages,
+        evicted_pages=stats.evicted_pages,
     )
 
 

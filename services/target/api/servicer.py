@@ -14,7 +14,12 @@ from typing import Any
 
 import grpc
 
-from outrider.services.target.api.convert import decision_to_proto, event_to_proto, request_from_proto
+from outrider.services.target.api.convert import (
+    decision_to_proto,
+    event_to_proto,
+    prefix_stats_to_proto,
+    request_from_proto,
+)
 from outrider.services.target.api.draft_metrics import DraftMetrics
 from outrider.services.target.api.request_spans import RequestSpans
 from outrider.services.target.engine.engine import TargetEngine
@@ -257,7 +262,15 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
                 serving.engine.prometheus_text(), [({}, self._draft_metrics.text())]
             ),
             auto=decision_to_proto(stats.verdict, stats.looks_lost_s),
+            prefix_cache=prefix_stats_to_proto(stats.prefixes),
         )
+
+    async def FlushPrefixCache(
+        self, request: target_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.FlushPrefixCacheReply:
+        """Empty the prefix cache, and return the number of pages that were removed."""
+        removed = await asyncio.wrap_future(self._get().engine.flush_prefixes())
+        return target_pb2.FlushPrefixCacheReply(pages=removed)
 
     async def GetTensor(
         self, request: target_pb2.GetTensorRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.round_runner import RoundRunner
+
 MAX_PACKED_ROWS = 2048
 
 
@@ -31,3 +34,22 @@ class LoopPlan:
     max_packed_rows: int = MAX_PACKED_ROWS
     prefill_budget_s: float = 0.02
     recorded_entries: int | None = None
+
+    def make_rounds(self, runner: ModelRunner, slots: int, max_model_len: int) -> RoundRunner:
+        """Make the rounds of an engine.
+
+        Args:
+            runner: The model and its pool.
+            slots: Largest number of sequences of a round.
+            max_model_len: Largest number of tokens of a sequence.
+        """
+        pool = runner.pool
+        return RoundRunner(
+            runner,
+            slots=slots,
+            columns=self.max_depth + 1,
+            max_nodes=self.max_nodes,
+            max_rows=max(slots, min(self.max_packed_rows, slots * self.max_nodes)),
+            pages=min(pool.num_pages, pool.pages_for(max_model_len + self.max_nodes)),
+            recorded_entries=self.recorded_entries,
+        )

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import multiple, rule
-from test_scheduler import PAGE_SIZE, SchedulerMachine, execute, make_sequence
+from support.scheduled import PAGE_SIZE, execute, make_sequence
+from test_scheduler_machine import SchedulerMachine
 
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.services.target.scheduling.queue_gate import QueueGate
@@ -22,9 +23,14 @@ SLOTS = 4
 
 
 def sequence_of(
-    tenant: str, number: int, prompt_len: int = 4, new_tokens: int = 20, priority: int = 0
+    tenant: str,
+    number: int,
+    prompt_len: int = 4,
+    new_tokens: int = 20,
+    priority: int = 0,
+    token: int | None = None,
 ) -> Sequence:
-    sequence = make_sequence(number, prompt_len, new_tokens, priority=priority)
+    sequence = make_sequence(number, prompt_len, new_tokens, priority=priority, token=token)
     sequence.request = replace(sequence.request, tenant=tenant)
     return sequence
 
@@ -239,9 +245,12 @@ class TenantMachine(SchedulerMachine):
         prompt_len=st.integers(1, 20),
         max_new_tokens=st.integers(1, 14),
         priority=st.integers(-1, 1),
+        token=st.sampled_from([2, None]),
     )
-    def submit(self, tenant: str, prompt_len: int, max_new_tokens: int, priority: int) -> object:
-        sequence = sequence_of(tenant, self.next_id, prompt_len, max_new_tokens, priority)
+    def submit(
+        self, tenant: str, prompt_len: int, max_new_tokens: int, priority: int, token: int | None
+    ) -> object:
+        sequence = sequence_of(tenant, self.next_id, prompt_len, max_new_tokens, priority, token)
         try:
             self.scheduler.gate.enter(prompt_len, tenant)
         except OverloadedError:
