@@ -149,8 +149,8 @@ class GenerationRequest:
     deadline: float | None = None
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
-    tenant: str = ""
     cache_salt: str = ""
+    tenant: str = ""
     traceparent: str = ""
     resume_ids: Sequence[int] = ()
 

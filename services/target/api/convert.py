@@ -33,8 +33,8 @@ from outrider.target.v1 import target_pb2
 
 MAX_REQUEST_ID_LENGTH = 256
 MAX_STOP_TOKENS = 256
-MAX_TENANT_LENGTH = 64
 MAX_SALT_LENGTH = 512
+MAX_TENANT_LENGTH = 64
 
 MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.AUTO,
@@ -77,12 +77,12 @@ def request_from_proto(
         raise InvalidRequestError(
             f"stop_token_ids must be below {vocab_size}, the size of the vocabulary.", field="stop_token_ids"
         )
-    if len(message.tenant) > MAX_TENANT_LENGTH:
-        raise InvalidRequestError(f"tenant must have at most {MAX_TENANT_LENGTH} characters.", field="tenant")
     if len(message.cache_salt) > MAX_SALT_LENGTH:
         raise InvalidRequestError(
             f"cache_salt must have at most {MAX_SALT_LENGTH} characters.", field="cache_salt"
         )
+    if len(message.tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequestError(f"tenant must have at most {MAX_TENANT_LENGTH} characters.", field="tenant")
     options = message.speculation
     if options.mode not in MODES:
         raise InvalidRequestError(
@@ -105,8 +105,8 @@ def request_from_proto(
         deadline=time.monotonic() + message.timeout_ms / 1e3 if message.timeout_ms else None,
         priority=message.priority,
         logprobs=logprobs_from_proto(message.logprobs),
-        tenant=message.tenant,
         cache_salt=message.cache_salt,
+        tenant=message.tenant,
         resume_ids=tuple(message.resume_ids),
     )
 

@@ -259,11 +259,11 @@ class Scheduler:
             if not sequence.resumptions:
                 sequence.admitted_at = now
                 self.gate.leave(sequence.prompt_len, now, sequence.request.tenant)
-            self.shares.admitted(sequence)
             self.waiting.remove(sequence)
             self.active.append(sequence)
             admitted.append(sequence)
             self._begin(sequence, lease)
+            self.shares.admitted(sequence)
         return admitted
 
     def _lease_for_admission(self, sequence: Sequence) -> PageLease | None:

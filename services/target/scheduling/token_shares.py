@@ -59,9 +59,12 @@ class TokenShares:
             del self._live[tenant], self._served[tenant]
 
     def admitted(self, sequence: Sequence) -> None:
-        """Charge the prompt of a sequence at its first admission. A resumption is not charged again."""
+        """Charge the prompt of a sequence at its first admission, without the part that was cached.
+
+        A resumption is not charged again.
+        """
         if self.contended and not sequence.resumptions:
-            self._served[sequence.request.tenant] += sequence.prompt_len
+            self._served[sequence.request.tenant] += sequence.prompt_len - sequence.cached_prompt
 
     def collect(self, active: Iterable[Sequence]) -> None:
         """Charge the tokens that sequences have emitted since the last call."""
