@@ -37,8 +37,7 @@ from outrider.shared.base.logit_rules import LogitRules
 MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = (1 << 31) - 1
-# Lower temperatures are treated as greedy, as in SGLang. At such temperatures, sampling always picks the
-# largest logit.
+# Lower temperatures are greedy, as in SGLang, because sampling would always pick the largest logit.
 GREEDY_TEMPERATURE = 1e-6
 MAX_SALT_CHARS = 256
 # Clients may read JSON numbers as doubles. A double represents every integer of up to 53 bits exactly.
