@@ -274,6 +274,22 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 width=4,
             ),
             Panel("CUDA graphs to record", [("left", gauge("graphs_left"))], width=4),
+            Panel(
+                "Prompt tokens found in the prefix cache",
+                [("share", f"{rate('prefix_cache_hits')} / {rate('prefix_cache_queries')}")],
+                help="Share of the prompt tokens of admitted requests.",
+                unit="percentunit",
+                width=12,
+                most=1,
+            ),
+            Panel(
+                "Prefix cache",
+                [
+                    ("slots of stored prefixes", gauge("prefix_cache_tokens")),
+                    ("evicted slots per second", rate("prefix_cache_evicted_tokens")),
+                ],
+                width=12,
+            ),
         ),
     ),
 )

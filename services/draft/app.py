@@ -36,6 +36,7 @@ def run(settings: DraftSettings) -> int:
     settings.check()
     configure_logging("draft", settings.log_level, settings.log_json)
     log.info("settings", **settings.for_log())
+    settings.secure_process()
     with StopSignal() as stop:
         service = DraftService(settings)
         try:

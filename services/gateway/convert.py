@@ -70,6 +70,7 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         timeout_ms=max(1, int(timeout_s * 1000)),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=request.tenant,
         logprobs=logprobs_to_proto(request.logprobs),
         constraint=constraint_to_proto(request.constraint),
         traceparent=request.traceparent,

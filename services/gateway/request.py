@@ -77,6 +77,7 @@ class GenerationRequest:
         priority: Requests with a higher priority leave the target's queue first.
         cache_salt: Separates the prefix caches of different clients.
         logprobs: The log-probabilities to report.
+        tenant: Name of the API key. Tenants share the target fairly. Empty if there are no keys.
         prompt_only: Whether to drop the output, because the client wants only logprobs of the prompt.
         constraint: The form that the output must have. None allows any output.
         traceparent: The span of the request, for the target. Empty if the request is not traced.
@@ -95,6 +96,7 @@ class GenerationRequest:
     logprobs: LogprobParams = NO_LOGPROBS
     prompt_only: bool = False
     constraint: Constraint | None = None
+    tenant: str = ""
     traceparent: str = ""
     resume_ids: tuple[int, ...] = ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -164,9 +165,9 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         draft["max-sessions"] = _sessions(options.max_running_requests)
         draft["disable-tile-trial"] = options.target_settings.get("disable_tile_trial")
         children.append(replace(_child("draft", draft, DRAFT_DRAIN_S), standby=options.standby))
-    return StackPlan(
-        tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address
-    )
+    encrypted = settings.get("tls_cert") or os.environ.get("OUTRIDER_GATEWAY_TLS_CERT")
+    url = f"{'https' if encrypted else 'http'}://{_reachable(options.host)}:{options.port}"
+    return StackPlan(tuple(children), url, target_address, draft_address)
 
 
 def _sessions(running: int | None) -> int | None:
@@ -351,7 +352,7 @@ def _wait_until_ready(
 
     started = time.monotonic()
     with ExitStack() as cleanup:
-        gateway = cleanup.enter_context(RestClient(plan.url))
+        gateway = cleanup.enter_context(RestClient(plan.url, verify=False))
         target = cleanup.enter_context(ServingProbe(plan.target_address, TARGET_SERVICE))
         waiting: dict[str, Callable[[], bool]] = {}
         if plan.draft_address:

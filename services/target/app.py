@@ -88,6 +88,7 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
     ranks = settings.ranks()
     configure_logging(f"target-{ranks.rank}" if ranks else "target", settings.log_level, settings.log_json)
     _log.info("settings", **settings.for_log())
+    settings.secure_process()
     if ranks is not None and ranks.rank > 0:
         return run_rank(Order(settings), ranks)
     return asyncio.run(_serve(settings, make_drafter))
@@ -385,9 +386,8 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     address = settings.draft_address()
     if address is None:
         return NoDrafter(decoder.device)
-    identity = TargetIdentity.of(
-        decoder, tokenizer_fingerprint(settings.model), settings.speculative_algorithm
-    )
+    tokenizer = tokenizer_fingerprint(settings.model)
+    identity = TargetIdentity.of(decoder, tokenizer, settings.speculative_algorithm)
     rounds = settings.keeps_draft_rounds(decoder.device)
     deadline_s = settings.draft_fault_deadline_s
     return RemoteDrafter(

@@ -133,7 +133,8 @@ class GenerationRequest:
         stop_token_ids: Tokens that end the sequence. The stop token is emitted as the last token.
         ignore_eos: True if the model's end-of-sequence tokens do not end the sequence.
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
-        priority: Requests with higher values are admitted first.
+        priority: Requests with higher values are admitted first, and may take the place of others.
+        tenant: Name of the party whose requests share a part of the server. Empty if there is only one.
         logprobs: The log-probabilities that the client wants.
         constraint: The form that the output must have. None allows any output.
         grammar: The compiled constraint. None without a constraint.
@@ -155,6 +156,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     grammar: Grammar | None = None
     cache_salt: str = ""
+    tenant: str = ""
     traceparent: str = ""
     resume_ids: Sequence[int] = ()
 

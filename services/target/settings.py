@@ -20,9 +20,10 @@ from outrider.services.target.ranks import Ranks
 from outrider.services.target.request import SpeculationLimits
 from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import Dtype, TracedSettings, settings_config
+from outrider.shared.base.settings import Dtype, settings_config
 from outrider.shared.parallel.reduce import ReduceKind
-from outrider.shared.rpc.address import IpcAddress, check_address, check_listen_address
+from outrider.shared.rpc.address import IpcAddress, check_address
+from outrider.shared.rpc.peer_settings import ListenerSettings
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
@@ -38,15 +39,12 @@ AUTO_CHAIN_STEPS = 10
 """Depth of the longest chain that `auto` chooses by default. Few drafts are good enough for longer chains."""
 
 
-class TargetSettings(TracedSettings):
+class TargetSettings(ListenerSettings):
     """Settings of `outrider serve target`. Field descriptions are the help texts of the flags."""
 
     model_config = settings_config("target")
 
     listen: str = Field("127.0.0.1:7001", description="Address of the gRPC service: host:port or unix:/path.")
-    insecure: bool = Field(
-        False, description="Allow addresses that other hosts can reach. There is no authentication."
-    )
     model: Path = Field(description="Model folder in Hugging Face layout, or ORG/NAME on the hub.")
     revision: str = Field("", description="Branch, tag or commit of a model on the hub; by default main.")
     draft_revision: str = Field("", description="Branch, tag or commit of a hub's draft in this process.")
@@ -191,7 +189,7 @@ class TargetSettings(TracedSettings):
         Raises:
             ConfigurationError: The error names the field and the fix.
         """
-        check_listen_address(self.listen, "listen", allow_remote=self.insecure)
+        self.check_listen(self.listen)
         for name, value, cap_name, cap in (
             ("num_steps", self.num_steps, "max_steps", self.max_steps),
             ("topk", self.topk, "max_topk", self.max_topk),

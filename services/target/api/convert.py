@@ -35,6 +35,7 @@ from outrider.target.v1 import target_pb2
 MAX_REQUEST_ID_LENGTH = 256
 MAX_STOP_TOKENS = 256
 MAX_SALT_LENGTH = 512
+MAX_TENANT_LENGTH = 64
 
 MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.AUTO,
@@ -81,6 +82,8 @@ def request_from_proto(
         raise InvalidRequestError(
             f"cache_salt must have at most {MAX_SALT_LENGTH} characters.", field="cache_salt"
         )
+    if len(message.tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequestError(f"tenant must have at most {MAX_TENANT_LENGTH} characters.", field="tenant")
     options = message.speculation
     if options.mode not in MODES:
         raise InvalidRequestError(
@@ -105,6 +108,7 @@ def request_from_proto(
         logprobs=logprobs_from_proto(message.logprobs),
         constraint=constraint_from_proto(message.constraint) if message.HasField("constraint") else None,
         cache_salt=message.cache_salt,
+        tenant=message.tenant,
         resume_ids=tuple(message.resume_ids),
     )
 

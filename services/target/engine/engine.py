@@ -46,7 +46,7 @@ from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.loop import Steppable
 from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.drafter import Drafter, DrafterState
-from outrider.shared.spec.resident import ExchangeDrafter
+from outrider.shared.spec.exchange_drafter import ExchangeDrafter
 
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
@@ -144,7 +144,8 @@ class TargetEngine(Steppable):
             share_features=self._drafts and self._scheduler.prefixes.enabled,
         )
         self.limits.check(sequence, self._scheduler.capacity)
-        self._scheduler.gate.enter(sequence.prompt_len, resumed=bool(request.resume_ids))
+        resumed = bool(request.resume_ids)
+        self._scheduler.gate.enter(sequence.prompt_len, request.tenant, resumed=resumed)
         self._inbox.append(Submit(sequence))
         self.wake()
         return sequence.session_id
@@ -334,7 +335,7 @@ class TargetEngine(Steppable):
         )
         if exchanges and isinstance(drafter, ExchangeDrafter):
             pool = self._runner.pool
-            return ExchangeSource(drafter, host, self._rounds, pool, self.controller, plan.columns)
+            return ExchangeSource(drafter, host, self._rounds, pool, self.controller, self._planner)
         return host
 
     def _make_loop(self, plan: LoopPlan) -> DecodeLoop:

@@ -18,7 +18,6 @@ class LoopPlan:
         lookahead: Number of rounds that may be in flight when the host launches the next round: 0 or 1.
         drafts_on_device: True to draft on the target's device if the drafter can.
         max_depth: Depth of the deepest tree that a request may ask for.
-        columns: Number of columns of the states that are exchanged with a draft in another process.
         max_nodes: Largest number of nodes of a tree.
         max_packed_rows: Largest number of packed rows of a round, i.e. of the nodes of all its trees.
         prefill_budget_s: Seconds that the prompt chunks of a step may take while other sequences decode.
@@ -29,7 +28,6 @@ class LoopPlan:
     lookahead: int = 0
     drafts_on_device: bool = False
     max_depth: int = 16
-    columns: int = 6
     max_nodes: int = 128
     max_packed_rows: int = MAX_PACKED_ROWS
     prefill_budget_s: float = 0.02

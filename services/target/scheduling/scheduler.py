@@ -5,7 +5,8 @@ The life of a sequence:
 1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
 2. The sequence prefills in chunks and then decodes in every step.
 3. If a decoding sequence needs a page and none is free, one sequence is *retracted*: a paused sequence, or
-   else the latest arrival. A paused sequence is also retracted if a waiting one needs its slot or its pages.
+   else the latest arrival. A paused sequence is also retracted if a waiting one needs its slot or its pages,
+   and so is a sequence of lower priority, or of a tenant that has more than its share (`TokenShares`).
    The retracted sequence returns its pages, keeps its tokens and waits again. Later, its prompt and its
    emitted tokens are prefilled again. This does not change the sequence's tokens.
 4. When a sequence ends or is retracted, its full pages stay in the prefix cache until others need them.
@@ -13,8 +14,8 @@ The life of a sequence:
 A sequence whose prefix another sequence is computing waits until that prefix is stored, if it would otherwise
 compute much of it a second time.
 
-The oldest sequence that is not paused is never retracted for a younger sequence. Every sequence fits into the
-pool alone, which is checked on submission. Therefore at least one sequence always advances.
+The oldest sequence of the highest priority that is not paused is never retracted. Every sequence fits into
+the pool alone, which is checked on submission. Therefore at least one sequence always advances.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.services.target.scheduling.queue_gate import QueueGate
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
+from outrider.services.target.scheduling.token_shares import TokenShares
 from outrider.shared.kv.pages import PageAllocator, PageLease
 from outrider.shared.kv.prefix_cache import PrefixCache, PrefixMatch
 
@@ -87,6 +89,7 @@ class Scheduler:
         self.finds_features = False
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
+        self.shares = TokenShares()
         self.num_retractions = 0
         self._free_slots = list(range(limits.max_running))[::-1]
         # A sequence that found too few pages, and the number of available pages at that time.
@@ -107,6 +110,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence by priority, then by arrival. The caller must have called `gate.enter`."""
+        self.shares.enter(sequence, self)
         bisect.insort(self.waiting, sequence, key=_queue_key)
 
     def schedule(self, now: float, prefill_tokens: int | None = None) -> StepPlan:
@@ -118,8 +122,11 @@ class Scheduler:
                 limit besides `SchedulerLimits.prefill_chunk`.
         """
         retracted: list[Sequence] = []
+        self.shares.collect(self.active)
         decodes = self._reserve_decodes(retracted)
         admitted = [] if retracted else self._admit(now, retracted)
+        if retracted:
+            decodes = [sequence for sequence in decodes if sequence.status is SequenceStatus.RUNNING]
         budget = self.limits.prefill_chunk
         if decodes and prefill_tokens is not None:
             budget = min(budget, prefill_tokens)
@@ -151,10 +158,11 @@ class Scheduler:
         """Drop a sequence that has ended, and free its pages. A second call has no effect."""
         if sequence.status is SequenceStatus.ENDED:
             return
+        self.shares.leave(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             if not sequence.resumptions:
-                self.gate.leave(sequence.prompt_len, now)
+                self.gate.leave(sequence.prompt_len, now, sequence.request.tenant)
         else:
             self.active.remove(sequence)
         sequence.status = SequenceStatus.ENDED
@@ -201,17 +209,14 @@ class Scheduler:
             if not _decodes(sequence):
                 continue
             while not self.reserve_ahead(sequence, sequence.committed_upper):
-                victim = self._victim()
+                victim = self.shares.victim(self.active)
                 self._retract(victim)
                 retracted.append(victim)
                 if victim is sequence:
                     break
             else:
                 decodes.append(sequence)
-        return [sequence for sequence in decodes if sequence.status is SequenceStatus.RUNNING]
-
-    def _victim(self) -> Sequence:
-        return max(self.active, key=lambda sequence: (sequence.paused_at is not None, _queue_key(sequence)))
+        return decodes
 
     def _retract(self, sequence: Sequence) -> None:
         self._requeue(sequence)
@@ -232,18 +237,19 @@ class Scheduler:
         if self.waiting:
             for sequence in self.active:
                 self._publish(sequence)
-        # Iterate over a copy, because admission and retraction change `waiting`.
-        for sequence in (
-            [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ()
-        ):
+        for sequence in self.shares.candidates(self.waiting, self.active) if self.waiting else ():
             if self._awaits_prefix(sequence):
                 continue
             while (lease := self._lease_for_admission(sequence)) is None:
                 # Slow readers must not keep slots and pages that other requests wait for. The youngest paused
                 # sequence gives up its slot and pages first.
-                if not any(other.paused_at is not None for other in self.active):
+                victim: Sequence | None
+                if any(other.paused_at is not None for other in self.active):
+                    victim = self.shares.victim(self.active)
+                else:
+                    victim = self.shares.makes_room(sequence, self.active, admitted)
+                if victim is None:
                     return admitted
-                victim = self._victim()
                 self._retract(victim)
                 retracted.append(victim)
             sequence.lease = lease
@@ -252,11 +258,12 @@ class Scheduler:
             sequence.residence += 1
             if not sequence.resumptions:
                 sequence.admitted_at = now
-                self.gate.leave(sequence.prompt_len, now)
+                self.gate.leave(sequence.prompt_len, now, sequence.request.tenant)
             self.waiting.remove(sequence)
             self.active.append(sequence)
             admitted.append(sequence)
             self._begin(sequence, lease)
+            self.shares.admitted(sequence)
         return admitted
 
     def _lease_for_admission(self, sequence: Sequence) -> PageLease | None:
@@ -315,7 +322,7 @@ class Scheduler:
 
     def _chunks(self, budget: int) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
-        for sequence in self.active:
+        for sequence in self.shares.prefill_order(self.active):
             if sequence.status is SequenceStatus.PREFILLING and sequence.paused_at is None and budget > 0:
                 stop = min(sequence.cached_len + budget, sequence.committed_len)
                 budget -= stop - sequence.cached_len

@@ -69,6 +69,7 @@ class Sequence:
         tokens_ahead: Largest number of tokens that passes in flight may still add.
         passes_ahead: Number of passes in flight that add at least one token.
         fresh_columns: Largest number of tokens that the last enqueued pass may have chosen.
+        charged_len: Number of committed tokens that were charged to the tenant (`TokenShares`).
         ruled: Whether the slot has rules or a form, or wants logprobs, so that its rounds need the full
             sampling mode.
         form: The form that the output must have, for requests with a constraint. Otherwise None.
@@ -81,6 +82,7 @@ class Sequence:
         "arrival",
         "cached_len",
         "cached_prompt",
+        "charged_len",
         "controller_row",
         "drafted",
         "emitted_len",
@@ -139,6 +141,7 @@ class Sequence:
         self.tokens = [*request.prompt_ids, *request.resume_ids]
         self.prompt_len = len(request.prompt_ids)
         self.cached_len = 0
+        self.charged_len = self.prompt_len
         self.emitted_len = 0
         self.page_size = page_size
         self.lease: PageLease | None = None
