@@ -95,8 +95,8 @@ class GenerationRequest:
     cache_salt: str = ""
     logprobs: LogprobParams = NO_LOGPROBS
     prompt_only: bool = False
-    constraint: Constraint | None = None
     tenant: str = ""
+    constraint: Constraint | None = None
     traceparent: str = ""
     resume_ids: tuple[int, ...] = ()
 

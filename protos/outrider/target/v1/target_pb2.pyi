@@ -59,8 +59,8 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RESUME_IDS_FIELD_NUMBER: _builtins.int
-    CONSTRAINT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_new_tokens: _builtins.int
     ignore_eos: _builtins.bool
@@ -111,8 +111,8 @@ class GenerateRequest(_message.Message):
         logprobs: _common_pb2.LogprobOptions | None = ...,
         traceparent: _builtins.str = ...,
         resume_ids: _abc.Iterable[_builtins.int] | None = ...,
-        constraint: _common_pb2.Constraint | None = ...,
         tenant: _builtins.str = ...,
+        constraint: _common_pb2.Constraint | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
