@@ -124,6 +124,21 @@ def test_settings_reach_the_request(page: Page) -> None:
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
+def test_a_schema_gives_the_answer_its_form(page: Page) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "large"]}},
+        "required": ["size"],
+        "additionalProperties": False,
+    }
+    page.fill("#schema", "{")
+    page.fill("#prompt", PROMPT)
+    page.keyboard.press("Enter")
+    expect(page.locator("#message")).to_contain_text("JSON schema:")
+    page.fill("#schema", json.dumps(schema))
+    assert json.loads(ask(page))["size"] in ("small", "large")
+
+
 def test_a_value_out_of_range_is_named_and_not_sent(page: Page) -> None:
     sent = []
     page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from fake_target import FakeTarget
@@ -11,6 +11,7 @@ from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
 from support.stack import Stack
 from tokenizers import Tokenizer
 from tool_chat import TWO_CALLS, answer_with
@@ -56,6 +57,22 @@ def test_logprobs_are_in_the_metadata(stack: Stack) -> None:
     reply = chat_model(stack.base_url).bind(logprobs=True, top_logprobs=2).invoke(QUESTION)
     content = reply.response_metadata["logprobs"]["content"]
     assert [len(one["top_logprobs"]) for one in content] == [2] * 12
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str = Field(max_length=12)
+    size: Literal["small", "large"]
+
+
+@pytest.mark.parametrize("responses", [False, True])
+def test_structured_output_has_the_form_of_the_model(stack: Stack, responses: bool) -> None:
+    """The embedded pair is a toy, so only the form of the answer is checked."""
+    model = chat_model(stack.base_url, max_tokens=80, use_responses_api=responses)
+    found = model.with_structured_output(City, method="json_schema").invoke("A city?")
+    assert isinstance(found, City)
+    assert found.size in ("small", "large")
 
 
 def test_text_is_completed(stack: Stack) -> None:

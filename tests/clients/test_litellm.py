@@ -50,6 +50,20 @@ def test_a_stream_says_the_same(stack: Stack, provider: str) -> None:
     assert rebuilt.usage.completion_tokens == 12
 
 
+@pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
+def test_a_schema_gives_the_answer_its_form(stack: Stack, provider: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "large"]}},
+        "required": ["size"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
+    asked = options(stack.base_url, provider) | {"max_tokens": 60}
+    reply = litellm.completion(**asked, response_format=form)
+    assert json.loads(reply.choices[0].message.content)["size"] in ("small", "large")
+
+
 async def test_the_asynchronous_client_streams(stack: Stack) -> None:
     stream = await litellm.acompletion(**options(stack.base_url), stream=True)
     chunks = [chunk async for chunk in stream]
