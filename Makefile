@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-law test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser test-clients screenshots bench setup dev links clean
+.PHONY: demo test test-law test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser test-clients screenshots pictures bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
@@ -79,6 +79,10 @@ test-browser: $(DEV_STAMP)
 screenshots: $(DEV_STAMP)
 	$(BROWSER_EXTRA)
 	$(BIN)/python scripts/screenshots.py
+
+# Makes the pictures of recorded results in docs/images again.
+pictures: $(SERVE_STAMP)
+	$(BIN)/outrider bench plot
 
 # litellm, LangChain, lm-eval and GuideLLM against the embedded pair. The clients have an environment of their
 # own, which adds their packages to those of $(VENV).

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.bench.load_commands import mixed, serve
+from outrider.bench.load_commands import mixed, prefix, serve
 from outrider.bench.options import (
     AnswerTokens,
     Device,
@@ -30,6 +30,7 @@ from outrider.bench.options import (
     placement,
     result_file,
 )
+from outrider.bench.plot.command import plot
 from outrider.services.stack.options import DEMO_TARGET, Transport
 from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.polling import watch_sockets
@@ -268,6 +269,8 @@ def auto(
 
 bench.command()(serve)
 bench.command()(mixed)
+bench.command()(prefix)
+bench.command()(plot)
 
 
 @bench.command()

@@ -1,4 +1,4 @@
-"""The commands that load a server: `outrider bench serve` and `outrider bench mixed`, with their flags."""
+"""The commands that load a server: `outrider bench serve`, `mixed` and `prefix`, with their flags."""
 
 from __future__ import annotations
 
@@ -281,6 +281,55 @@ def mixed(
         output=result_file(output, "mixed", device if url is None else "remote", force),
     )
     raise typer.Exit(run_mixed(options))
+
+
+def prefix(
+    url: Annotated[
+        str | None, typer.Option(help="Address of a running server.", show_default="a stack is started")
+    ] = None,
+    api_key: ApiKey = None,
+    chats: Annotated[int, typer.Option(min=1, help="Number of chats.")] = 200,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each chat.")] = 5,
+    system_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the common system prompt.")] = 1500,
+    turn_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the user in each turn.")] = 24,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 32,
+    long_prompt: Annotated[
+        int, typer.Option(min=1, help="Tokens of a prompt that is sent twice; 8192 for large models.")
+    ] = 1536,
+    clients: Annotated[int, typer.Option(min=1, help="Number of chats at the same time.")] = 8,
+    vocab: Annotated[
+        int, typer.Option(min=32, help="The token ids of prompts are below this number.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    target: TargetDir = None,
+    draft: DraftDir = None,
+    transport: StackTransport = Transport.AUTO,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Measure how much of the prompts of many chats the prefix cache finds, with and without speculation."""
+    from outrider.bench.load.shared_prefix import Chats, PrefixOptions, run_prefix
+
+    leave_on_terminate()
+    options = PrefixOptions(
+        stack=StackOptions(
+            target=target or DEMO_TARGET,
+            draft=draft_folder(target, draft),
+            device=device,
+            dtype=dtype,
+            port=free_port(),
+            transport=transport,
+        ),
+        url=url,
+        api_key=api_key,
+        chats=Chats(chats, turns, system_tokens, turn_tokens, answer_tokens, vocab, seed),
+        long_prompt=long_prompt,
+        clients=clients,
+        output=result_file(output, "prefix", device if url is None else "remote", force),
+    )
+    raise typer.Exit(run_prefix(options))
 
 
 def _fields(text: str) -> tuple[str, ...]:

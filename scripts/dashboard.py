@@ -200,6 +200,63 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
         ),
     ),
     (
+        "Draft with its own process",
+        (
+            Panel("Trees per second", [("trees", rate("draft_trees"))], unit="ops", width=6),
+            Panel(
+                "Mean time of a step",
+                [
+                    ("growing trees", mean("draft_propose_seconds")),
+                    ("extending", mean("draft_extend_seconds")),
+                ],
+                unit="s",
+                width=6,
+            ),
+            Panel(
+                "Sequences and pages",
+                [
+                    ("sequences", gauge("draft_sessions")),
+                    ("pages {{state}}", gauge("draft_kv_pages", "state")),
+                ],
+                width=6,
+            ),
+            Panel(
+                "Lost and dropped",
+                [
+                    ("lost: {{reason}}", rate("draft_lost_sequences", "reason")),
+                    ("dropped: {{reason}}", rate("draft_messages_dropped", "reason")),
+                    ("evicted", rate("draft_sessions_evicted")),
+                    ("expired", rate("draft_sessions_expired")),
+                    ("failed steps", rate("draft_step_failures")),
+                ],
+                unit="ops",
+                width=6,
+            ),
+        ),
+    ),
+    (
+        "Targets",
+        (
+            Panel(
+                "Ready targets",
+                [("{{target}}", gauge("gateway_ready_targets", "target"))],
+                help="1 for each target that is connected and serving.",
+                most=1,
+            ),
+            Panel(
+                "Tokens on each target",
+                [("{{target}}", gauge("gateway_target_load_tokens", "target"))],
+                help="Prompt tokens and expected new tokens of the gateway's sequences.",
+                stacked=True,
+            ),
+            Panel(
+                "Sequences that moved to another target",
+                [("{{reason}}", rate("gateway_moved_sequences", "reason"))],
+                unit="ops",
+            ),
+        ),
+    ),
+    (
         "Memory",
         (
             Panel(
@@ -217,6 +274,22 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 width=4,
             ),
             Panel("CUDA graphs to record", [("left", gauge("graphs_left"))], width=4),
+            Panel(
+                "Prompt tokens found in the prefix cache",
+                [("share", f"{rate('prefix_cache_hits')} / {rate('prefix_cache_queries')}")],
+                help="Share of the prompt tokens of admitted requests.",
+                unit="percentunit",
+                width=12,
+                most=1,
+            ),
+            Panel(
+                "Prefix cache",
+                [
+                    ("slots of stored prefixes", gauge("prefix_cache_tokens")),
+                    ("evicted slots per second", rate("prefix_cache_evicted_tokens")),
+                ],
+                width=12,
+            ),
         ),
     ),
 )

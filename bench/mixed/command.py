@@ -50,7 +50,8 @@ class MixedOptions:
         api_key: API key to send, or None.
         only: Parts and cases to run.
         omitted: Fields to leave out of every request.
-        vocab: The prompts' token ids are below this number. None selects the server's own number.
+        vocab: All token ids of the prompts are below this number. None selects the size of the server's
+            vocabulary.
         wishes: Sizes of the cases.
         output: The JSON file.
     """

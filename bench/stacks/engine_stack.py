@@ -335,6 +335,7 @@ def _settings(options: EngineOptions, draft: str) -> TargetSettings:
         "tp": options.tp,
         "draft": draft,
         "draft_fault_deadline_s": 60.0,
+        "disable_prefix_cache": True,  # Prompts are measured several times, and must be computed each time.
         "log_level": "warning",
     }
     if options.trees:

@@ -18,6 +18,7 @@ from rich.text import Text
 from outrider.bench.cli import bench
 from outrider.services.cli import entrypoints
 from outrider.services.cli.client_commands import chat, generate, health, top
+from outrider.services.cli.info import info
 from outrider.services.cli.up import Device, up
 from outrider.services.cli.up_help import GroupedCommand
 from outrider.services.convert.cli import convert
@@ -49,6 +50,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(top)
 app.command()(health)
+app.command()(info)
 app.command()(doctor)
 app.command()(verify)
 app.command()(tune)

@@ -57,6 +57,7 @@ TARGET_FLAGS: Mapping[str, ServiceFlag] = {
         int, "Maximum batch size for which CUDA graphs are captured.", default="256"
     ),
     "disable_tile_trial": ServiceFlag(bool, "Do not tune the tile sizes of matrix products at startup."),
+    "disable_prefix_cache": ServiceFlag(bool, "Keep no K/V of ended requests for later ones."),
     "disable_cuda_graph": ServiceFlag(bool, "Capture no CUDA graphs."),
     "overlap_schedule": ServiceFlag(
         str,

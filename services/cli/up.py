@@ -27,6 +27,8 @@ from outrider.shared.spec.algorithm import Algorithm
 OWN_GATEWAY_SETTINGS = (
     *("host", "published_on", "port", "grpc_port"),
     *("target", "target_refresh_s", "target_wait_s", "tokenizer", "model_tokenizer", "log_level", "log_json"),
+    # The services of `up` connect through unix sockets.
+    *("peer_tls_cert", "peer_tls_key", "peer_tls_ca", "peer_token_file"),
 )
 GATEWAY_PREFIX = "OUTRIDER_GATEWAY_"
 Model = Annotated[

@@ -67,18 +67,29 @@ class RestClient:
         url: URL of the gateway, as `gateway_url` reads it.
         api_key: API key to send, if any.
         timeout_s: Time limit of each network read and write, in seconds.
+        verify: Whether the certificate of an https URL must be valid.
 
     Raises:
         UnavailableError: No server answers at the URL, or the connection breaks.
         OutriderError: The server reports an error. The exception has the server's message and status.
     """
 
-    def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        verify: bool = True,
+    ) -> None:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = gateway_url(url)
         # Ignore proxies from the environment. Proxies are meant for outside addresses, not for the gateway.
         self._http = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0), trust_env=False
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=5.0),
+            trust_env=False,
+            verify=verify,
         )
 
     def __enter__(self) -> RestClient:

@@ -232,7 +232,9 @@ def _measure(
     with drafting(draft, spec, decoder) as drafter:
         pool = decoder.make_pool(BATCH * -(-room // PAGE_SIZE), PAGE_SIZE)
         runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device))
-        scheduler = Scheduler(pool.allocator, PAGE_SIZE, SchedulerLimits(max_running=BATCH))
+        scheduler = Scheduler(
+            pool.allocator, PAGE_SIZE, SchedulerLimits(max_running=BATCH, prefix_cache=False)
+        )
         eos = frozenset(decoder.config.eos_token_ids)
         target = TargetEngine(runner, scheduler, drafter, EngineLimits(decoder.config.vocab_size, room, eos))
         for index, prompt in enumerate(prompts):

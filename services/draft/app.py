@@ -35,7 +35,8 @@ def run(settings: DraftSettings) -> int:
     """
     settings.check()
     configure_logging("draft", settings.log_level, settings.log_json)
-    log.info("settings", **settings.resolved())
+    log.info("settings", **settings.for_log())
+    settings.secure_process()
     with StopSignal() as stop:
         service = DraftService(settings)
         try:

@@ -1,6 +1,6 @@
 """The draft's Prometheus metrics.
 
-`GetInfo` returns the metrics as text. The gateway exposes them together with its own metrics.
+`GetInfo` returns the metrics as text. The target adds them to its own, and the gateway exposes all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class DraftMetrics(Metrics):
         super().__init__()
         self.trees = self.counter("draft_trees", "Trees proposed.")
         self.resyncs = self.counter(
-            "draft_resync", "Sequences that the draft lost and that the target must open again.", ["reason"]
+            "draft_lost_sequences", "Sequences that the draft lost; the target opens them again.", ["reason"]
         )
         self.dropped = self.counter(
             "draft_messages_dropped",

@@ -10,8 +10,9 @@ from pydantic import Field
 from outrider.services.draft.algorithm import Algorithm, check_given
 from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import Dtype, TracedSettings, settings_config
-from outrider.shared.rpc.address import check_listen_address, grpc_address
+from outrider.shared.base.settings import Dtype, settings_config
+from outrider.shared.rpc.address import grpc_address
+from outrider.shared.rpc.peer_settings import ListenerSettings
 from outrider.shared.spec.tree import DraftShape
 
 CPU_KV_TOKENS = 64 * 1024
@@ -26,7 +27,7 @@ SMALL_HEAD = 1024
 """Hidden size up to which a head's operations are too short to gain from several threads."""
 
 
-class DraftSettings(TracedSettings):
+class DraftSettings(ListenerSettings):
     """Settings of `outrider serve draft`."""
 
     model_config = settings_config("draft")
@@ -34,9 +35,6 @@ class DraftSettings(TracedSettings):
     listen: str = Field(
         "127.0.0.1:7002",
         description="Address to listen on: host:port, unix:/path, or ipc:///path for targets on this host.",
-    )
-    insecure: bool = Field(
-        False, description="Allow addresses that other hosts can reach, without authentication."
     )
     draft: Path | None = Field(
         None,
@@ -122,7 +120,7 @@ class DraftSettings(TracedSettings):
         Raises:
             ConfigurationError: A condition is violated. The message names the field and the fix.
         """
-        check_listen_address(grpc_address(self.listen, "listen"), "listen", allow_remote=self.insecure)
+        self.check_listen(grpc_address(self.listen, "listen"))
         check_given(self.speculative_algorithm, self.draft, self.target_weights)
         if self.ngram_corpus is not None and self.speculative_algorithm is not Algorithm.NGRAM:
             raise ConfigurationError(

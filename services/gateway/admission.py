@@ -6,10 +6,12 @@ Requests above the limits are refused immediately with status 429.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 
 from outrider.shared.base.errors import OverloadedError
+from outrider.shared.base.queue_share import exceeds_share
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
@@ -32,20 +34,29 @@ class Admission:
         self.waiting = 0
         self.waiting_tokens = 0
         self.active = 0
+        # Waiting sequences and their prompt tokens, by tenant. Entries of 0 are removed.
+        self._waiting_of: Counter[str] = Counter()
+        self._tokens_of: Counter[str] = Counter()
 
-    def admit(self, sequences: int) -> Slot:
+    def admit(self, sequences: int, tenant: str = "") -> Slot:
         """Reserve room for this many sequences.
+
+        A tenant, which is the name of an API key, leaves a part of the queue for others. Requests without a
+        tenant may fill the queue.
 
         Use the returned slot as a context manager around the whole request.
 
         Raises:
-            OverloadedError: If the queue is full.
+            OverloadedError: If the queue is full, or this tenant's part of it.
         """
         if self.waiting and self.waiting + sequences > self._max_requests:
             raise self._overloaded(
                 f"{self.waiting} sequences are already waiting (limit {self._max_requests})"
             )
-        return Slot(self, sequences)
+        held = self._waiting_of[tenant]
+        if tenant and held and exceeds_share(held + sequences, self.waiting, self._max_requests):
+            raise self._overloaded(f"{held} sequences of this API key are already waiting, its share")
+        return Slot(self, sequences, tenant)
 
     def _overloaded(self, why: str) -> OverloadedError:
         return OverloadedError(
@@ -57,17 +68,27 @@ class Admission:
         expected = (self._drain_interval_s or MIN_RETRY_S) * max(1, self.waiting) / 2
         return float(min(MAX_RETRY_S, max(MIN_RETRY_S, math.ceil(expected))))
 
-    def _enter_tokens(self, tokens: int) -> None:
+    def _enter_tokens(self, tokens: int, tenant: str) -> None:
         # Admit a prompt above the limit if no other prompt waits. Otherwise a long prompt could never run.
         if self.waiting_tokens and self.waiting_tokens + tokens > self._max_prompt_tokens:
             raise self._overloaded(
                 f"{self.waiting_tokens} prompt tokens are already waiting (limit {self._max_prompt_tokens})"
             )
-        self.waiting_tokens += tokens
+        held = self._tokens_of[tenant]
+        if tenant and held and exceeds_share(held + tokens, self.waiting_tokens, self._max_prompt_tokens):
+            raise self._overloaded(f"{held} prompt tokens of this API key are already waiting, its share")
+        self._count(tenant, 0, tokens)
 
-    def _leave(self, sequences: int, tokens: int, served: bool) -> None:
-        self.waiting -= sequences
-        self.waiting_tokens -= tokens
+    def _count(self, tenant: str, sequences: int, tokens: int) -> None:
+        self.waiting += sequences
+        self.waiting_tokens += tokens
+        for counts, change in ((self._waiting_of, sequences), (self._tokens_of, tokens)):
+            counts[tenant] += change
+            if not counts[tenant]:
+                del counts[tenant]
+
+    def _leave(self, tenant: str, sequences: int, tokens: int, served: bool) -> None:
+        self._count(tenant, -sequences, -tokens)
         if not served:
             return
         now = self._clock()
@@ -87,12 +108,13 @@ class Slot:
     Leaving the context releases the remaining room.
     """
 
-    def __init__(self, admission: Admission, sequences: int) -> None:
+    def __init__(self, admission: Admission, sequences: int, tenant: str) -> None:
         self._admission = admission
+        self._tenant = tenant
         self._sequences = sequences
         self._tokens: dict[int, int] = {}
         self._waiting = sequences
-        admission.waiting += sequences
+        admission._count(tenant, sequences, 0)
         admission.active += sequences
 
     def add_prompts(self, lengths: list[int]) -> None:
@@ -101,7 +123,7 @@ class Slot:
         Raises:
             OverloadedError: If too many prompt tokens are waiting.
         """
-        self._admission._enter_tokens(sum(lengths))
+        self._admission._enter_tokens(sum(lengths), self._tenant)
         self._tokens = dict(enumerate(lengths))
 
     def started(self, index: int) -> None:
@@ -109,7 +131,7 @@ class Slot:
         tokens = self._tokens.pop(index, None)
         if tokens is not None:
             self._waiting -= 1
-            self._admission._leave(1, tokens, served=True)
+            self._admission._leave(self._tenant, 1, tokens, served=True)
 
     def __enter__(self) -> Slot:
         return self
@@ -117,7 +139,8 @@ class Slot:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._admission._leave(self._waiting, sum(self._tokens.values()), served=False)
+        tokens = sum(self._tokens.values())
+        self._admission._leave(self._tenant, self._waiting, tokens, served=False)
         self._admission.active -= self._sequences
         self._tokens.clear()
         self._waiting = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +27,6 @@ from outrider.services.gateway.middleware import (
     REQUEST_ID_HEADER,
     Authentication,
     BodyGuard,
-    KeyChecker,
     RequestContext,
 )
 from outrider.services.gateway.playground.pages import load_files
@@ -59,6 +59,8 @@ HTTP_STOP_S = 2
 # The size limit of gRPC replies, as a multiple of the body limit. A reply that was delayed by a pause may
 # contain many traced rounds.
 GRPC_REPLY_SLACK = 4
+# Interval at which the gateway looks for a changed keys file.
+KEYS_POLL_S = 1.0
 _log = get_logger("outrider.gateway")
 
 
@@ -86,7 +88,7 @@ def create_app(core: GatewayCore) -> FastAPI:
     # The middleware added last runs first. The order is therefore context, CORS, authentication, body guard.
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes)
-    app.add_middleware(Authentication, checker=KeyChecker(settings.keys), public_paths=public_paths)
+    app.add_middleware(Authentication, ring=core.ring, public_paths=public_paths)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -120,6 +122,7 @@ class GatewayServer:
         self._http: _QuietServer | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._readiness: asyncio.Task[None] | None = None
+        self._keys: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the REST and gRPC servers. The gateway becomes ready when the target becomes ready."""
@@ -133,7 +136,8 @@ class GatewayServer:
                 [SERVICE_NAME],
                 max_message_bytes=GRPC_REPLY_SLACK * settings.max_body_bytes,
                 max_received_bytes=settings.max_body_bytes,
-                interceptors=[AuthInterceptor(KeyChecker(settings.keys))],
+                interceptors=[AuthInterceptor(self.core.ring)],
+                security=settings.front_security(),
             )
             self.grpc_port = self._grpc.port
             await self._grpc.start()
@@ -150,10 +154,16 @@ class GatewayServer:
             http=guard.protocol,  # type: ignore[arg-type]  # uvicorn only calls it
             backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=HTTP_STOP_S,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+            ssl_ca_certs=None if settings.tls_ca is None else str(settings.tls_ca),
+            ssl_cert_reqs=ssl.CERT_NONE if settings.tls_ca is None else ssl.CERT_REQUIRED,
         )
         self._http = _QuietServer(config)
         self._http_task = asyncio.create_task(self._http.serve([self._socket]), name="http")
         self._readiness = asyncio.create_task(self._follow_target(), name="readiness")
+        if settings.api_keys_file is not None:
+            self._keys = asyncio.create_task(self._follow_keys(), name="keys")
 
     async def drain(self) -> None:
         """Shut down gracefully.
@@ -165,8 +175,9 @@ class GatewayServer:
         """
         settings, core = self._settings, self.core
         core.lifecycle.draining = True
-        if self._readiness:
-            self._readiness.cancel()
+        for task in (self._readiness, self._keys):
+            if task:
+                task.cancel()
         if self._grpc:
             await self._grpc.set_serving(False)
         await asyncio.sleep(settings.drain_notice_s)
@@ -188,6 +199,12 @@ class GatewayServer:
         assert self._http_task is not None
         await asyncio.wait({self._http_task})
 
+    async def _follow_keys(self) -> None:
+        """Reload the keys file whenever it changes."""
+        while True:
+            await asyncio.sleep(KEYS_POLL_S)
+            self.core.ring.reload_if_changed()
+
     async def _follow_target(self) -> None:
         """Log `ready` once, and mirror the target's readiness in gRPC health."""
         announced = False
@@ -196,9 +213,9 @@ class GatewayServer:
             if self._grpc:
                 await self._grpc.set_serving(True)
             if not announced:
-                _log.info(
-                    "ready", url=f"http://{self._settings.host}:{self.port}", grpc_port=self.grpc_port or None
-                )
+                scheme = "http" if self._settings.tls_cert is None else "https"
+                url = f"{scheme}://{self._settings.host}:{self.port}"
+                _log.info("ready", url=url, grpc_port=self.grpc_port or None)
                 announced = True
             await self.core.targets.readiness.wait_for(False)
             if self._grpc:
@@ -215,6 +232,7 @@ def run(settings: GatewaySettings) -> int:
     """
     configure_logging("gateway", settings.log_level, settings.log_json)
     try:
+        settings.secure_process()
         return asyncio.run(_serve(settings))
     except OutriderError as error:
         _log.error("cannot start", error=error.message, field=error.field)
@@ -223,7 +241,7 @@ def run(settings: GatewaySettings) -> int:
 
 
 async def _serve(settings: GatewaySettings) -> int:
-    _log.info("settings", **settings.resolved())
+    _log.info("settings", **settings.for_log())
     server = GatewayServer(settings)
     stop = asyncio.Event()
     restore = watch_stop_signals(stop)

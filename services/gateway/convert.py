@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from outrider.common.v1 import common_pb2
 from outrider.services.gateway.request import GenerationRequest, TargetDelta, TargetFinish, Usage
-from outrider.services.gateway.served_target import AutoDecision, ServedTarget, TargetStats
+from outrider.services.gateway.served_target import AutoDecision, PrefixCacheStats, ServedTarget, TargetStats
 from outrider.shared.base.generation import (
     FinishReason,
     RoundTrace,
@@ -69,6 +69,7 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         timeout_ms=max(1, int(timeout_s * 1000)),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=request.tenant,
         logprobs=logprobs_to_proto(request.logprobs),
         traceparent=request.traceparent,
         resume_ids=request.resume_ids,
@@ -143,6 +144,13 @@ def target_stats_from_proto(reply: target_pb2.GetStatsReply) -> TargetStats:
         rounds=reply.rounds,
         prometheus_text=reply.prometheus_text,
         auto=_decision_from_proto(reply.auto),
+        prefix_cache=PrefixCacheStats(
+            reply.prefix_cache.enabled,
+            reply.prefix_cache.queried_tokens,
+            reply.prefix_cache.hit_tokens,
+            reply.prefix_cache.pages,
+            reply.prefix_cache.evicted_pages,
+        ),
     )
 
 

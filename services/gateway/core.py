@@ -6,20 +6,22 @@ import asyncio
 import copy
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from outrider.services.gateway.admission import Admission
 from outrider.services.gateway.generation import Generator
+from outrider.services.gateway.keys.caller import Caller, current_caller
+from outrider.services.gateway.keys.key_ring import KeyRing
 from outrider.services.gateway.lifecycle import Lifecycle
 from outrider.services.gateway.logprobs import token_bytes
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.parameters import Parameters, RequestBuilder, Surface
 from outrider.services.gateway.parsers.registry import ParserNames
 from outrider.services.gateway.recent_errors import RecentErrors
-from outrider.services.gateway.request import ChoiceEvent
+from outrider.services.gateway.request import ChoiceEvent, Chunk
 from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import unknown_model
@@ -77,6 +79,7 @@ class GatewayCore:
         parsers: The parsers of the model's answers.
         lifecycle: Whether requests are accepted.
         errors: The latest error replies.
+        ring: The API keys.
         tracer: Records the spans of requests.
     """
 
@@ -84,6 +87,7 @@ class GatewayCore:
         self.metrics = GatewayMetrics()
         self.tracer = open_tracer("gateway", settings.otlp_endpoint, settings.trace_share)
         self.errors = RecentErrors()
+        self.ring = KeyRing(settings.fixed_keys(), settings.api_keys_file, time.monotonic, self.metrics.keys)
         self.admission = Admission(
             settings.max_queued_requests, settings.max_queued_prompt_tokens, time.monotonic
         )
@@ -92,6 +96,8 @@ class GatewayCore:
         self.started_at = int(time.time())
         # Client's name of a sequence or a batch → ids of the running sequences.
         self._by_rid: dict[str, set[str]] = {}
+        # Id of a running sequence → name of its API key.
+        self._owners: dict[str, str] = {}
         self._codecs = _load_codecs(settings)
         # The cores of other models, by model id.
         self._others: dict[str, GatewayCore] = {}
@@ -194,28 +200,43 @@ class GatewayCore:
         if not self.lifecycle.admitting:
             raise self._draining()
         note = current_note.get() or RequestNote()
-        with self.admission.admit(job.sequences) as slot:
+        caller = current_caller.get()
+        if caller is not None:
+            note.key = caller.name
+            job = _allowed(job, caller)
+        with (
+            caller.admit(job.sequences) if caller is not None else nullcontext(),
+            self.admission.admit(job.sequences, caller.name if caller is not None else "") as slot,
+        ):
             names: list[tuple[str, str]] = []
             self.lifecycle.began()
             try:
                 info = self.client.info
                 deadline = asyncio.get_running_loop().time() + self._timeout_s(job)
                 prompts = await named(job.prompts(), job.surface.prompt)
+                if caller is not None:
+                    caller.charge_prompt(sum(len(prompt) for prompt in prompts))
                 requests = [
                     request
                     for parameters, part in _parts(job, prompts)
                     for request in self.builder.build(part, parameters, job.surface, info, deadline)
                 ]
+                if caller is not None:
+                    requests = [replace(request, tenant=caller.name) for request in requests]
                 if traceparent := note.span.traceparent:
                     requests = [replace(request, traceparent=traceparent) for request in requests]
                 ids = [request.request_id for request in requests]
                 names = list(zip(job.rids or ids, ids, strict=True))
                 for rid, request_id in names:
                     self._by_rid.setdefault(rid, set()).add(request_id)
+                    if caller is not None:
+                        self._owners[request_id] = caller.name
                 slot.add_prompts([len(request.prompt_ids) for request in requests])
                 async with aclosing(self._generator.run(requests, slot)) as events:
                     async for event in events:
                         note.observe(event)
+                        if caller is not None and isinstance(event.event, Chunk):
+                            caller.charge_output(len(event.event.token_ids))
                         yield event
             except OutriderError as error:
                 note.error = error
@@ -227,17 +248,21 @@ class GatewayCore:
     def abort(self, rid: str | None) -> int:
         """Abort running sequences. Their clients get what has been generated.
 
+        A caller without an admin key aborts only sequences of its own key.
+
         Args:
             rid: The client's name of a sequence, or of a batch with numbered sequences. None aborts all.
 
         Returns:
             The number of sequences.
         """
+        caller = current_caller.get()
         found = {
             request_id
             for name, ids in self._by_rid.items()
             if rid is None or name == rid or name.rpartition("-")[0] == rid
             for request_id in ids
+            if caller is None or caller.entry.admin or self._owners.get(request_id) == caller.name
         }
         for request_id in found:
             self.targets.cancel(request_id)
@@ -247,6 +272,7 @@ class GatewayCore:
         for rid, request_id in names:
             ids = self._by_rid.get(rid, set())
             ids.discard(request_id)
+            self._owners.pop(request_id, None)
             if not ids:
                 self._by_rid.pop(rid, None)
 
@@ -326,6 +352,28 @@ async def named(prompts: Awaitable[Result], field: str) -> Result:
         if error.field is not None:
             raise
         raise InvalidRequestError(f"{field}: {error.message}", field=field, reason=error.reason) from None
+
+
+def _allowed(job: Job, caller: Caller) -> Job:
+    """Return the job with the priority, mode of speculation and salt that its API key allows.
+
+    Raises:
+        OutriderError: PERMISSION_DENIED, if the key may not set a value that the request sets.
+    """
+
+    def limited(p: Parameters) -> Parameters:
+        return replace(
+            p,
+            priority=caller.priority(p.priority),
+            speculation=replace(p.speculation, mode=caller.mode(p.speculation.mode)),
+            cache_salt=caller.salt(p.cache_salt),
+        )
+
+    return replace(
+        job,
+        parameters=limited(job.parameters),
+        per_prompt=tuple(limited(one) for one in job.per_prompt),
+    )
 
 
 def _parts(

@@ -20,6 +20,7 @@ from outrider.shared.rpc.interceptors import as_outrider_error
 TYPE_OF_CODE = {
     ErrorCode.INVALID_ARGUMENT: "invalid_request_error",
     ErrorCode.UNAUTHENTICATED: "authentication_error",
+    ErrorCode.PERMISSION_DENIED: "permission_error",
     ErrorCode.NOT_FOUND: "invalid_request_error",
     ErrorCode.DEADLINE_EXCEEDED: "timeout_error",
     ErrorCode.PAYLOAD_TOO_LARGE: "invalid_request_error",
@@ -33,6 +34,7 @@ TYPE_OF_CODE = {
 ANTHROPIC_TYPE_OF_CODE = {
     ErrorCode.INVALID_ARGUMENT: "invalid_request_error",
     ErrorCode.UNAUTHENTICATED: "authentication_error",
+    ErrorCode.PERMISSION_DENIED: "permission_error",
     ErrorCode.NOT_FOUND: "not_found_error",
     ErrorCode.DEADLINE_EXCEEDED: "timeout_error",
     ErrorCode.PAYLOAD_TOO_LARGE: "request_too_large",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.services.gateway.keys.key_metrics import KeyMetrics
 from outrider.services.gateway.request import FINISH_NAMES, Finished
 from outrider.services.gateway.target_client.member import Member
 from outrider.shared.base.version import installed_version
@@ -42,6 +43,7 @@ class GatewayMetrics:
         self.waiting_tokens = metrics.gauge(
             "gateway_prompt_tokens_waiting", "Prompt tokens of waiting sequences."
         )
+        self.keys = KeyMetrics(metrics)
         self.target_ready = metrics.gauge("gateway_target_ready", "1 if a target is connected and serving.")
         labels = ["model", "target"]
         self.ready_targets = metrics.gauge(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import re
 import time
 import uuid
-from collections.abc import Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -18,6 +15,9 @@ from outrider.services.gateway.errors import error_response
 from outrider.services.gateway.guards.framing import ambiguous_framing
 from outrider.services.gateway.guards.json_body import LARGE_BODY, parse_body
 from outrider.services.gateway.guards.parsed_body import keep_parsed
+from outrider.services.gateway.keys.admin_routes import ADMIN_PATHS
+from outrider.services.gateway.keys.caller import Caller, current_caller
+from outrider.services.gateway.keys.key_ring import KeyRing
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.gateway.recent_errors import RecentErrors
 from outrider.services.gateway.request_note import RequestNote, current_note
@@ -126,35 +126,16 @@ class RequestContext:
                 )
 
 
-class KeyChecker:
-    """Compares the hashes of bearer tokens in constant time. Without keys, every request is allowed."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def check(self, authorization: str | None) -> None:
-        """Check an Authorization header.
-
-        Raises:
-            OutriderError: UNAUTHENTICATED, unless the header contains one of the keys.
-        """
-        if not self._digests:
-            return
-        scheme, _, token = (authorization or "").partition(" ")
-        digest = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
-        # Compare with every key, even after a match: the time taken must not depend on the key.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if scheme.lower() != "bearer" or not any(matches):
-            message = "A valid API key is required. Send it as: Authorization: Bearer KEY."
-            raise OutriderError(message, code=ErrorCode.UNAUTHENTICATED, reason="invalid_api_key")
-
-
 class Authentication:
-    """Requires an API key for all paths except the public ones."""
+    """Finds the caller of each request by its API key, and applies the key's limits that need no body.
 
-    def __init__(self, app: ASGIApp, checker: KeyChecker, public_paths: frozenset[str]) -> None:
+    Public paths need no key, and admin paths need an admin key. Every POST request counts towards the
+    requests per minute. Without keys, every request is allowed.
+    """
+
+    def __init__(self, app: ASGIApp, ring: KeyRing, public_paths: frozenset[str]) -> None:
         self._app = app
-        self._checker = checker
+        self._ring = ring
         self._public_paths = public_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,11 +144,36 @@ class Authentication:
                 headers = Headers(scope=scope)
                 # Anthropic's clients send the key in a header of its own.
                 key = headers.get("x-api-key")
-                self._checker.check(headers.get("authorization") or (key and f"Bearer {key}"))
+                caller = self._ring.identify(headers.get("authorization") or (key and f"Bearer {key}"))
             except OutriderError as error:
                 await error_response(error)(scope, receive, send)
                 return
+            if caller is not None:
+                await self._serve(caller, scope, receive, send)
+                return
         await self._app(scope, receive, send)
+
+    async def _serve(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in caller.headers().items():
+                    headers[name] = value
+            await send(message)
+
+        # The context of this task ends with the request.
+        current_caller.set(caller)
+        if (note := current_note.get()) is not None:
+            note.key = caller.name
+        try:
+            if scope["path"] in ADMIN_PATHS:
+                caller.check_admin(scope["path"])
+            elif scope["method"] == "POST":
+                caller.count_request()
+        except OutriderError as error:
+            await error_response(error)(scope, receive, with_limits)
+            return
+        await self._app(scope, receive, with_limits)
 
 
 class BodyGuard:

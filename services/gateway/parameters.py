@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from outrider.services.gateway.keys.caller import allowed_model
 from outrider.services.gateway.prompt_lengths import check_lengths
 from outrider.services.gateway.request import (
     MASK_64,
@@ -138,10 +139,10 @@ class RequestBuilder:
         """
         names = self._settings.served_model_name or (info.model_id,)
         if model is None or (not model and self._settings.any_model):
-            return names[0]
+            return allowed_model(names[0])
         if model not in names and not self._settings.any_model:
             raise unknown_model(model, names)
-        return model
+        return allowed_model(model)
 
     def check(self, parameters: Parameters, surface: Surface, num_prompts: int) -> int:
         """Run all checks that need neither the tokenizer nor the target, before any work is done.

@@ -76,6 +76,7 @@ class GenerationRequest:
         priority: Requests with a higher priority leave the target's queue first.
         cache_salt: Separates the prefix caches of different clients.
         logprobs: The log-probabilities to report.
+        tenant: Name of the API key. Tenants share the target fairly. Empty if there are no keys.
         prompt_only: Whether to drop the output, because the client wants only logprobs of the prompt.
         traceparent: The span of the request, for the target. Empty if the request is not traced.
         resume_ids: Tokens that a lost target has emitted for this request. They count as output.
@@ -92,6 +93,7 @@ class GenerationRequest:
     cache_salt: str = ""
     logprobs: LogprobParams = NO_LOGPROBS
     prompt_only: bool = False
+    tenant: str = ""
     traceparent: str = ""
     resume_ids: tuple[int, ...] = ()
 

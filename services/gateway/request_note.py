@@ -41,6 +41,7 @@ class RequestNote:
         completion_tokens: Tokens emitted so far.
         ttft_s: Seconds from the start to the first tokens, or None.
         error: Why the request failed, or None.
+        key: Name of the API key, or None without keys.
         span: The span of the request.
     """
 
@@ -49,6 +50,7 @@ class RequestNote:
     completion_tokens: int = 0
     ttft_s: float | None = None
     error: OutriderError | None = None
+    key: str | None = None
     span: Span = field(default_factory=Span)
     _started: bool = False
     _finishes: list[str] = field(default_factory=list)
@@ -71,10 +73,10 @@ class RequestNote:
                     self._finishes.append(finish)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the log line. Empty for a request that generated nothing and did not fail."""
-        fields: dict[str, Any] = {}
+        """Return the fields of the log line, without those that are unknown."""
+        fields: dict[str, Any] = {} if self.key is None else {"key": self.key}
         if self._started:
-            fields = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
+            fields |= {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
         if self.ttft_s is not None:
             fields["ttft_ms"] = round(self.ttft_s * 1e3, 1)
         if self._reports and (accept_length := merge_speculation(self._reports).accept_length):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 from outrider.shared.base.errors import ModelNotFoundError
 
@@ -63,6 +63,41 @@ class AutoDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """The target's cache of prefixes.
+
+    Attributes:
+        enabled: False if the cache is turned off.
+        queried_tokens, hit_tokens: Number of prompt tokens of all admitted requests, and number of those
+            whose K/V was stored already.
+        pages: Number of stored pages.
+        evicted_pages: Number of pages that were evicted.
+    """
+
+    enabled: bool = False
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    pages: int = 0
+    evicted_pages: int = 0
+
+    @classmethod
+    def total(cls, parts: Iterable[PrefixCacheStats]) -> PrefixCacheStats:
+        """Return the sums over several targets."""
+        given = list(parts)
+        return cls(
+            any(one.enabled for one in given),
+            sum(one.queried_tokens for one in given),
+            sum(one.hit_tokens for one in given),
+            sum(one.pages for one in given),
+            sum(one.evicted_pages for one in given),
+        )
+
+    def as_json(self) -> dict[str, int]:
+        """Return the numbers by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
 class TargetStats:
     """The target's current load, its totals since its start, and its metrics as Prometheus text."""
 
@@ -77,6 +112,7 @@ class TargetStats:
     rounds: int
     prometheus_text: str
     auto: AutoDecision = AutoDecision()
+    prefix_cache: PrefixCacheStats = PrefixCacheStats()
 
 
 def unknown_model(model: str, names: Sequence[str]) -> ModelNotFoundError:

@@ -22,7 +22,9 @@ from outrider.services.gateway.grpc_chat import (
     template_messages,
     template_variables,
 )
-from outrider.services.gateway.middleware import REQUEST_ID_HEADER, KeyChecker, request_id_of
+from outrider.services.gateway.keys.caller import current_caller
+from outrider.services.gateway.keys.key_ring import KeyRing
+from outrider.services.gateway.middleware import REQUEST_ID_HEADER, request_id_of
 from outrider.services.gateway.parameters import GRPC_CHAT, GRPC_COMPLETE, Parameters
 from outrider.services.gateway.parsers.answer import AnswerReader, plain_reader
 from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, ToolCallArguments, ToolCallStart
@@ -235,10 +237,10 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Requires an API key for all calls except health checks."""
+    """Requires an API key for all calls except health checks, and counts the key's calls per minute."""
 
-    def __init__(self, checker: KeyChecker) -> None:
-        self._checker = checker
+    def __init__(self, ring: KeyRing) -> None:
+        self._ring = ring
 
     async def intercept_service(
         self,
@@ -247,15 +249,21 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         if not handler_call_details.method.startswith(HEALTH_PREFIX):
             metadata = dict(handler_call_details.invocation_metadata or ())
-            self._checker.check(str(metadata.get("authorization", "")))
+            caller = self._ring.identify(str(metadata.get("authorization", "")))
+            if caller is not None:
+                caller.count_request()
+                # The call's method runs in the same task, whose context ends with the call.
+                current_caller.set(caller)
         return await continuation(handler_call_details)
 
 
 async def _tell_request_id(context: Context) -> None:
-    """Send the caller's x-request-id back, or a new one."""
+    """Send the caller's x-request-id back, or a new one, and the rate limits of its API key."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY)
+    caller = current_caller.get()
+    limits = tuple(caller.headers().items()) if caller is not None else ()
     await context.send_initial_metadata(
-        ((REQUEST_ID_KEY, request_id_of(given if isinstance(given, str) else None)),)
+        ((REQUEST_ID_KEY, request_id_of(given if isinstance(given, str) else None)), *limits)
     )
 
 

@@ -6,16 +6,20 @@ from pathlib import Path
 
 from pydantic import Field
 
+from outrider.services.gateway.keys.entry import KeyEntry
+from outrider.services.gateway.keys.keys_file import read_keys_file
 from outrider.services.gateway.parsers.registry import AUTO, REASONING_NAMES, TOOL_NAMES
 from outrider.services.gateway.target_sources import TargetSource
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import TracedSettings, settings_config
+from outrider.shared.base.settings import settings_config
 from outrider.shared.rpc.address import is_local
+from outrider.shared.rpc.peer_security import PeerSecurity, load_security
+from outrider.shared.rpc.peer_settings import PeerSettings
 
 MIB = 1024 * 1024
 
 
-class GatewaySettings(TracedSettings):
+class GatewaySettings(PeerSettings):
     """Settings of `outrider serve gateway`."""
 
     model_config = settings_config("gateway")
@@ -83,6 +87,23 @@ class GatewaySettings(TracedSettings):
     api_key_file: Path | None = Field(
         None, description="File of accepted API keys, one per line. Unlike --api-key, it does not show in ps."
     )
+    api_keys_file: Path | None = Field(
+        None,
+        description="TOML or JSON file of API keys with names, limits and permissions: docs/security.md. "
+        "The gateway reloads it when it changes.",
+    )
+    admin_api_key_file: Path | None = Field(
+        None,
+        description="File of admin keys, one per line. If set, keys of --api-key and --api-key-file may not "
+        "call the routes for operators.",
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM certificate of the gateway. REST and gRPC then accept only TLS."
+    )
+    tls_key: Path | None = Field(None, description="PEM private key of --tls-cert.")
+    tls_ca: Path | None = Field(
+        None, description="PEM certificates of an authority. Clients then need a certificate signed by it."
+    )
     cors_origins: tuple[str, ...] = Field(
         (),
         description="Origins whose web pages may call the gateway, such as https://example.com, or *.",
@@ -149,19 +170,22 @@ class GatewaySettings(TracedSettings):
             source.check()
         self.tokenizers  # noqa: B018  # raises if an entry is malformed
         field, address = ("published_on", self.published_on) if self.published_on else ("host", self.host)
-        if not is_local(address) and not self.keys and not self.allow_unauthenticated:
+        if not is_local(address) and not self.guarded and not self.allow_unauthenticated:
             fix = "publish on 127.0.0.1 (under compose: set OUTRIDER_API_KEY, or unset OUTRIDER_BIND)"
             raise ConfigurationError(
                 f"{field}: {address} is reachable from other hosts, but there is no API key. "
-                "Set OUTRIDER_GATEWAY_API_KEY, --api-key-file or --api-key, "
+                "Set OUTRIDER_GATEWAY_API_KEY, --api-keys-file, --api-key-file or --api-key, "
                 f"{fix if self.published_on else 'listen on 127.0.0.1'}, "
                 "or pass --allow-unauthenticated.",
                 field=field,
             )
         if any(not key.isascii() or not key.strip() for key in self.api_key):
             raise ConfigurationError("api_key: Keys must be non-empty ASCII text.", field="api_key")
-        if self.api_key_file is not None and not self.keys:
-            raise ConfigurationError(f"api_key_file: {self.api_key_file} has no key.", field="api_key_file")
+        self.peer_security()
+        self.front_security()
+        self.fixed_keys()
+        if self.api_keys_file is not None:
+            read_keys_file(self.api_keys_file)
 
     @property
     def sources(self) -> tuple[TargetSource, ...]:
@@ -184,20 +208,54 @@ class GatewaySettings(TracedSettings):
             )
         return {name: Path(folder) for name, folder in pairs}
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The accepted API keys, from the flag and from the file.
+    def front_security(self) -> PeerSecurity:
+        """Read the certificates for the gateway's clients.
 
         Raises:
-            ConfigurationError: If the file cannot be read.
+            ConfigurationError: A file cannot be read, is not valid, or its key can be read by other users.
         """
-        if self.api_key_file is None:
-            return self.api_key
-        try:
-            lines = self.api_key_file.read_text(encoding="ascii").splitlines()
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"api_key_file: {self.api_key_file} cannot be read as ASCII text: {error}.",
-                field="api_key_file",
-            ) from None
-        return (*self.api_key, *(line.strip() for line in lines if line.strip()))
+        if self.tls_ca is not None and self.tls_cert is None:
+            raise ConfigurationError("tls_ca: set tls_cert and tls_key, too.", field="tls_ca")
+        return load_security(self.tls_cert, self.tls_key, self.tls_ca, None, prefix="")
+
+    @property
+    def guarded(self) -> bool:
+        """Whether requests need an API key."""
+        files = (self.api_key_file, self.api_keys_file, self.admin_api_key_file)
+        return bool(self.api_key) or any(file is not None for file in files)
+
+    def fixed_keys(self) -> tuple[KeyEntry, ...]:
+        """Return the API keys of all settings but the keys file. These keys have no limits.
+
+        Raises:
+            ConfigurationError: If a file cannot be read or has no key.
+        """
+        admin_keys = _read_lines(self.admin_api_key_file, "admin_api_key_file")
+        keys = dict.fromkeys((*self.api_key, *_read_lines(self.api_key_file, "api_key_file")))
+        users = [key for key in keys if key not in admin_keys]
+        return (
+            *(
+                KeyEntry.unlimited(f"key-{number}", key, admin=self.admin_api_key_file is None)
+                for number, key in enumerate(users, 1)
+            ),
+            *(
+                KeyEntry.unlimited(f"admin-{number}", key, admin=True)
+                for number, key in enumerate(dict.fromkeys(admin_keys), 1)
+            ),
+        )
+
+
+def _read_lines(file: Path | None, field: str) -> tuple[str, ...]:
+    """Return the keys of a file with one key per line, or an empty tuple for None."""
+    if file is None:
+        return ()
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{field}: {file} cannot be read as ASCII text: {error}.", field=field
+        ) from None
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigurationError(f"{field}: {file} has no key.", field=field)
+    return keys

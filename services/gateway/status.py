@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.services.gateway.core import GatewayCore
-from outrider.services.gateway.served_target import ServedTarget, TargetStats
+from outrider.services.gateway.served_target import PrefixCacheStats, ServedTarget, TargetStats
 from outrider.shared.base.version import installed_version
 
 HIDDEN_SUFFIXES = ("_created", "_bucket")
@@ -93,6 +93,7 @@ def _total(found: Sequence[tuple[ServedTarget, TargetStats]]) -> dict[str, Any]:
             "free": sum(one.pages_free for one in all_stats),
             "held": sum(one.pages_held for one in all_stats),
         },
+        "prefix_cache": PrefixCacheStats.total(one.prefix_cache for one in all_stats).as_json(),
         "draft": {
             "state": first_stats.draft_state,
             "algorithm": first.algorithm or None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -12,14 +13,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from outrider.services.stack.liveness import Liveness, service_probes
+from outrider.services.stack.liveness import Liveness, service_probes, service_sockets
 from outrider.services.stack.mps import shared_gpu
 from outrider.services.stack.option_checks import DEFAULT_MAX_SESSIONS, check_values
 from outrider.services.stack.options import INPROC, StackOptions, Transport
 from outrider.services.stack.placement import place_draft, usable_gpus
-from outrider.services.stack.private_folder import private_folder
+from outrider.services.stack.private_folder import private_folder, restore
 from outrider.services.stack.service_checks import (
     check_gateway_flags,
     check_model_folder,
@@ -163,9 +165,9 @@ def plan_stack(options: StackOptions, runtime_dir: Path, inproc: bool) -> StackP
         draft["max-sessions"] = _sessions(options.max_running_requests)
         draft["disable-tile-trial"] = options.target_settings.get("disable_tile_trial")
         children.append(replace(_child("draft", draft, DRAFT_DRAIN_S), standby=options.standby))
-    return StackPlan(
-        tuple(children), f"http://{_reachable(options.host)}:{options.port}", target_address, draft_address
-    )
+    encrypted = settings.get("tls_cert") or os.environ.get("OUTRIDER_GATEWAY_TLS_CERT")
+    url = f"{'https' if encrypted else 'http'}://{_reachable(options.host)}:{options.port}"
+    return StackPlan(tuple(children), url, target_address, draft_address)
 
 
 def _sessions(running: int | None) -> int | None:
@@ -331,11 +333,13 @@ def running_stack(
         around = (
             cleanup.enter_context(shared_gpu(runtime_dir / "mps", echo)) if options.mps else Surroundings()
         )
+        around = replace(around, before_start=partial(restore, runtime_dir))
         supervisor = cleanup.enter_context(Supervisor(plan.children, echo, around))
         _wait_until_ready(plan, supervisor, progress, stopped)
         supervisor.settle()
         probes = service_probes(plan.url, plan.target_address, plan.draft_address, cleanup)
-        cleanup.enter_context(Liveness(supervisor, probes))
+        sockets = service_sockets(plan.target_address, plan.draft_address)
+        cleanup.enter_context(Liveness(supervisor, probes, sockets))
         yield Stack(plan, supervisor)
 
 
@@ -348,7 +352,7 @@ def _wait_until_ready(
 
     started = time.monotonic()
     with ExitStack() as cleanup:
-        gateway = cleanup.enter_context(RestClient(plan.url))
+        gateway = cleanup.enter_context(RestClient(plan.url, verify=False))
         target = cleanup.enter_context(ServingProbe(plan.target_address, TARGET_SERVICE))
         waiting: dict[str, Callable[[], bool]] = {}
         if plan.draft_address:

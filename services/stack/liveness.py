@@ -1,4 +1,4 @@
-"""Kills services that run but no longer answer, so that their supervisor restarts them."""
+"""Kills services that run but no longer answer, or cannot be reached, so that they are restarted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.services.stack.supervisor import Child, Supervisor
 
@@ -32,12 +33,26 @@ class _Record:
     silent_since: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Socket:
+    """The socket on which a child listens.
+
+    Attributes:
+        path: Its file.
+        client: Name of the child that connects to it.
+    """
+
+    path: Path
+    client: str
+
+
 class Liveness:
     """Probes children on a thread of its own. Use as a context manager.
 
     Args:
         supervisor: Restarts the children.
         probes: A probe for each child, by name.
+        sockets: By the name of a child, the socket on which it listens. See `service_sockets`.
         hung_after_s: Time without an answer after which a child is killed.
         interval_s: Time between probes.
     """
@@ -46,10 +61,16 @@ class Liveness:
         self,
         supervisor: Supervisor,
         probes: Mapping[str, Probe],
+        sockets: Mapping[str, Socket] | None = None,
         hung_after_s: float = HUNG_AFTER_S,
         interval_s: float = PROBE_INTERVAL_S,
     ) -> None:
         self._children = [(supervisor.child(name), probe, _Record()) for name, probe in probes.items()]
+        self._sockets = dict(sockets or {})
+        self._client_starts = {
+            name: supervisor.child(one.client).starts for name, one in self._sockets.items()
+        }
+        self._supervisor = supervisor
         self._hung_after_s = hung_after_s
         self._interval_s = interval_s
         self._stopping = threading.Event()
@@ -64,9 +85,27 @@ class Liveness:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._interval_s):
+        # The first probe is not delayed: the stack has just become ready.
+        while not self._stopping.is_set():
             for child, probe, record in self._children:
                 self._check(child, probe, record)
+                if socket := self._sockets.get(child.spec.name):
+                    self._check_socket(child, socket, record)
+            self._stopping.wait(self._interval_s)
+
+    def _check_socket(self, child: Child, socket: Socket, record: _Record) -> None:
+        """Kill a child that its restarted client cannot reach, because the file of the socket is gone.
+
+        Connections from before the removal go on, so a child whose client still runs is left alone.
+        """
+        name = child.spec.name
+        starts = self._supervisor.child(socket.client).starts
+        if starts == self._client_starts[name]:
+            return
+        self._client_starts[name] = starts
+        if record.answered and not socket.path.exists():
+            record.answered = False
+            child.kill_hung(record.starts, f"its socket {socket.path} is gone; killed")
 
     def _check(self, child: Child, probe: Probe, record: _Record) -> None:
         starts = child.starts
@@ -100,7 +139,8 @@ def service_probes(
     from outrider.services.clients.rest import RestClient
     from outrider.shared.rpc.address import grpc_address
 
-    gateway = cleanup.enter_context(RestClient(url))
+    # The probe sends no secret, and the certificate need not name the loopback address.
+    gateway = cleanup.enter_context(RestClient(url, verify=False))
     target = cleanup.enter_context(ServingProbe(target_address, TARGET_SERVICE))
     probes: dict[str, Probe] = {
         "gateway": lambda: gateway.status("/health")[0] != 0,
@@ -110,3 +150,22 @@ def service_probes(
         address = grpc_address(draft_address, "draft")
         probes["draft"] = cleanup.enter_context(ServingProbe(address, DRAFT_SERVICE)).answers
     return probes
+
+
+def service_sockets(target_address: str, draft_address: str | None) -> dict[str, Socket]:
+    """Return the sockets of the target and of the draft, without those that are not files.
+
+    Args:
+        target_address: gRPC address of the target.
+        draft_address: Address of the draft, or None if it has no process of its own.
+    """
+    from outrider.shared.rpc.address import grpc_address
+
+    addresses = {"target": (target_address, "gateway")}
+    if draft_address:
+        addresses["draft"] = (grpc_address(draft_address, "draft"), "target")
+    return {
+        name: Socket(Path(address.removeprefix("unix:")), client)
+        for name, (address, client) in addresses.items()
+        if address.startswith("unix:")
+    }

@@ -25,6 +25,21 @@ def private_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def restore(folder: Path) -> None:
+    """Make a private folder again if it was removed while its stack runs. The sockets in it are lost.
+
+    Raises:
+        PermissionError: Another user has made something of this name.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        if folder.is_symlink() or folder.lstat().st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user") from None
+    except OSError:
+        return  # the service names the problem when it cannot bind its socket
+
+
 def remove_abandoned(parent: Path) -> None:
     """Remove this user's folders in `parent` whose process has ended. Errors are ignored.
 

@@ -17,9 +17,16 @@ def check_gateway_flags(options: StackOptions) -> None:
     """
     from outrider.services.gateway.settings import GatewaySettings
 
-    GatewaySettings.load(
+    settings = GatewaySettings.load(
         {"host": options.host, "port": options.port, "grpc_port": options.grpc, **options.gateway_settings}
-    ).check()
+    )
+    settings.check()
+    if settings.tls_ca is not None:
+        raise ConfigurationError(
+            "tls_ca: `outrider up` has no certificate with which to check its gateway. Use `outrider serve "
+            "gateway`.",
+            field="tls_ca",
+        )
 
 
 def check_target_flags(options: StackOptions, own_process: bool) -> None:

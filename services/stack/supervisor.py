@@ -70,11 +70,13 @@ class Surroundings:
 
     Attributes:
         variables: Environment variables to add to this process's own.
+        before_start: Called before each start of a child. An OSError prevents the start.
         before_kill: Called with the id of a process that did not stop in time, before the process is killed.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
     before_kill: Callable[[int], None] = lambda _process_id: None
+    before_start: Callable[[], None] = lambda: None
 
 
 class Child:
@@ -178,6 +180,7 @@ class Child:
         Raises:
             OSError: The command cannot be started.
         """
+        self._around.before_start()
         standby, self._standby = self._standby, None
         process = None if standby is None else standby.take_over()
         if process is None:

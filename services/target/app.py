@@ -52,7 +52,6 @@ from outrider.shared.kv.pool import CacheSizing
 from outrider.shared.nn.checkpoint.tokenizer_file import tokenizer_fingerprint
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.logging import configure_logging, get_logger
-from outrider.shared.obs.open_tracer import open_tracer
 from outrider.shared.parallel.lead import FailureHandler
 from outrider.shared.parallel.lead_decoder import graph_observer
 from outrider.shared.rpc.server import aio_server
@@ -87,7 +86,8 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
     settings.check()
     ranks = settings.ranks()
     configure_logging(f"target-{ranks.rank}" if ranks else "target", settings.log_level, settings.log_json)
-    _log.info("settings", **settings.resolved())
+    _log.info("settings", **settings.for_log())
+    settings.secure_process()
     if ranks is not None and ranks.rank > 0:
         return run_rank(Order(settings), ranks)
     return asyncio.run(_serve(settings, make_drafter))
@@ -96,7 +96,7 @@ def run(settings: TargetSettings, make_drafter: DrafterFactory | None = None) ->
 async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) -> int:
     stop = asyncio.Event()
     restore_signals = watch_stop_signals(stop)
-    servicer = TargetServicer(open_tracer("target", settings.otlp_endpoint, settings.trace_share))
+    servicer = TargetServicer.of(settings)
     server = aio_server(settings.listen, [(register, servicer)], [SERVICE_NAME])
     await server.start()
     target: Target | None = None
@@ -142,7 +142,7 @@ async def _serve(settings: TargetSettings, make_drafter: DrafterFactory | None) 
         await server.stop(0.5)
         if target is not None:
             await asyncio.to_thread(target.shutdown)
-        await asyncio.to_thread(servicer.tracer.close)
+        await servicer.close()
         restore_signals()
 
 
@@ -372,11 +372,9 @@ def _make_engine(
     settings: TargetSettings, runner: ModelRunner, drafter: Drafter, plan: GraphPlan
 ) -> TargetEngine:
     config, pool = runner.decoder.config, runner.pool
+    queue = settings.max_queued_requests, settings.max_queued_prompt_tokens
     most = SchedulerLimits(
-        settings.running_requests,
-        settings.max_queued_requests,
-        settings.max_queued_prompt_tokens,
-        settings.prefill_tokens(),
+        settings.running_requests, *queue, settings.prefill_tokens(), not settings.disable_prefix_cache
     )
     limits = EngineLimits(
         config.vocab_size, longest_text(config, settings.max_model_len), frozenset(config.eos_token_ids)
@@ -390,9 +388,8 @@ def _make_drafter(settings: TargetSettings, decoder: Decoder) -> Drafter:
     address = settings.draft_address()
     if address is None:
         return NoDrafter(decoder.device)
-    identity = TargetIdentity.of(
-        decoder, tokenizer_fingerprint(settings.model), settings.speculative_algorithm
-    )
+    tokenizer = tokenizer_fingerprint(settings.model)
+    identity = TargetIdentity.of(decoder, tokenizer, settings.speculative_algorithm)
     rounds = settings.keeps_draft_rounds(decoder.device)
     deadline_s = settings.draft_fault_deadline_s
     return RemoteDrafter(

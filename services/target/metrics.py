@@ -9,6 +9,7 @@ from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.policy.verdict import Reason, Verdict
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.obs.metrics import REQUEST_BUCKETS_S, STEP_BUCKETS_S, TOKEN_BUCKETS_S, Metrics
 from outrider.shared.spec.drafter import DrafterState
 
@@ -70,6 +71,13 @@ class TargetMetrics:
         self._waiting = gauge("num_requests_waiting", "Sequences in the queue.")
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
         self._kv_tokens = gauge("kv_cache_tokens", "Slots of the KV cache, by use.", ("kind",))
+        self._cached_tokens = gauge("prefix_cache_tokens", "Slots of the KV cache with stored prefixes.")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked up.")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens whose K/V was stored already.")
+        self._prefix_evictions = counter(
+            "prefix_cache_evicted_tokens", "Slots of stored prefixes that other tokens needed."
+        )
+        self._prefixes_seen = PrefixStats()
         self._preemptions = counter("num_preemptions", "Sequences retracted because no page was free.")
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that emitted their first token.")
         self._generated = counter("generation_tokens", "Tokens emitted.")
@@ -190,12 +198,13 @@ class TargetMetrics:
         sequences = tuple(scheduler.active)
         self._running.set(len(sequences))
         self._waiting.set(len(scheduler.waiting))
-        self._kv_usage.set(1 - allocator.free_pages / allocator.num_pages)
+        self._kv_usage.set(1 - allocator.available_pages / allocator.num_pages)
         reserved = sum(sequence.reserved_len for sequence in sequences)
         self._kv_tokens.labels("committed").set(sum(sequence.cached_len for sequence in sequences))
         self._kv_tokens.labels("reserved").set(reserved)
-        held = (allocator.num_pages - allocator.free_pages) * scheduler.page_size
+        held = (allocator.num_pages - allocator.available_pages) * scheduler.page_size
         self._kv_tokens.labels("leaked").set(0 if sequences else held)
+        self._tell_prefixes(scheduler.prefixes.stats(), scheduler.page_size)
         self._preemptions.inc(scheduler.num_retractions - self._preemptions_seen)
         self._preemptions_seen = scheduler.num_retractions
         self._resyncs.inc(resyncs - self._resyncs_seen)
@@ -208,6 +217,13 @@ class TargetMetrics:
         for known, reason in REASONS_OF_STATE.items():
             self._state.labels(reason).set(1 if known is state else 0)
         return self._metrics.render()
+
+    def _tell_prefixes(self, stats: PrefixStats, page_size: int) -> None:
+        seen, self._prefixes_seen = self._prefixes_seen, stats
+        self._cached_tokens.set(stats.pages * page_size)
+        self._prefix_queries.inc(max(0, stats.queried_tokens - seen.queried_tokens))
+        self._prefix_hits.inc(max(0, stats.hit_tokens - seen.hit_tokens))
+        self._prefix_evictions.inc(max(0, stats.evicted_pages - seen.evicted_pages) * page_size)
 
     def _tell_decision(self, verdict: Verdict) -> None:
         for reason in Reason:

@@ -131,8 +131,10 @@ class GenerationRequest:
         stop_token_ids: Tokens that end the sequence. The stop token is emitted as the last token.
         ignore_eos: True if the model's end-of-sequence tokens do not end the sequence.
         deadline: Time at which the request fails, from `time.monotonic()`. None sets no deadline.
-        priority: Requests with higher values are admitted first.
+        priority: Requests with higher values are admitted first, and may take the place of others.
+        tenant: Name of the party whose requests share a part of the server. Empty if there is only one.
         logprobs: The log-probabilities that the client wants.
+        cache_salt: Only requests with the same salt share stored prefixes.
         traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
         resume_ids: Tokens that another target has emitted for this request. They count as output.
     """
@@ -147,6 +149,8 @@ class GenerationRequest:
     deadline: float | None = None
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
+    cache_salt: str = ""
+    tenant: str = ""
     traceparent: str = ""
     resume_ids: Sequence[int] = ()
 
@@ -183,7 +187,7 @@ class FinishedEvent:
         prompt_tokens, completion_tokens: Number of prompt tokens, and number of emitted tokens.
         speculation: Statistics of the request's speculation.
         queue_s, prefill_s, decode_s: Seconds in the queue, in prefill and in decoding.
-        cached_tokens: Number of prompt tokens read from a prefix cache. 0 without a prefix cache.
+        cached_tokens: Number of prompt tokens whose K/V was stored already when the request started.
     """
 
     request_id: str

@@ -20,9 +20,10 @@ from outrider.services.target.ranks import Ranks
 from outrider.services.target.request import SpeculationLimits
 from outrider.shared.attn.create import AttentionKind
 from outrider.shared.base.errors import ConfigurationError
-from outrider.shared.base.settings import Dtype, TracedSettings, settings_config
+from outrider.shared.base.settings import Dtype, settings_config
 from outrider.shared.parallel.reduce import ReduceKind
-from outrider.shared.rpc.address import IpcAddress, check_address, check_listen_address
+from outrider.shared.rpc.address import IpcAddress, check_address
+from outrider.shared.rpc.peer_settings import ListenerSettings
 from outrider.shared.spec.algorithm import Algorithm
 from outrider.shared.spec.tree import DraftShape
 
@@ -38,15 +39,12 @@ AUTO_CHAIN_STEPS = 10
 """Depth of the longest chain that `auto` chooses by default. Few drafts are good enough for longer chains."""
 
 
-class TargetSettings(TracedSettings):
+class TargetSettings(ListenerSettings):
     """Settings of `outrider serve target`. Field descriptions are the help texts of the flags."""
 
     model_config = settings_config("target")
 
     listen: str = Field("127.0.0.1:7001", description="Address of the gRPC service: host:port or unix:/path.")
-    insecure: bool = Field(
-        False, description="Allow addresses that other hosts can reach. There is no authentication."
-    )
     model: Path = Field(description="Model folder in Hugging Face layout, or ORG/NAME on the hub.")
     revision: str = Field("", description="Branch, tag or commit of a model on the hub; by default main.")
     draft_revision: str = Field("", description="Branch, tag or commit of a hub's draft in this process.")
@@ -137,9 +135,10 @@ class TargetSettings(TracedSettings):
         False,
         description="Do not time kernel tiles at startup, and ignore earlier trials; use a fixed rule.",
     )
-    disable_cuda_graph: bool = Field(
-        False, description="Record no CUDA graphs; launch every step kernel by kernel."
+    disable_prefix_cache: bool = Field(
+        False, description="Compute every prompt; keep no K/V of ended requests for later ones."
     )
+    disable_cuda_graph: bool = Field(False, description="Record no CUDA graphs; launch kernels one by one.")
     overlap_schedule: OverlapSchedule = Field(
         OverlapSchedule.AUTO,
         description="Launch each round before the last one is read: auto (on a GPU), on or off.",
@@ -177,9 +176,7 @@ class TargetSettings(TracedSettings):
     drain_notice_s: float = Field(
         0.0, ge=0, description="On SIGTERM: seconds between not serving and refusing new requests."
     )
-    drain_grace_s: float = Field(
-        30.0, ge=0, description="On SIGTERM: seconds that running requests may take to finish."
-    )
+    drain_grace_s: float = Field(30.0, ge=0, description="On SIGTERM: seconds for running requests to end.")
     log_interval_s: float = Field(10.0, ge=0, description="Seconds between lines on load and speed; 0: none.")
     log_level: str = Field(
         "info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error."
@@ -192,7 +189,7 @@ class TargetSettings(TracedSettings):
         Raises:
             ConfigurationError: The error names the field and the fix.
         """
-        check_listen_address(self.listen, "listen", allow_remote=self.insecure)
+        self.check_listen(self.listen)
         for name, value, cap_name, cap in (
             ("num_steps", self.num_steps, "max_steps", self.max_steps),
             ("topk", self.topk, "max_topk", self.max_topk),

@@ -155,7 +155,14 @@ def _memory(status: Mapping[str, Any]) -> Table:
         ("committed tokens", _count(metrics, 'kv_cache_tokens{kind="committed"}')),
         ("reserved tokens", _count(metrics, 'kv_cache_tokens{kind="reserved"}')),
         ("retractions", _count(metrics, "num_preemptions_total")),
+        ("prompt tokens found", _found(metrics)),
     )
+
+
+def _found(metrics: Mapping[str, float]) -> str | None:
+    """Return the share of prompt tokens whose K/V was in the prefix cache."""
+    queried = metrics.get("outrider_prefix_cache_queries_total", 0.0)
+    return f"{metrics.get('outrider_prefix_cache_hits_total', 0.0) / queried:.0%}" if queried else None
 
 
 def _speculation(status: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:

@@ -93,7 +93,9 @@ class PairEngine:
             runner = ModelRunner(decoder, pool, create_backend("auto", decoder.device))
             queue = list(requests)
             scheduler = Scheduler(
-                pool.allocator, PAGE_SIZE, SchedulerLimits(max_running=BATCH, max_queued=len(queue))
+                pool.allocator,
+                PAGE_SIZE,
+                SchedulerLimits(max_running=BATCH, max_queued=len(queue), prefix_cache=False),
             )
             limits = EngineLimits(
                 decoder.config.vocab_size, self._room, frozenset(decoder.config.eos_token_ids)

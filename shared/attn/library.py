@@ -88,8 +88,10 @@ class Library:
     def prepare(self, use: Callable[[ChunkAttention | None], None]) -> Iterator[TileShape | None]:
         """Check the library, then build one plan for each item that is taken from the iterator.
 
-            use: Called with the library's attention once it has passed the check. Each further plan adds a
-                shape that this attention supports. Called with None if the library fails later.
+        Args:
+            use: Called with the library's attention once the library has passed the check. Each plan that is
+                built afterwards adds a shape that this attention supports. Called with None if the library
+                fails later.
 
         Yields:
             None after the check, then the shape of each plan, the most useful first. Nothing if the library

@@ -117,8 +117,18 @@ class ServiceSettings(BaseSettings):
         field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
         return ConfigurationError("; ".join(parts) + ".", field=field)
 
+    def for_log(self) -> dict[str, Any]:
+        """Return the values for the log at start: those that differ from the defaults; in JSON, all."""
+        values = self.resolved()
+        if getattr(self, "log_json", False):
+            return values
+        fields = type(self).model_fields
+        return {
+            name: one for name, one in values.items() if getattr(self, name) != fields[name].get_default()
+        }
+
     def resolved(self) -> dict[str, Any]:
-        """Return all values for the start-up log, with secrets masked."""
+        """Return all values, with secrets masked."""
         dumped = self.model_dump(mode="json")
         return {
             name: "***" if value and ("api_key" in name or "token_secret" in name) else value

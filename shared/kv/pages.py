@@ -1,21 +1,46 @@
 """Allocates the pages of a KV pool: leases pages to sequences, in consecutive runs while there is room.
 
-A lease (`PageLease`) is one sequence's exclusive right to its pages.
+A lease (`PageLease`) is one sequence's right to its pages. Each page of a pool is in exactly one of three
+states:
 
-Each page of a pool is in exactly one of two states:
+    page state   owner            becomes free by
+    free         PageAllocator    -
+    held         one PageLease    PageLease.release(), PageLease.shrink(), or leaving the lease's `with` block
+    stored       a PageStore      eviction, or the end of the last lease that reads a removed page
 
-    page state   owner           becomes free by
-    free         PageAllocator   -
-    held         one PageLease   PageLease.release(), PageLease.shrink(), or leaving the lease's `with` block
-
-A page is in at most one lease. ``free_pages + held_pages == num_pages`` holds after every call, and
-`PageAllocator.check` asserts this equation. No other code keeps page numbers after their lease has ended.
+The first `PageLease.shared` pages of a lease are stored pages, which other leases may read too. All later
+pages of a lease are in this lease only. ``free_pages + held_pages + stored pages == num_pages`` holds after
+every call, and `PageAllocator.check` asserts this equation. No other code keeps page numbers after their
+lease has ended.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from itertools import islice
 from types import TracebackType
+from typing import Protocol
+
+COMPARED_RUNS = 64
+"""Number of free runs among which a new lease looks for the largest one. More runs would take too long."""
+
+
+class PageStore(Protocol):
+    """Keeps pages of ended leases for later sequences, and gives them up when pages are short."""
+
+    @property
+    def evictable(self) -> int:
+        """Number of pages that `evict` can free now."""
+        ...
+
+    def evict(self, n: int) -> list[int]:
+        """Give up `n` ≤ `evictable` pages and return them."""
+        ...
+
+    def stored_pages(self) -> Collection[int]:
+        """Return all pages of the store."""
+        ...
 
 
 class PageAllocator:
@@ -28,6 +53,11 @@ class PageAllocator:
     - A new lease starts in the middle of the largest run, so that the lease before the run can still grow.
       The new lease starts at the beginning of the run if the run begins with page 0, or if the second half of
       the run is too short.
+
+    Attributes:
+        store: Keeps pages of ended leases. None frees them.
+        prefers_runs: True if consecutive pages are faster to read. The store then leaves half of the pages
+            free.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -38,28 +68,40 @@ class PageAllocator:
         self._run_ends: dict[int, int] = {0: num_pages}  # start -> one past the run's last page
         self._free = num_pages
         self._leases: set[PageLease] = set()
+        self.store: PageStore | None = None
+        self.prefers_runs = False
 
     @property
     def free_pages(self) -> int:
-        """Number of pages that are in no lease."""
+        """Number of pages that are in no lease and in no store."""
         return self._free
 
     @property
-    def held_pages(self) -> int:
-        """Number of pages in leases."""
-        return sum(len(lease.pages) for lease in self._leases)
+    def available_pages(self) -> int:
+        """Number of pages that can be leased: free pages, and pages that the store would give up."""
+        return self._free if self.store is None else self._free + self.store.evictable
 
-    def allocate(self, n: int) -> PageLease | None:
-        """Lease `n` ≥ 0 pages. Return None and change nothing if fewer pages are free."""
-        pages = self._take(n, after=None)
+    @property
+    def held_pages(self) -> int:
+        """Number of pages in leases, without the pages that belong to the store."""
+        return sum(len(lease.pages) - lease.shared for lease in self._leases)
+
+    def allocate(self, n: int, shared: Sequence[int] = ()) -> PageLease | None:
+        """Lease `n` ≥ 0 pages. Return None and change nothing if fewer pages are available.
+
+        Args:
+            n: Number of pages.
+            shared: Pages of the store, which become the lease's first pages in addition.
+        """
+        pages = self._take(n, after=shared[-1] if shared else None)
         if pages is None:
             return None
-        lease = PageLease(self, pages)
+        lease = PageLease(self, [*shared, *pages], len(shared))
         self._leases.add(lease)
         return lease
 
     def check(self) -> None:
-        """Assert that every page is either free or in exactly one lease.
+        """Assert that every page is free, in the store, or owned by exactly one lease.
 
         Assert also that runs of free pages are sorted, disjoint and not adjacent.
         """
@@ -72,19 +114,23 @@ class PageAllocator:
             for page in range(start, end):
                 seen[page] += 1
         assert sum(seen) == self._free, f"{self._free} pages counted free, {sum(seen)} in runs"
+        stored = [] if self.store is None else list(self.store.stored_pages())
+        for page in [*stored, *(page for lease in self._leases for page in lease.own_pages)]:
+            assert not seen[page], f"page {page} is owned twice"
+            seen[page] += 1
         for lease in self._leases:
-            for page in lease.pages:
-                assert not seen[page], f"page {page} is owned twice"
-                seen[page] += 1
-        assert all(seen), f"page {seen.find(0)} is neither free nor held"
-        assert self.free_pages + self.held_pages == self.num_pages
+            assert set(lease.pages[: lease.shared]) <= set(stored), "a shared page is not in the store"
+        assert all(seen), f"page {seen.find(0)} is neither free nor held nor stored"
+        assert self.free_pages + self.held_pages + len(stored) == self.num_pages
 
     def _take(self, n: int, after: int | None) -> list[int] | None:
         """Remove `n` pages from the free runs, starting with the pages that follow page `after`."""
         if n < 0:
             raise ValueError(f"cannot take {n} pages")
         if n > self._free:
-            return None
+            if self.store is None or n - self._free > self.store.evictable:
+                return None
+            self.give_back(self.store.evict(n - self._free))
         pages: list[int] = []
         start = None if after is None else after + 1
         while len(pages) < n:
@@ -100,7 +146,7 @@ class PageAllocator:
 
         Split the chosen run if the lease starts inside it.
         """
-        start = max(self._run_starts, key=lambda run: self._run_ends[run] - run)
+        start = max(islice(self._run_starts, COMPARED_RUNS), key=lambda run: self._run_ends[run] - run)
         end = self._run_ends[start]
         middle = start + (end - start) // 2
         if start == 0 or middle == start or end - middle < n:
@@ -123,7 +169,8 @@ class PageAllocator:
         self._run_starts.insert(bisect_left(self._run_starts, start), start)
         self._run_ends[start] = end
 
-    def _give_back(self, pages: list[int]) -> None:
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Free pages. Only leases and the store, which own them, may call this."""
         for page in sorted(pages):
             position = bisect_left(self._run_starts, page)
             start, end = page, page + 1
@@ -145,15 +192,22 @@ class PageLease:
 
     Attributes:
         pages: The page numbers. Empty after release. Only the lease itself may modify the list.
+        shared: Number of leading pages that belong to the store. They may be read, but never written.
         version: Changes whenever `pages` changes, so that callers can cache copies of the page table.
     """
 
-    __slots__ = ("_allocator", "pages", "version")
+    __slots__ = ("_allocator", "pages", "shared", "version")
 
-    def __init__(self, allocator: PageAllocator, pages: list[int]) -> None:
+    def __init__(self, allocator: PageAllocator, pages: list[int], shared: int = 0) -> None:
         self._allocator = allocator
         self.pages = pages
+        self.shared = shared
         self.version = 0
+
+    @property
+    def own_pages(self) -> list[int]:
+        """The pages that are in no other lease and not in the store."""
+        return self.pages[self.shared :]
 
     @property
     def released(self) -> bool:
@@ -172,18 +226,28 @@ class PageLease:
         return True
 
     def shrink(self, num_pages: int) -> None:
-        """Keep the first `num_pages` pages and free all later pages. A shorter lease does not change."""
+        """Keep the first `num_pages` pages and free all later pages. A shorter lease does not change.
+
+        Shared pages are always kept.
+        """
+        num_pages = max(num_pages, self.shared)
         kept, dropped = self.pages[:num_pages], self.pages[num_pages:]
         if dropped:
             self.pages = kept
             self.version += 1
-            self._allocator._give_back(dropped)
+            self._allocator.give_back(dropped)
 
     def release(self) -> None:
-        """Free all pages and end the lease. Further calls have no effect."""
+        """Free the lease's own pages and end the lease. Further calls have no effect."""
+        self.end(self.own_pages)
+
+    def end(self, freed: Sequence[int]) -> None:
+        """End the lease and free only these pages of its own; the store keeps all others."""
         if not self.released:
-            self.shrink(0)
             self._allocator._leases.discard(self)
+            self._allocator.give_back(freed)
+            self.pages, self.shared = [], 0
+            self.version += 1
 
     def __enter__(self) -> PageLease:
         return self

@@ -73,6 +73,7 @@ class KVPool:
         self.device = torch.device(device)
         self.latent = latent
         self.allocator = PageAllocator(num_pages)
+        self.allocator.prefers_runs = self.device.type == "cpu"
         # [layers, 2, num_pages, page_size, kv_heads, head_dim]; with a latent, each layer has one plane
         self._storage = self._allocate(
             self.kv_dtype, layers, 1 if latent else 2, num_pages, page_size, kv_heads, head_dim
@@ -268,7 +269,7 @@ class KVPool:
         ):  # The usual case: one slice, without sending indices to the device.
             first = pages[0] * self.page_size + start % self.page_size
             return rows[first : first + stop - start].clone()
-        slots = torch.tensor(self.token_slots(lease, start, stop), dtype=torch.int64).to(self.device)
+        slots = upload(self.slot_array(lease, start, stop), torch.int64, self.device)
         return rows.index_select(0, slots)
 
 

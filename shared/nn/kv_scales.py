@@ -86,8 +86,8 @@ class ScaledSource(TensorSource):
     Args:
         source: Supplies the stored tensors.
         scales: See `read_scales`.
-        head_norm: True if each head of Q and K is normed after its projection. In this case, K's scale is
-            moved into the norm.
+        head_norm: True if each head of Q and K is normed after its projection. K's scale is then applied to
+            the weights of these norms, otherwise to the projections of K and Q.
     """
 
     def __init__(self, source: TensorSource, scales: Mapping[str, float], *, head_norm: bool) -> None:

@@ -24,7 +24,7 @@ def configure_logging(
     """Route structlog and the standard library's loggers to one handler. Call once, at start-up.
 
     Args:
-        service: Service name, added to every line as ``service``.
+        service: Service name, added to every JSON object as ``service``.
         level: A level name of the standard library.
         json: If true, write one JSON object per line instead of human-readable text.
         stream: Output stream; stderr by default.
@@ -34,7 +34,9 @@ def configure_logging(
     def add_service(
         _logger: Any, _method: str, event: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
-        event.setdefault("service", service)
+        # In text, the name of the logger tells the service.
+        if json:
+            event.setdefault("service", service)
         return event
 
     shared: list[Processor] = [
@@ -52,9 +54,13 @@ def configure_logging(
         final += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         final += [
+            _to_milliseconds,
             structlog.dev.ConsoleRenderer(
-                colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
-            )
+                colors=stream.isatty(),
+                exception_formatter=structlog.dev.plain_traceback,
+                pad_event_to=0,
+                pad_level=False,
+            ),
         ]
 
     handler = logging.StreamHandler(stream)
@@ -63,7 +69,7 @@ def configure_logging(
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     # These libraries log too much at INFO; show their warnings and errors only.
-    for name in ("httpx", "httpcore", "asyncio", "grpc", "uvicorn.access"):
+    for name in ("httpx", "httpcore", "asyncio", "grpc", "uvicorn.access", "uvicorn.error"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
     structlog.configure(
@@ -76,6 +82,14 @@ def configure_logging(
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+
+
+def _to_milliseconds(
+    _logger: Any, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Shorten the time of a line to milliseconds."""
+    event["timestamp"] = f"{str(event['timestamp'])[:23]}Z"
+    return event
 
 
 def _escape_values(

@@ -112,7 +112,7 @@ def is_local(host: str) -> bool:
 
 
 def check_listen_address(address: str, field: str, *, allow_remote: bool) -> str:
-    """Check the listen address of an internal service, which has no authentication.
+    """Check the listen address of an internal service.
 
     Raises:
         ConfigurationError: The address is malformed, or other hosts could reach it and `allow_remote` is
@@ -122,7 +122,8 @@ def check_listen_address(address: str, field: str, *, allow_remote: bool) -> str
     if not allow_remote and not checked.startswith("unix:") and not is_local(checked.rpartition(":")[0]):
         raise ConfigurationError(
             f"{field}: {address} is reachable from other hosts, and this port has no authentication. "
-            "Listen on 127.0.0.1 or unix:/path, or pass --insecure.",
+            "Listen on 127.0.0.1 or unix:/path, set --peer-tls-cert, --peer-tls-key and --peer-token-file, "
+            "or pass --insecure.",
             field=field,
         )
     return checked

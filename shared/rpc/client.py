@@ -8,6 +8,8 @@ import grpc
 
 from outrider.shared.rpc.address import check_address
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT, Options, channel_options
+from outrider.shared.rpc.peer_security import NO_SECURITY, PeerSecurity, of_this_process
+from outrider.shared.rpc.peer_token import aio_interceptors, with_token
 
 # Unary calls without side effects. The transport never retries a stream. The code that opened a stream also
 # reopens the stream.
@@ -19,14 +21,44 @@ IDEMPOTENT_METHODS = (
 )
 
 
-def open_channel(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> grpc.Channel:
-    """Open a channel to ``host:port`` or ``unix:/path``. The channel connects and reconnects on its own."""
-    return grpc.insecure_channel(check_address(address, "address"), options=_options(max_message_bytes))
+def open_channel(
+    address: str,
+    *,
+    max_message_bytes: int = INTERNAL_MESSAGE_LIMIT,
+    security: PeerSecurity | None = None,
+) -> grpc.Channel:
+    """Open a channel to ``host:port`` or ``unix:/path``. The channel connects and reconnects on its own.
+
+    `security` applies to TCP addresses. None selects that of this process (`peer_security`).
+    """
+    address, security = _secured(address, security)
+    options = _options(max_message_bytes)
+    if credentials := security.channel_credentials():
+        return grpc.secure_channel(address, credentials, options=options)
+    channel = grpc.insecure_channel(address, options=options)
+    return with_token(channel, security.metadata) if security.token else channel
 
 
-def connect_aio(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_LIMIT) -> grpc.aio.Channel:
-    """Open an asyncio channel. Call this inside the running loop."""
-    return grpc.aio.insecure_channel(check_address(address, "address"), options=_options(max_message_bytes))
+def connect_aio(
+    address: str,
+    *,
+    max_message_bytes: int = INTERNAL_MESSAGE_LIMIT,
+    security: PeerSecurity | None = None,
+) -> grpc.aio.Channel:
+    """Open an asyncio channel, as `open_channel` does. Call this inside the running loop."""
+    address, security = _secured(address, security)
+    options = _options(max_message_bytes)
+    if credentials := security.channel_credentials():
+        return grpc.aio.secure_channel(address, credentials, options=options)
+    interceptors = aio_interceptors(security.metadata) if security.token else None
+    return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+
+
+def _secured(address: str, security: PeerSecurity | None) -> tuple[str, PeerSecurity]:
+    address = check_address(address, "address")
+    if address.startswith("unix:"):
+        return address, NO_SECURITY
+    return address, of_this_process() if security is None else security
 
 
 def _options(max_message_bytes: int) -> Options:

@@ -20,11 +20,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any, cast
+from typing import Any
 
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the library has no types for it
 
+from outrider.shared.rpc.peer_token import core_of
 from outrider.shared.rpc.polling import PollWindow
 
 NO_FLAGS = 0
@@ -121,10 +122,11 @@ class ClientStream:
         self._handling = False
         # Messages that `look` received. The next reading call returns them.
         self._early: deque[bytes] = deque()
+        core, metadata = core_of(channel)
         starts = (
             (
                 (
-                    cygrpc.SendInitialMetadataOperation(None, NO_FLAGS),
+                    cygrpc.SendInitialMetadataOperation(metadata, NO_FLAGS),
                     cygrpc.ReceiveStatusOnClientOperation(NO_FLAGS),
                 ),
                 _Tag.STATUS,
@@ -135,7 +137,6 @@ class ClientStream:
         # Number of started operations whose event has not arrived yet. With the last event, the core frees
         # the event queue.
         self._due = len(starts)
-        core = cast(Any, channel)._channel
         self._call: Any = core.segregated_call(
             cygrpc.PropagationConstants.GRPC_PROPAGATE_DEFAULTS,
             method.encode(),

@@ -18,6 +18,8 @@ from outrider.shared.base.errors import ConfigurationError
 from outrider.shared.rpc.address import check_address
 from outrider.shared.rpc.interceptors import AioErrorInterceptor, ErrorInterceptor
 from outrider.shared.rpc.options import INTERNAL_MESSAGE_LIMIT, server_options
+from outrider.shared.rpc.peer_security import NO_SECURITY, PeerSecurity, of_this_process
+from outrider.shared.rpc.peer_token import AioTokenCheck, TokenCheck
 
 Servicers = Sequence[tuple[Callable[[Any, Any], None], object]]
 """Pairs of a generated function ``add_XServicer_to_server`` and its servicer."""
@@ -135,6 +137,7 @@ def sync_server(
     max_workers: int = 32,
     max_message_bytes: int = INTERNAL_MESSAGE_LIMIT,
     interceptors: Sequence[grpc.ServerInterceptor] = (),
+    security: PeerSecurity | None = None,
 ) -> SyncServer:
     """Build and bind a threaded server.
 
@@ -145,20 +148,23 @@ def sync_server(
         max_workers: Number of threads. Every open stream occupies one thread.
         max_message_bytes: Largest message to send or receive, in bytes.
         interceptors: Interceptors that run inside the error interceptor, so they may raise `OutriderError`.
+        security: TLS and token of a TCP address. None selects those of this process (`peer_security`).
 
     Raises:
         ConfigurationError: The address is malformed or in use.
     """
+    security = _applied(security, address)
+    checks = [TokenCheck(security.token)] if security.token else []
     server = grpc.server(
         ThreadPoolExecutor(max_workers=max_workers, thread_name_prefix="rpc"),
-        interceptors=[ErrorInterceptor(), *interceptors],
+        interceptors=[ErrorInterceptor(), *checks, *interceptors],
         options=server_options(max_message_bytes),
     )
     health_servicer = PatientHealth()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     _add(servicers, server)
     reflection.enable_server_reflection(_reflected(service_names), server)
-    address, port = _bind(server, address)
+    address, port = _bind(server, address, security)
     return SyncServer(server, health_servicer, service_names, address, port)
 
 
@@ -170,21 +176,24 @@ def aio_server(
     max_message_bytes: int = INTERNAL_MESSAGE_LIMIT,
     max_received_bytes: int | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    security: PeerSecurity | None = None,
 ) -> AioServer:
     """Build and bind an asyncio server.
 
     Call this inside the running loop. `max_received_bytes` is the largest message to receive, by default
     `max_message_bytes`. Other arguments and errors are those of `sync_server`.
     """
+    security = _applied(security, address)
+    checks = [AioTokenCheck(security.token)] if security.token else []
     server = grpc.aio.server(
-        interceptors=[AioErrorInterceptor(), *interceptors],
+        interceptors=[AioErrorInterceptor(), *checks, *interceptors],
         options=server_options(max_message_bytes, max_received_bytes),
     )
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     _add(servicers, server)
     reflection.enable_server_reflection(_reflected(service_names), server)
-    address, port = _bind(server, address)
+    address, port = _bind(server, address, security)
     return AioServer(server, health_servicer, service_names, address, port)
 
 
@@ -197,14 +206,25 @@ def _reflected(service_names: Sequence[str]) -> tuple[str, ...]:
     return (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
-def _bind(server: grpc.Server | grpc.aio.Server, address: str) -> tuple[str, int]:
+def _applied(security: PeerSecurity | None, address: str) -> PeerSecurity:
+    if address.startswith("unix:"):
+        return NO_SECURITY
+    return of_this_process() if security is None else security
+
+
+def _bind(server: grpc.Server | grpc.aio.Server, address: str, security: PeerSecurity) -> tuple[str, int]:
     address = check_address(address, "listen")
     path = address.removeprefix("unix:") if address.startswith("unix:") else None
     # gRPC binds and listens in one step, so only the umask keeps other users out. Other threads may create
     # folders in the meantime; those remain usable for this user.
     mask = None if path is None else os.umask(0o077)
     try:
-        port = server.add_insecure_port(address)
+        credentials = security.server_credentials()
+        port = (
+            server.add_insecure_port(address)
+            if credentials is None
+            else server.add_secure_port(address, credentials)
+        )
         if path is not None:
             os.chmod(path, 0o600)
     except (RuntimeError, OSError) as error:

@@ -6,6 +6,7 @@ and uses only what both sides support.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from enum import IntEnum
 
 from outrider.shared.base.errors import ProtocolError
@@ -52,5 +53,5 @@ def agree_with_target(reply: target_pb2.GetInfoReply) -> frozenset[TargetFeature
             f"that supports version {needed}.",
             field="min_version",
         )
-    sent = set(reply.features)
+    sent: Container[int] = reply.features
     return frozenset(feature for feature in TARGET_FEATURES if feature in sent)

@@ -14,7 +14,7 @@ from outrider.draft.v1 import draft_pb2
 from outrider.shared.base.errors import ProtocolError
 from outrider.shared.rpc.ipc.doorbells import Side
 
-MIN_VERSION, MAX_VERSION = 2, 2
+MIN_VERSION, MAX_VERSION = 2, 3
 """Lowest and highest version of the draft protocol that this release supports.
 
 Increment the highest for any change that the previous release would reject or misread. Examples: a new
@@ -34,8 +34,11 @@ class Feature(IntEnum):
 
 VERSION_2_FEATURES = frozenset((Feature.ROUNDS_ON_DEVICE, Feature.MAILBOX, Feature.TRACE_LOGPROBS))
 """What a peer of version 2 supports if it sends no range of versions, and therefore no features."""
-FEATURES = VERSION_2_FEATURES
-"""The features that this release supports."""
+FEATURES = frozenset((Feature.MAILBOX, Feature.TRACE_LOGPROBS, Feature.SLOTTED_ROUNDS))
+"""The features that this release supports.
+
+With a peer of version 2, which has no slots, rounds run through the host.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,62 +1,80 @@
-"""Interface between a target and a draft in different processes whose rounds stay on both devices.
+"""What a target and a draft in different processes exchange in rounds that stay on both devices.
 
 In the steady state, no part of a round passes through the hosts. The target enqueues round n + 1 (sending the
-state, receiving the trees, the verify pass) before it has read round n back. The result of one round is the
-input of the next: a `RoundState`, whose tensors never move, so that CUDA graphs may refer to them. The host
-reads the result of every round one round late.
+state, receiving the trees, the verify pass) before it has read round n back. The host reads the result of
+every round one round late.
 
-A drafter in the target's process has another interface (`shared.spec.device_drafter`).
+`shared.spec.exchange_drafter` is the interface. A drafter in the target's process has another one
+(`shared.spec.device_drafter`).
 
 Terms: the root of a tree is the last committed token of its sequence, and committed_len counts the committed
 tokens, the root included. A feature row is the target's hidden state at one position, in the form that the
 drafter uses (`shared.spec.drafter.FeatureSpec`).
 
-A batch has fixed rows and a fixed tree shape from `ExchangeDrafter.enter` to `ResidentBatch.leave`. Every
-round of the batch runs these steps in order:
+A sequence that drafts has a *slot* at the drafter, which it takes and leaves between two rounds. The slots
+that draft with one shape in a round form a *group*. Each round transfers two blobs:
 
-1. `reserve`, on the host.
-2. `draft`, enqueued or replayed as part of a graph.
-3. `committed`, after the round was read back. By then, the next round's `reserve` and `draft` have usually
-   run.
-
-If target and draft are different processes, each round transfers two blobs:
-
-    state     `RoundState.packed`: header, committed_lens, counts, tokens, features
-    trees     header, then int32: num_nodes [bs], tokens [bs, N], parents [bs, N];
+    states    for each group `RoundState.packed`: header, committed_lens, counts, tokens, features
+    trees     for each group: header, then int32: num_nodes [G], tokens [G, N], parents [G, N];
               node 0 is the root, whose token and parent are ignored
-    header    int32[64]; the first contains the number of the round
+    header    int32[64]; the first of the blob contains the number of the round
 
-Depths, masks and roots are not sent. The target's device computes them while it checks the trees
-(`kernels.tree_check`).
+The part of each group has a multiple of 256 bytes. Depths, masks and roots are not sent. The target's device
+computes them while it checks the trees (`kernels.tree_check`).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
-
-from outrider.shared.spec.drafter import Drafter
-from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 HEADER_BYTES = 256
 ALIGNMENT = 256
 
 
 def packed_bytes(bs: int, columns: int, feature_size: int, dtype: torch.dtype) -> int:
-    """Return the size of `RoundState.packed` in bytes."""
-    return _features_start(bs, columns) + bs * columns * feature_size * dtype.itemsize
+    """Return the size of `RoundState.packed` in bytes, a multiple of `ALIGNMENT`."""
+    return _features_start(bs, columns) + _aligned(bs * columns * feature_size * dtype.itemsize)
 
 
 def _features_start(bs: int, columns: int) -> int:
-    return HEADER_BYTES + -(-4 * bs * (2 + columns) // ALIGNMENT) * ALIGNMENT
+    return HEADER_BYTES + _aligned(4 * bs * (2 + columns))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class BlobExtent(Protocol):
+    """Computes how many bytes of a blob are in use."""
+
+    def used_bytes(self, packed: memoryview) -> int:
+        """Return the number of bytes in use, given a copy of the blob on the host."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class PackedExtent:
+class LastExtent(BlobExtent):
+    """The extent of a blob of several groups: all bytes in front of the last group, and those that it uses.
+
+    Attributes:
+        start: Byte offset of the last group.
+        last: The extent of the last group.
+    """
+
+    start: int
+    last: BlobExtent
+
+    def used_bytes(self, packed: memoryview) -> int:
+        return self.start + self.last.used_bytes(packed[self.start :])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedExtent(BlobExtent):
     """Computes how many bytes of `RoundState.packed` are in use, up to the end of the last valid feature row.
 
     Attributes:
@@ -72,7 +90,6 @@ class PackedExtent:
     row_bytes: int
 
     def used_bytes(self, packed: memoryview) -> int:
-        """Return the number of bytes in use, given a copy of `packed` on the host."""
         rows, columns = 0, self.columns
         for row, count in enumerate(self.counts.unpack_from(packed, HEADER_BYTES + self.counts.size)):
             if count > 0:
@@ -136,7 +153,8 @@ class RoundState:
     ) -> RoundState:
         """Make a state of idle rows in ``packed [packed_bytes] uint8``."""
         with torch.inference_mode(False):
-            device = packed.device
+            device, start = packed.device, _features_start(bs, columns)
+            stop = start + bs * columns * feature_size * dtype.itemsize
             integers = packed[HEADER_BYTES : HEADER_BYTES + 4 * bs * (2 + columns)].view(torch.int32)
             committed_lens, counts, tokens = integers.split_with_sizes([bs, bs, bs * columns])
             committed_lens.fill_(1)
@@ -145,7 +163,7 @@ class RoundState:
                 committed_lens=committed_lens,
                 tokens=tokens.view(bs, columns),
                 counts=counts,
-                features=packed[_features_start(bs, columns) :].view(dtype).view(bs, columns, feature_size),
+                features=packed[start:stop].view(dtype).view(bs, columns, feature_size),
                 temperature=torch.zeros(bs, dtype=torch.float32, device=device),
                 seeds=torch.zeros(bs, dtype=torch.int64, device=device),
                 choices=torch.zeros(bs, dtype=torch.int32, device=device),
@@ -170,190 +188,43 @@ class RoundState:
             struct.Struct(f"<{self.bs}i"), self.columns, _features_start(self.bs, self.columns), row_bytes
         )
 
-    def fill(self, tokens: Sequence[Sequence[int]], features: Sequence[Sequence[torch.Tensor]] = ()) -> None:
-        """Write fresh rows into the first rows of the state, in stream order.
 
-        Args:
-            tokens: For each row, its newest tokens. A row may have at most `columns` tokens.
-            features: For each row, a list of tensors ``[n, feature_size]``. Together they contain one feature
-                row per token. A row without features has an empty list. The whole argument is empty if no row
-                has features.
-        """
-        host = torch.tensor(
-            [[len(row), *row] + [0] * (self.columns - len(row)) for row in tokens], dtype=torch.int32
-        )
-        fresh = host.pin_memory().to(self.counts.device, non_blocking=True) if self.counts.is_cuda else host
-        self.counts[: len(tokens)].copy_(fresh[:, 0])
-        self.tokens[: len(tokens)].copy_(fresh[:, 1:])
-        whole = [pieces[0] for pieces in features if len(pieces) == 1]
-        if (
-            whole
-            and len(whole) == len(tokens)
-            and len({(piece.shape[0], piece.device) for piece in whole}) == 1
-        ):
-            # If all rows have equally many tokens, a single copy transfers them.
-            count = whole[0].shape[0]
-            self.features[: len(tokens), :count].copy_(torch.stack(whole), non_blocking=True)
-            return
-        for row, pieces in enumerate(features):
-            start = 0
-            for piece in pieces:
-                stop = start + piece.shape[0]
-                self.features[row, start:stop].copy_(piece, non_blocking=True)
-                start = stop
-
-    def roots(self) -> torch.Tensor:
-        """Return the last committed token of every row, ``[bs] int32``, or 0 for idle rows. Does not wait."""
-        last = (self.counts.to(torch.int64) - 1).clamp_(min=0)
-        return self.tokens.gather(1, last[:, None])[:, 0]
-
-
-class ResidentBatch(Protocol):
-    """Rounds of a fixed set of rows and one tree shape, between `enter` and `leave`. Engine thread only.
+@dataclass(frozen=True, slots=True)
+class StateBlob:
+    """The states of all groups of a round, in one block of memory.
 
     Attributes:
-        key: Identifies everything that a recorded graph depends on, except the size of the state and the tree
-            shape. This includes addresses and widths of the drafter's static tensors (e.g. the bucket of its
-            page table) and the sampling mode fixed in the graph (e.g. whether any row has a temperature above
-            0). Two batches with the same key and the same state may share a graph. The key may change in
-            `reserve`. The engine then records another graph.
+        packed: ``[n] uint8``.
+        extent: Computes how much of `packed` is in use.
     """
 
-    key: Hashable
-
-    def reserve(self, committed_upper: Sequence[int]) -> bool:
-        """Reserve host-side resources (e.g. pages) for one more round.
-
-        If the page table grows, it is copied to its static tensor in stream order. The round that is still
-        running therefore reads the old page table.
-
-        Args:
-            committed_upper: For each session, an upper bound of its `committed_lens` at the start of the
-                round to be enqueued next. That round extends the sequence by ≤ R rows and grows a tree behind
-                these rows. Bounds never shrink from one call to the next, except that a retired row has 0.
-
-        Returns:
-            False if there is no room. The engine then waits for the rounds in flight, leaves, and runs its
-            rounds through the host.
-        """
-        ...
-
-    def draft(self, state: RoundState) -> DraftBatch:
-        """Enqueue one round of drafting: extend by the `counts` rows of `state`, then grow the trees.
-
-        A CUDA graph must be able to capture this method, so it only enqueues. It never synchronises with the
-        host or branches on the contents of tensors. It reads `state` and the static tensors of this object,
-        and writes the drafter's own pool. It never writes `state`. On a CPU, the same code runs immediately.
-
-        During a capture, all rows of the state are idle. No data may then be stored that is read later.
-
-        Returns:
-            ``[state.bs, N]`` trees, where N is the shape's `max_nodes` and node 0 is the root. Idle rows have
-            ``num_nodes`` 1. `logprobs` may be None.
-        """
-        ...
-
-    def committed(self, tokens_per_row: Sequence[Sequence[int]]) -> None:
-        """Receive the result of a round: at most R tokens per session, in the session order of `enter`.
-
-        The entry of a retired row is empty. A row is retired when it stops, so no tokens after the stop are
-        included. Another round may be running during this call.
-        """
-        ...
-
-    def retire(self, rows: Sequence[int]) -> None:
-        """Make rows idle because their sequences have ended. The caller then calls `Drafter.close` for them.
-
-        All rows keep their row numbers. From the next enqueued round on, the count of the retired rows is 0.
-
-        A round that is already enqueued may still write to the pages of these rows. The pages may
-        nevertheless be freed immediately, because stream order puts those writes before all work of the
-        pages' next owner.
-        """
-        ...
-
-    def leave(self) -> None:
-        """End the rounds, after every enqueued round was read back and passed to `committed`.
-
-        The tokens of the last `committed` stay pending with their features, as if every commit had come
-        through the host. These features are copied from the state in stream order, because the state may be
-        reused right after this call. If no round has run since `enter`, the sessions are in the same state as
-        before `enter`.
-        """
-        ...
+    packed: torch.Tensor
+    extent: BlobExtent
 
 
-@runtime_checkable
-class ExchangedBatch(ResidentBatch, Protocol):
-    """Rounds of a drafter in another process. Recorded graphs exclude the transfers of state and trees.
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """Sizes of one group of a round: rows, columns of the state, nodes per tree."""
 
-    In each round, call `reserve`, `exchange`, `draft` and `hand_over`, in this order. Call `carry` after
-    them, before the next round. `draft` only checks the received trees on the device, so it can be part of a
-    graph. After `exchange`, call `hand_over` and `carry` even if an error occurs in between.
-    """
-
-    @property
-    def others_s(self) -> float:
-        """Longest time in seconds for which a round with other rows waits for trees of rows in mode `on`."""
-        ...
-
-    def exchange(self, state: RoundState, limit_s: float | None, ahead: bool) -> None:
-        """Send the state of the next round and receive its trees, in stream order. Never captured.
-
-        This either blocks the host until the trees have arrived, or only enqueues the wait for them. In both
-        cases the wait is bounded. If the trees do not arrive in time, `draft` returns trees of one node.
-
-        Args:
-            state: The state that `draft` will receive.
-            limit_s: Longest time that the device may wait for the trees. None means to wait as long as rows
-                in mode `on` do.
-            ahead: True if the device may wait for work that the host does in `hand_over` and `carry`. All
-                work that the caller enqueues in between must then have run before. The first run of other
-                work could make the host wait for the device while the device waits for the host.
-        """
-        ...
-
-    def hand_over(self) -> None:
-        """Do the host's remaining part of sending the state. Wait until the previous round has ended."""
-        ...
-
-    def carry(self, wanted: bool) -> None:
-        """Do the host's remaining part of receiving the trees. Waits for the trees only if `wanted`."""
-        ...
+    batch_size: int
+    columns: int
+    nodes: int
 
 
-@runtime_checkable
-class ExchangeDrafter(Drafter, Protocol):
-    """A drafter in another process that exchanges rounds with this device while `device_resident` is True.
+def state_starts(sizes: Sequence[GroupSize], feature_size: int, dtype: torch.dtype) -> list[int]:
+    """Return the byte offset of each group's state in the blob of a round, then the size of the blob."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + packed_bytes(size.batch_size, size.columns, feature_size, dtype))
+    return starts
 
-    Engine thread only.
-    """
 
-    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
-        """Start rounds on the device for these sessions.
-
-        Session i becomes row i of `state`. All further rows are idle.
-
-        Before the call:
-
-        - The engine has filled `committed_lens`, `temperature`, `seeds` and `choices`, and made every row
-          idle.
-        - Every session has received all of its commits.
-
-        This call prepares the drafter's static tensors. It also fills `tokens`, `counts` and `features` of
-        the sessions' rows from the pending commits (at least the root's), in stream order.
-
-        Returns:
-            The rounds, or None if they cannot start now. Possible reasons are that a session is unknown or
-            lacks features, that more than R rows are pending, or that there is no room. `state` then still
-            has idle rows only. The engine runs this round through the host, and may call `enter` again in the
-            next round.
-        """
-        ...
-
-    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
-        """Return a batch of idle rows without sessions, with which the graphs are recorded at start-up."""
-        ...
+def trees_starts(sizes: Sequence[GroupSize]) -> list[int]:
+    """Return the byte offset of each group's trees in the blob of a round, then the size of the blob."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + trees_bytes(size.batch_size, size.nodes))
+    return starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,12 +248,18 @@ class TreesBlob:
     def make(cls, bs: int, nodes: int, device: torch.device) -> TreesBlob:
         """Make a blob of zeros."""
         with torch.inference_mode(False):
-            blob = torch.zeros(trees_bytes(bs, nodes), dtype=torch.uint8, device=device)
-            number, rest = blob[:4].view(torch.int32), blob[HEADER_BYTES:].view(torch.int32)
+            return cls.of(torch.zeros(trees_bytes(bs, nodes), dtype=torch.uint8, device=device), bs, nodes)
+
+    @classmethod
+    def of(cls, blob: torch.Tensor, bs: int, nodes: int) -> TreesBlob:
+        """Return the views of trees in ``blob [trees_bytes] uint8``."""
+        with torch.inference_mode(False):
+            used = HEADER_BYTES + 4 * bs * (1 + 2 * nodes)
+            number, rest = blob[:4].view(torch.int32), blob[HEADER_BYTES:used].view(torch.int32)
             num_nodes, tokens, parents = rest.split_with_sizes([bs, bs * nodes, bs * nodes])
             return cls(blob, number, num_nodes, tokens.view(bs, nodes), parents.view(bs, nodes))
 
 
 def trees_bytes(bs: int, nodes: int) -> int:
-    """Return the size of a `TreesBlob` in bytes."""
-    return HEADER_BYTES + 4 * bs * (1 + 2 * nodes)
+    """Return the size of a `TreesBlob` in bytes, a multiple of `ALIGNMENT`."""
+    return HEADER_BYTES + _aligned(4 * bs * (1 + 2 * nodes))

@@ -79,3 +79,19 @@ def make_gateway(shared_fake: FakeTarget, tokenizer_dir: Path) -> Iterator[Calla
     yield make
     for gateway in started:
         gateway.close()
+
+
+@pytest.fixture
+def make_target(tokenizer: Tokenizer) -> Iterator[Callable[..., FakeTarget]]:
+    """Return a function that starts a target. All are stopped after the test."""
+    started: list[FakeTarget] = []
+
+    def make(**options: Any) -> FakeTarget:
+        target = FakeTarget(tokenizer.get_vocab_size(), **options)
+        target.start()
+        started.append(target)
+        return target
+
+    yield make
+    for target in started:
+        target.stop()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -253,6 +257,9 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             ),
         )
 
+    def FlushPrefixCache(self, request, context) -> target_pb2.FlushPrefixCacheReply:
+        return target_pb2.FlushPrefixCacheReply(pages=3)
+
     def GetStats(self, request, context) -> target_pb2.GetStatsReply:
         return target_pb2.GetStatsReply(
             auto=target_pb2.AutoDecision(reason="idle"),
@@ -260,6 +267,35 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             draft_state="on",
             prometheus_text=self.prometheus_text,
         )
+
+
+@contextlib.contextmanager
+def target_process(vocab_size: int, script: str = "FakeTarget.default_script") -> Iterator[subprocess.Popen]:
+    """Run a scripted target in a process of its own, which can be suspended.
+
+    Args:
+        vocab_size: Size of its vocabulary.
+        script: Expression for its script.
+
+    Yields:
+        The process. Its first line of output is its address.
+    """
+    code = (
+        "import sys, signal\n"
+        "from fake_target import FakeTarget, Script, chain_tokens\n"
+        "target = FakeTarget(int(sys.argv[1]))\n"
+        f"target.script = {script}\n"
+        "print(target.start(), flush=True)\n"
+        "signal.pause()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", code, str(vocab_size)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def rest_of(steps: Sequence[Sequence[int]], count: int) -> list[Sequence[int]]:

@@ -213,6 +213,39 @@ def test_the_native_route_returns_sglangs_logprobs(stack: Stack) -> None:
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_prompt_of_a_native_batch_may_have_logprobs_of_its_own(stack: Stack, stream: bool) -> None:
+    body = {
+        "text": [PROMPT, "The quick", "Hello"],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 3},
+        "return_logprob": [True, False, True],
+        "logprob_start_len": [0, -1, -1],
+        "top_logprobs_num": [2, 0, 0],
+    }
+    if stream:
+        last: dict[int, dict[str, Any]] = {}
+        with httpx.stream(
+            "POST", f"{stack.base_url}/generate", json=body | {"stream": True}, timeout=60
+        ) as got:
+            for line in got.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    last[event["index"]] = event["meta_info"]
+        metas = [last[index] for index in range(3)]
+    else:
+        answer = httpx.post(f"{stack.base_url}/generate", json=body, timeout=60)
+        metas = [one["meta_info"] for one in answer.json()]
+    first, second, third = metas
+    assert len(first["input_token_logprobs"]) == first["prompt_tokens"]
+    assert all(len(top) == 2 for top in first["output_top_logprobs"])
+    assert "output_token_logprobs" not in second
+    assert len(third["output_token_logprobs"]) == third["completion_tokens"]
+    assert third["input_token_logprobs"] == []
+    assert "output_top_logprobs" not in third
+    wrong = httpx.post(f"{stack.base_url}/generate", json=body | {"return_logprob": [True]}, timeout=60)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "return_logprob")
+
+
 def test_best_of_returns_the_most_likely_answers(stack: Stack) -> None:
     asked = {"temperature": 1.0, "seed": 5, "max_tokens": 8}
     everyone = complete(stack, n=4, logprobs=0, **asked)["choices"]

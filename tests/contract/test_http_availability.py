@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import httpx
 import pytest
-from fake_target import FakeTarget, Script
+from fake_target import FakeTarget, Script, target_process
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import CHAT, TIMEOUT_S, MakeGateway, client_of, error_of
 from tokenizers import Tokenizer
@@ -197,20 +194,7 @@ def test_streams_that_outlast_the_grace_period_are_cancelled(
 
 def test_a_suspended_target_is_not_ready(make_gateway: MakeGateway, tokenizer: Tokenizer) -> None:
     """A suspended process keeps its connections, so only an overdue answer tells that it hangs."""
-    script = (
-        "import sys, signal\n"
-        "from fake_target import FakeTarget\n"
-        "print(FakeTarget(int(sys.argv[1])).start(), flush=True)\n"
-        "signal.pause()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(tokenizer.get_vocab_size())],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    try:
+    with target_process(tokenizer.get_vocab_size()) as child:
         assert child.stdout
         gateway = make_gateway(target=child.stdout.readline().strip(), target_probe_timeout_s=0.3)
         child.send_signal(signal.SIGSTOP)
@@ -220,6 +204,3 @@ def test_a_suspended_target_is_not_ready(make_gateway: MakeGateway, tokenizer: T
             assert client.get("/health").status_code == 200
         child.send_signal(signal.SIGCONT)
         gateway.wait_ready()
-    finally:
-        child.kill()
-        child.communicate()

@@ -13,12 +13,22 @@ from pathlib import Path
 import grpc
 import pytest
 from safetensors.torch import load_file, save_file
-from support.stack import DEMO_HEAD, DEMO_TARGET, OUTRIDER, PROMPTS, Stack, separate, supervised
+from support.stack import (
+    DEMO_HEAD,
+    DEMO_TARGET,
+    OUTRIDER,
+    PROMPTS,
+    Stack,
+    child_pid,
+    separate,
+    supervised,
+)
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.gateway.v1 import gateway_pb2
 
+WAIT_S = 60
 ON, OFF = common_pb2.SPECULATION_MODE_ON, common_pb2.SPECULATION_MODE_OFF
 
 
@@ -80,6 +90,21 @@ def test_sigterm_lets_streams_finish_and_leaves_nothing_behind() -> None:
         assert up.popen.wait(60) == 0
         with pytest.raises(ProcessLookupError):
             os.killpg(up.popen.pid, 0)
+
+
+@pytest.mark.timeout(240)  # four services start one after the other
+def test_services_are_reachable_again_after_their_sockets_were_removed() -> None:
+    with supervised() as stack:
+        up = stack.processes[0]
+        expected = stack.client.chat(PROMPTS[0], mode=OFF, max_tokens=40).token_ids
+        shutil.rmtree(Path(stack.target_address.removeprefix("unix:")).parent)
+        # 1. Connections from before go on.
+        assert stack.client.chat(PROMPTS[0], mode=OFF, max_tokens=40).token_ids == expected
+        # 2. A new gateway needs a socket of the target, and the new target one of the draft.
+        os.kill(child_pid(up.popen.pid, "gateway"), signal.SIGKILL)
+        up.wait_serving(stack.grpc_address)
+        stack.wait_drafting(WAIT_S)
+        assert stack.client.chat(PROMPTS[0], mode=ON, max_tokens=40).token_ids == expected
 
 
 def test_a_draft_table_shorter_than_the_prompt_changes_nothing(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Traces of requests through real processes, received by a collector in the test."""
+"""Traces of requests through real processes, received by a collector in the test; and the draft's metrics."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -100,6 +101,10 @@ def test_one_trace_leads_through_gateway_target_and_draft() -> None:
                     text="One two", options=gateway_pb2.GenerationOptions(max_tokens=4)
                 )
                 list(call(request, metadata=[("traceparent", f"00-{GRPC_TRACE}-{CALLER}-01")], timeout=60))
+            # The draft's metrics arrive with one of the next replies.
+            deadline = time.monotonic() + 30
+            while "outrider_draft_trees_total" not in httpx.get(f"{stack.base_url}/metrics").text:
+                assert time.monotonic() < deadline
         # The services have sent their spans before they ended.
         assert found.paths == {"/v1/traces"}
         trace = found.of(TRACE)

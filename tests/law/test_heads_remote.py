@@ -58,12 +58,18 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rounds_with(decoder: Decoder, drafter: Drafter) -> list[list[tuple[list[int], list[int]]]]:
-    """Return, for each request and round, the drafted tokens and the emitted tokens."""
+    """Return, for each request and round, the drafted tokens and the emitted tokens.
+
+    Each prompt is sent twice. The second time, its full pages are stored.
+    """
     harness = make_harness(decoder, drafter)
-    for index, prompt in enumerate(PROMPTS):
-        harness.submit(prompt, 16, request_id=str(index), shape=(3, 2, 8), trace=True)
-    harness.run()
-    traces = [harness.sink.rounds[str(index)] for index in range(len(PROMPTS))]
+    for name in ("first", "second"):
+        for index, prompt in enumerate(PROMPTS):
+            harness.submit(prompt, 16, request_id=f"{name} {index}", shape=(3, 2, 8), trace=True)
+        harness.run()
+    assert [harness.sink.finished[f"second {index}"].cached_tokens for index in range(3)] == [0, 16, 16]
+    traces = [harness.sink.rounds[f"{name} {index}"] for name in ("first", "second") for index in range(3)]
+    assert [len(trace) for trace in traces[:3]] == [len(trace) for trace in traces[3:]]
     return [[([node.token for node in one.nodes], list(one.emitted)) for one in trace] for trace in traces]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from draft_client import commit_request, fence, open_request
+from draft_client import commit_request, open_request
 
 from outrider.common.v1 import common_pb2
 from outrider.draft.v1 import draft_pb2
@@ -74,18 +74,11 @@ class IpcTarget:
         self.carrier.send(request)
         return self.expect("frame").frame
 
-    def enter(self, session_id: int, number: int) -> None:
-        """Request rounds on the device for a session with one chosen token after its prompt."""
-        message = draft_pb2.RoundsEnter(
-            rounds=number,
-            shape=draft_pb2.Shape(depth=3, topk=2, max_nodes=7),
-            batch=1,
-            columns=6,
-            feature_size=HIDDEN,
-            feature_dtype=common_pb2.DATA_TYPE_FLOAT32,
-        )
-        message.rows.add(fence=fence(session_id, 1, [*PROMPT, 8]), base_len=len(PROMPT), token_ids=[8])
-        self.carrier.send(draft_pb2.SessionRequest(rounds_enter=message))
+    def open_slots(self, **sizes: int) -> draft_pb2.SlotsOpened:
+        """Open slots for rounds on the device."""
+        opening = {"slots": 4, "feature_size": HIDDEN, "feature_dtype": common_pb2.DATA_TYPE_FLOAT32} | sizes
+        self.carrier.send(draft_pb2.SessionRequest(slots_open=draft_pb2.SlotsOpen(**opening)))  # type: ignore[arg-type]
+        return self.expect("slots_opened").slots_opened
 
     def open(self, session_id: int) -> None:
         self.carrier.send(open_request(session_id, PROMPT))

@@ -102,29 +102,31 @@ def test_the_trees_equal_those_over_grpc(service: DraftService) -> None:
     assert (here.fence, here.token_ids, here.parents) == (there.fence, there.token_ids, there.parents)
 
 
-def test_rounds_on_the_device_begin_when_the_rows_of_the_prompt_are_there(service: DraftService) -> None:
+def test_a_session_may_join_a_slot_when_the_rows_of_its_prompt_are_there(service: DraftService) -> None:
     target = IpcTarget(service, rounds=True).start()
+    assert target.open_slots().accepted
     target.open(7)
-    target.enter(7, 1)
-    assert target.carrier.receive(0.2) is None, "the rounds are neither started nor refused"
+    assert target.carrier.receive(0.2) is None, "the draft lacks rows"
     target.feed(7, len(PROMPT) - 1)
-    entered = target.expect("rounds_entered").rounds_entered
-    assert (entered.rounds, entered.accepted) == (1, True)
+    ready = target.expect("slot_ready").slot_ready
+    assert (ready.session_id, ready.epoch) == (7, 1)
     target.leave()
     wait_for(lambda: sessions(service) == 0)
 
 
-def test_a_target_that_left_its_rounds_is_answered_when_its_rows_are_there(service: DraftService) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [({"slots": 0}, "slots"), ({"slots": 1 << 31}, "slots"), ({"feature_size": HIDDEN - 1}, "features")],
+)
+def test_slots_that_the_draft_cannot_serve_are_refused(
+    service: DraftService, sizes: dict[str, int], reason: str
+) -> None:
     target = IpcTarget(service, rounds=True).start()
+    opened = target.open_slots(**sizes)
+    assert (opened.accepted, opened.reason) == (False, reason)
     target.open(7)
-    target.enter(7, 1)
-    target.carrier.send(draft_pb2.SessionRequest(rounds_leave=draft_pb2.RoundsLeave(rounds=1)))
     target.feed(7, len(PROMPT) - 1)
-    entered = target.expect("rounds_entered").rounds_entered
-    assert (entered.rounds, entered.accepted) == (1, True)
-    assert len(target.round(7, 1, [*PROMPT, 8], len(PROMPT)).trees) == 1, (
-        "no rounds on the device have begun, so the reply comes through the host"
-    )
+    assert len(target.round(7, 1, [*PROMPT, 8], len(PROMPT)).trees) == 1, "frames must still be answered"
     target.leave()
     wait_for(lambda: sessions(service) == 0)
 
@@ -210,10 +212,10 @@ def test_targets_that_come_and_go_leak_nothing(service: DraftService) -> None:
 
     def visit() -> None:
         target = IpcTarget(service, rounds=True).start()
+        assert target.open_slots().accepted
         target.open(7)
-        target.enter(7, 1)
         target.feed(7, len(PROMPT) - 1)
-        assert target.expect("rounds_entered").rounds_entered.accepted
+        target.expect("slot_ready")
         target.leave()
         wait_for(lambda: sessions(service) == 0)
 

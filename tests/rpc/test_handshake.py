@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -17,14 +19,14 @@ from outrider.draft.v1 import draft_pb2, draft_pb2_grpc
 from outrider.services.draft.app import DraftService
 from outrider.services.draft.settings import DraftSettings
 from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
-from outrider.services.target.draft_client.transport.carrier import Carrier
+from outrider.services.target.draft_client.transport.carrier import Carrier, ConnectionLost
 from outrider.services.target.draft_client.transport.create import carrier_of
 from outrider.shared.base.errors import OutriderError, ProtocolError
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.rpc import version
 from outrider.shared.rpc.address import grpc_address
 from outrider.shared.rpc.client import open_channel
-from outrider.shared.rpc.version import FEATURES, MAX_VERSION, Feature, agree_with_ack
+from outrider.shared.rpc.version import FEATURES, MAX_VERSION, Feature, Offer, agree
 
 HIDDEN, LAYERS = 64, 8
 CPU = torch.device("cpu")
@@ -33,9 +35,10 @@ SLOTTED = draft_pb2.PROTOCOL_FEATURE_SLOTTED_ROUNDS
 UNKNOWN = 1000
 """A feature of a later release."""
 
-ALL = "features: rounds_on_device, mailbox, trace_logprobs"
+OLD = "features: mailbox, trace_logprobs"
+"""The features in force with a release that sends no range."""
 TOGETHER: list[tuple[dict[str, object], int, str]] = [
-    ({"protocol_version": 2}, 2, ALL),
+    ({"protocol_version": 2}, 2, OLD),
     ({"protocol_version": 2, "min_version": 2, "max_version": 2}, 2, "features: none"),
     (
         {"protocol_version": 1, "min_version": 1, "max_version": 9, "protocol_features": [MAILBOX, UNKNOWN]},
@@ -45,7 +48,7 @@ TOGETHER: list[tuple[dict[str, object], int, str]] = [
     (
         {"protocol_version": 3, "min_version": 3, "max_version": 4, "protocol_features": [SLOTTED, ROUNDS]},
         3,
-        "features: rounds_on_device",
+        "features: slotted_rounds",
     ),
 ]
 """What a peer sends, the version on which it and a release of versions 2 to 3 agree, and the features."""
@@ -85,7 +88,7 @@ APART: list[tuple[dict[str, object], str, str]] = [
 
 @pytest.fixture
 def versions_2_to_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this release support two versions."""
+    """Keep these tests as they are when this release supports further versions."""
     monkeypatch.setattr(version, "MIN_VERSION", 2)
     monkeypatch.setattr(version, "MAX_VERSION", 3)
 
@@ -124,6 +127,11 @@ def hello_of(fields: dict[str, object]) -> draft_pb2.Hello:
     return draft_pb2.Hello(target_id="t1", **(sizes | fields))  # type: ignore[arg-type]
 
 
+def follow(carrier: Carrier) -> None:
+    with contextlib.suppress(ConnectionLost):
+        carrier.follow(lambda _pong: None)
+
+
 @pytest.mark.usefixtures("versions_2_to_3")
 @pytest.mark.parametrize(("fields", "chosen", "features"), TOGETHER)
 def test_the_draft_chooses_the_highest_common_version(
@@ -156,17 +164,36 @@ def test_get_info_describes_what_the_draft_supports(service: DraftService) -> No
     assert set(head.protocol_features) == FEATURES
 
 
-@pytest.mark.parametrize("rounds", [True, False])
-def test_rounds_are_offered_only_if_that_feature_is_in_force(carrier: Carrier, rounds: bool) -> None:
-    agreed = agree_with_ack(carrier.hello(hello_of({"protocol_version": 2})))
-    features = agreed.features if rounds else agreed.features - {Feature.ROUNDS_ON_DEVICE}
-    carrier.open_bulk("t1", features)
-    assert (carrier.rounds is not None) == rounds
+@pytest.mark.parametrize(
+    "offered",
+    [
+        {"protocol_version": 2},
+        {"protocol_version": 2, "min_version": 2, "max_version": 2, "protocol_features": [ROUNDS, MAILBOX]},
+        {"protocol_version": 2, "min_version": 2, "max_version": 3, "protocol_features": [SLOTTED, MAILBOX]},
+    ],
+    ids=["without a range", "version 2", "version 3"],
+)
+def test_rounds_are_offered_only_to_peers_with_slots(carrier: Carrier, offered: dict[str, object]) -> None:
+    ack = carrier.hello(hello_of(offered))
+    common = agree(Offer.of(hello_of(offered)), Offer.of(ack))
+    carrier.open_bulk("t1", common.features)
+    assert (carrier.rounds is not None) == (common.version == 3)
+
+
+def test_a_target_of_version_2_is_told_that_its_rounds_run_through_the_host(carrier: Carrier) -> None:
+    carrier.hello(hello_of({"protocol_version": 2}))
+    carrier.open_bulk("t1", frozenset({Feature.MAILBOX}))
+    threading.Thread(target=follow, args=(carrier,), daemon=True).start()
+    carrier.send(draft_pb2.SessionRequest(rounds_enter=draft_pb2.RoundsEnter(rounds=5)))
+    carrier.send(draft_pb2.SessionRequest(rounds_leave=draft_pb2.RoundsLeave(rounds=5)))
+    reply = carrier.receive(30.0)
+    assert reply is not None
+    assert (reply.rounds_entered.rounds, reply.rounds_entered.accepted) == (5, False)
 
 
 def test_ipc_without_mailboxes_is_refused_and_grpc_is_not(service: DraftService, carrier: Carrier) -> None:
-    agreed = agree_with_ack(carrier.hello(hello_of({"protocol_version": 2})))
-    features = agreed.features - {Feature.MAILBOX}
+    carrier.hello(hello_of({"protocol_version": 2}))
+    features = FEATURES - {Feature.MAILBOX}
     if service.address.startswith("ipc:"):
         with pytest.raises(ProtocolError, match="use a draft address for gRPC"):
             carrier.open_bulk("t1", features)

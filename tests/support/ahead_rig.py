@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from outrider.draft.v1 import draft_pb2
 from outrider.services.target.draft_client.transport.stream_exchange import StreamExchange
 from outrider.shared.rpc.polling import PollWindow
-from outrider.shared.spec.resident import RoundState
+from outrider.shared.spec.resident import RoundState, StateBlob
 from support.relay_rig import SIZE, Relay
 
-COLUMNS, WIDTH = 2, 8
+COLUMNS, WIDTH = 2, 32
 STATE_SIZE = 256 + 256 + COLUMNS * WIDTH * 4
 
 
@@ -59,6 +59,7 @@ class Target:
         assert self.state.packed is not None
         self.packed = self.state.packed
         assert self.packed.nbytes == STATE_SIZE
+        self.sent_state = StateBlob(self.packed, self.state.extent)
         self.state.features.copy_(torch.arange(COLUMNS * WIDTH).view(1, COLUMNS, WIDTH))
         self.state.counts.fill_(COLUMNS)
         self.trees = torch.zeros(SIZE, dtype=torch.uint8)
@@ -69,7 +70,7 @@ class Target:
 
     def exchange(self, number: int, ahead: bool = True, limit_s: float = 1.0) -> None:
         message = draft_pb2.RoundsNext(rounds=1, number=number)
-        self.channel.exchange(message, self.state, self.trees, self.expected, limit_s, ahead)
+        self.channel.exchange(message, self.sent_state, self.trees, self.expected, limit_s, ahead)
 
     def carry(self) -> None:
         self.channel.hand_over()

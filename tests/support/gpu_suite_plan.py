@@ -35,13 +35,14 @@ SOAK, TEXTS, MPS, FLASHINFER = (
     f"gpu/test_{name}_cuda.py" for name in ("soak", "text_bf16", "mps", "flashinfer")
 )
 RANKS, SERVED_RANKS = "gpu/test_tp_cuda.py", "gpu/test_tp_serving_cuda.py"
+TWO_TARGETS = "gpu/test_many_targets_cuda.py"
 SERVED, SERVED_BF16 = "gpu/test_serving.py", "gpu/test_serving_bf16.py"
 QUIET = tuple(
     f"gpu/test_{name}_cuda.py"
     for name in ("ipc", "ipc_rounds", "bench", "exchange", "launch_counts", "relay")
 )
 """Tests that wait for other processes or that measure. They use two GPUs if the machine has two."""
-APART = (SOAK, TEXTS, MPS, RANKS, SERVED_RANKS, SERVED, SERVED_BF16, *QUIET)
+APART = (SOAK, TEXTS, MPS, RANKS, SERVED_RANKS, TWO_TARGETS, SERVED, SERVED_BF16, *QUIET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,14 @@ def plan(gpus: int, cores: int) -> list[Job]:
         Job("quiet", (2, 3), pair, QUIET),
     ]
     if gpus > 1:
-        jobs.append(Job("two ranks", (0, 1), pair, ("-m", "multi_gpu", "-k", "not [4-", RANKS, SERVED_RANKS)))
+        jobs.append(
+            Job(
+                "two ranks",
+                (0, 1),
+                pair,
+                ("-m", "multi_gpu", "-k", "not [4-", RANKS, SERVED_RANKS, TWO_TARGETS),
+            )
+        )
     if gpus > 3:
         jobs.append(Job("four ranks", (0, 1, 2, 3), few, ("-m", "multi_gpu", "-k", "[4-", RANKS)))
     return jobs

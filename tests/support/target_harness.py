@@ -15,20 +15,13 @@ from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.recorder import Recorder
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.request import (
-    Event,
-    FailedEvent,
-    FinishedEvent,
-    GenerationRequest,
-    SpeculationLimits,
-    TokensEvent,
-)
+from outrider.services.target.request import GenerationRequest, SpeculationLimits
 from outrider.services.target.scheduling.limits import EngineLimits, SchedulerLimits
 from outrider.services.target.scheduling.scheduler import Scheduler
 from outrider.shared.attn.base import AttentionBackend, build_batch
 from outrider.shared.attn.create import create_backend
-from outrider.shared.base.generation import RoundTrace, SamplingParams, SpeculationMode
-from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams, TokenLogprob
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.base.logit_rules import NO_LOGPROBS, LogprobParams
 from outrider.shared.engine.graphs import GraphCache
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.open import load_decoder
@@ -42,40 +35,13 @@ from outrider.shared.spec.drafter import (
     SequenceOpen,
 )
 from outrider.shared.spec.tree import DraftBatch, mask_words
+from support.collector import Collector
 from support.compute_device import DEVICE
 from support.rule_oracle import ruled
 from support.unbounded_share import UnboundedShare
 
 Node = tuple[int, int]
 """Token and parent index of a draft node. The root is node 0 and is not listed."""
-
-
-@dataclass
-class Collector:
-    """An `EventSink` that stores the events of each request."""
-
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    finished: dict[str, FinishedEvent] = field(default_factory=dict)
-    failed: dict[str, FailedEvent] = field(default_factory=dict)
-    rounds: dict[str, list[RoundTrace]] = field(default_factory=dict)
-    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
-    deliveries: int = 0
-
-    def deliver(self, events: Sequence[Event]) -> None:
-        self.deliveries += 1
-        for event in events:
-            assert event.request_id not in self.finished, "no event may follow the end"
-            assert event.request_id not in self.failed, "no event may follow the end"
-            if isinstance(event, TokensEvent):
-                self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
-                self.rounds.setdefault(event.request_id, []).extend(event.rounds)
-                self.logprobs.setdefault(event.request_id, []).extend(event.logprobs)
-                self.prompt_logprobs.setdefault(event.request_id, []).extend(event.prompt_logprobs)
-            elif isinstance(event, FinishedEvent):
-                self.finished[event.request_id] = event
-            else:
-                self.failed[event.request_id] = event
 
 
 class FakeDrafter:
@@ -251,6 +217,7 @@ class Harness:
         deadline: float | None = None,
         priority: int = 0,
         logprobs: LogprobParams = NO_LOGPROBS,
+        salt: str = "",
         resume: Sequence[int] = (),
     ) -> int:
         depth, topk, max_nodes = shape or (None, None, None)
@@ -265,6 +232,7 @@ class Harness:
             deadline=deadline,
             priority=priority,
             logprobs=logprobs,
+            cache_salt=salt,
             resume_ids=tuple(resume),
         )
         return self.engine.submit(request, self.sink)

@@ -81,7 +81,7 @@ class PageTables:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._tables: dict[tuple[int, int], PageTable] = {}
+        self._tables: dict[tuple[int, int, int], PageTable] = {}
 
     def width_for(self, num_tokens: int) -> int | None:
         """Return the width of a table for a sequence of this length; None if the pool is too small."""
@@ -92,8 +92,15 @@ class PageTables:
             tokens *= WIDTH_FACTOR
         return min(self._pool.pages_for(tokens), self._pool.num_pages)
 
-    def find(self, bs: int, width: int) -> PageTable:
-        """Return the table of this size. Rounds of equal sizes use the same table, one after the other."""
-        if (bs, width) not in self._tables:
-            self._tables[bs, width] = PageTable(bs, width, self._pool.device)
-        return self._tables[bs, width]
+    def find(self, bs: int, width: int, place: int = 0) -> PageTable:
+        """Return the table of this size. Rounds of equal sizes use the same table, one after the other.
+
+        Args:
+            bs: Number of rows.
+            width: Pages per row.
+            place: Distinguishes tables of equal sizes that are written before either is used.
+        """
+        key = (bs, width, place)
+        if key not in self._tables:
+            self._tables[key] = PageTable(bs, width, self._pool.device)
+        return self._tables[key]

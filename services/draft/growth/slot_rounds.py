@@ -53,8 +53,12 @@ class SlotRounds:
         shape: DraftShape,
         batch_size: int,
         columns: int,
+        place: int = 0,
     ) -> SessionGroup:
-        """Prepare sessions for one round; see `DeviceDrafter.seat`."""
+        """Prepare sessions for one round; see `DeviceDrafter.seat`.
+
+        Groups of one round that are all staged before the first is loaded need different values of `place`.
+        """
         memory, bounded, longest = self._memory, shape.bounded(), 1
         leases: list[PageLease | None] = []
         refused: list[int] = []
@@ -82,7 +86,7 @@ class SlotRounds:
             leases.append(lease)
         width = memory.tables.width_for(longest)
         assert width is not None, "sessions that the pool cannot hold are refused"
-        table = memory.tables.find(batch_size, width)
+        table = memory.tables.find(batch_size, width, place)
         size = GrowthSize(batch_size, columns, bounded.depth, bounded.topk, shape.max_nodes)
         budgets = memory.budgets(batch_size, bounded.max_nodes)
         return SessionGroup(memory, size, table, leases, budgets, refused)

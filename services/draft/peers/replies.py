@@ -54,10 +54,25 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class RoundsEntered:
-    """The answer to RoundsEnter: an empty reason means that rounds on the device have begun."""
+    """The answer to RoundsEnter of a target of version 2, whose rounds run through the host."""
 
     rounds: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotsOpened:
+    """The answer to SlotsOpen: an empty reason means that rounds on the device may begin."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReady:
+    """Reports that a session may join a slot."""
+
+    session_id: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +121,17 @@ class TreeFrame:
 
 
 Reply = (
-    Opened | NeedResync | Rejected | Pong | TreeFrame | RoundsEntered | RoundsEnded | RoundTrees | RoundTaken
+    Opened
+    | NeedResync
+    | Rejected
+    | Pong
+    | TreeFrame
+    | RoundsEntered
+    | RoundsEnded
+    | RoundTrees
+    | RoundTaken
+    | SlotsOpened
+    | SlotReady
 )
 
 

@@ -1,25 +1,28 @@
-"""Inputs and outputs of the rounds of one size, at addresses that CUDA graphs can contain."""
+"""Inputs and outputs of rounds: of one group, at addresses that CUDA graphs can contain, and of a round."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from outrider.draft.v1 import draft_pb2
 from outrider.kernels.packed_round import GroupRows
-from outrider.shared.spec.resident import RoundState, TreesBlob
+from outrider.services.draft.sessions.session import Session
+from outrider.shared.spec.resident import GroupSize, RoundState, TreesBlob
 
 
 @dataclass(frozen=True, slots=True)
 class RoundBuffers:
-    """Inputs and outputs of the rounds of one size, at fixed addresses."""
+    """Inputs and outputs of the groups of one size, at fixed addresses."""
 
     state: RoundState  # the received state
     blob: torch.Tensor  # all memory of `state`
     number: torch.Tensor  # the round number in the header of `blob`
     expected: torch.Tensor  # [1] int32, the current round; a state with another number drafts nothing
     trees: TreesBlob  # the trees to send
+    kept: bool  # False if only one round uses this memory, which graphs then must not contain
+    sampled: list[Session | None] = field(default_factory=list)  # whose sampling parameters `state` has
 
     @property
     def rows(self) -> GroupRows:
@@ -36,11 +39,78 @@ class RoundBuffers:
         )
 
     @classmethod
-    def make(cls, message: draft_pb2.RoundsEnter, dtype: torch.dtype, device: torch.device) -> RoundBuffers:
-        """Allocate the buffers for the size in `message`."""
-        state = RoundState.idle(message.batch, message.columns, message.feature_size, dtype, device)
+    def make(
+        cls, size: GroupSize, feature_size: int, dtype: torch.dtype, device: torch.device, *, kept: bool
+    ) -> RoundBuffers:
+        """Allocate the buffers of a size."""
+        state = RoundState.idle(size.batch_size, size.columns, feature_size, dtype, device)
         assert state.packed is not None
         with torch.inference_mode(False):
             expected = torch.zeros(1, dtype=torch.int32, device=device)
-        trees = TreesBlob.make(message.batch, message.shape.max_nodes, device)
-        return cls(state, state.packed, state.packed[:4].view(torch.int32), expected, trees)
+        trees = TreesBlob.make(size.batch_size, size.nodes, device)
+        return cls(state, state.packed, state.packed[:4].view(torch.int32), expected, trees, kept)
+
+
+class JointBuffers:
+    """Memory for the blobs of rounds with several groups. All rounds use it in turn, in stream order.
+
+    Attributes:
+        states, trees: ``[n] uint8``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.states = self.trees = torch.zeros(0, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):
+            self._expected = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def reserve(self, state_bytes: int, trees_bytes: int) -> None:
+        """Grow the memory. The old memory is freed in stream order."""
+        with torch.inference_mode(False):
+            if state_bytes > self.states.nbytes:
+                self.states = torch.zeros(state_bytes, dtype=torch.uint8, device=self._device)
+            if trees_bytes > self.trees.nbytes:
+                self.trees = torch.zeros(trees_bytes, dtype=torch.uint8, device=self._device)
+
+    def parts(self, groups: Sequence[RoundBuffers]) -> JointParts:
+        """Return the blobs of a round with these groups. A single group needs no joint memory."""
+        if len(groups) == 1:
+            return JointParts(groups[0].blob, groups[0].expected, groups[0].trees.blob, ())
+        state_bytes = sum(group.blob.nbytes for group in groups)
+        trees_bytes = sum(group.trees.blob.nbytes for group in groups)
+        return JointParts(self.states[:state_bytes], self._expected, self.trees[:trees_bytes], groups)
+
+
+@dataclass(frozen=True, slots=True)
+class JointParts:
+    """The blobs of one round.
+
+    Attributes:
+        state, trees: ``[n] uint8``, what is received and sent.
+        expected: ``[1] int32``, is set to the round's number.
+        groups: The groups whose parts must be copied; empty if there is only one group.
+    """
+
+    state: torch.Tensor
+    expected: torch.Tensor
+    trees: torch.Tensor
+    groups: Sequence[RoundBuffers]
+
+    def spread(self) -> None:
+        """Copy the received states to their groups, in stream order."""
+        start = 0
+        for group in self.groups:
+            stop = start + group.blob.nbytes
+            group.blob.copy_(self.state[start:stop], non_blocking=True)
+            if start:  # only the first header contains the number
+                group.number.copy_(self.state[:4].view(torch.int32), non_blocking=True)
+            group.expected.copy_(self.expected, non_blocking=True)
+            start = stop
+
+    def collect(self) -> None:
+        """Copy the trees of all groups to the blob that is sent, in stream order."""
+        start = 0
+        for group in self.groups:
+            stop = start + group.trees.blob.nbytes
+            self.trees[start:stop].copy_(group.trees.blob, non_blocking=True)
+            start = stop

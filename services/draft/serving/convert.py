@@ -21,6 +21,8 @@ from outrider.services.draft.peers.replies import (
     RoundsEntered,
     RoundTaken,
     RoundTrees,
+    SlotReady,
+    SlotsOpened,
     TreeFrame,
 )
 from outrider.services.draft.sessions.session import Ask
@@ -180,6 +182,12 @@ def reply_to(reply: Reply) -> draft_pb2.SessionReply:
                 rounds=reply.rounds, accepted=not reply.reason, reason=reply.reason
             )
             return draft_pb2.SessionReply(rounds_entered=entered)
+        case SlotsOpened():
+            opened = draft_pb2.SlotsOpened(accepted=not reply.reason, reason=reply.reason)
+            return draft_pb2.SessionReply(slots_opened=opened)
+        case SlotReady():
+            ready = draft_pb2.SlotReady(session_id=reply.session_id, epoch=reply.epoch)
+            return draft_pb2.SessionReply(slot_ready=ready)
         case RoundsEnded():
             return draft_pb2.SessionReply(
                 rounds_ended=draft_pb2.RoundsEnded(rounds=reply.rounds, reason=reply.reason)

@@ -1,8 +1,7 @@
 """The draft protocol: dispatches each message of a target to the engine or to rounds, and sends replies.
 
-The module also checks Hello messages (tokenizer, lender of borrowed tensors), delays rounds until the rows of
-their prompts have arrived, and chooses the thread that runs a command. Transports (gRPC, unix sockets) only
-deliver messages.
+The module also checks Hello messages (tokenizer, lender of borrowed tensors), and chooses the thread that
+runs a command. Transports (gRPC, unix sockets) only deliver messages.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
 
 from outrider.draft.v1 import draft_pb2
 from outrider.services.draft.peers.exchange import Exchange
 from outrider.services.draft.peers.peer import Outlet, Peer
-from outrider.services.draft.peers.peer_batches import PeerBatches
 from outrider.services.draft.peers.replies import (
     NeedResync,
     Opened,
@@ -25,7 +22,9 @@ from outrider.services.draft.peers.replies import (
     Rejected,
     RoundsEnded,
     RoundsEntered,
+    SlotsOpened,
 )
+from outrider.services.draft.peers.slotted_rounds import SlottedRounds
 from outrider.services.draft.serving.convert import (
     CommitMessage,
     commits_from,
@@ -34,7 +33,7 @@ from outrider.services.draft.serving.convert import (
     target_info,
 )
 from outrider.services.draft.serving.loop import DraftLoop
-from outrider.services.draft.sessions.session import WARMING, Answer, PeerId, Verdict
+from outrider.services.draft.sessions.session import Answer, Verdict
 from outrider.services.draft.target_info import TargetInfo
 from outrider.services.draft.warmup import warm_up
 from outrider.shared.base.errors import CheckpointError, ProtocolError
@@ -53,19 +52,6 @@ BEGINNING_S = 0.005
 """How long the engine thread busy-polls for the first round after the rows of a short prompt."""
 PASS_ROWS = 512
 """Number of prompt rows that justify a separate pass before the remaining rows have arrived."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """Rounds that begin when all rows of their prompts have arrived.
-
-    If `left` is True, the target has left the rounds in the meantime. The target then receives only the
-    answer to RoundsEnter.
-    """
-
-    message: draft_pb2.RoundsEnter
-    exchange: Exchange
-    left: bool = False
 
 
 class DraftProtocol:
@@ -99,9 +85,7 @@ class DraftProtocol:
         self._engine = loop.engine
         self._tokenizer = tokenizer
         self._tiles = tiles
-        self._batches = PeerBatches(loop.engine, device)
-        self._in_rounds: tuple[Peer, int] | None = None
-        self._waiting: dict[PeerId, _Waiting] = {}
+        self._slots = SlottedRounds(loop.engine, device)
         # Fingerprints of the target last requested to lend tensors, and of the target that lent tensors.
         self._asked_to_lend = ""
         self._lender = ""
@@ -165,7 +149,7 @@ class DraftProtocol:
                 rows = tensors.read(some.features, "rows.features", self.feature_size)
                 # During rounds, this thread must not compute. The computation could wait for a state that
                 # this thread itself has yet to deliver.
-                if self._only_enqueues and self._batches.peer is None:
+                if self._only_enqueues and self._slots.peer is None:
                     loop.run_here(lambda: self._take_in(peer, some, rows))
                 else:
                     loop.submit(lambda: self._add_features(peer, some, rows))
@@ -190,17 +174,19 @@ class DraftProtocol:
                 if exchange.state_arrived(state):
                     return
                 loop.run_here(lambda: self._start_round(peer, state, exchange))
-            case "rounds_enter" if exchange is not None:
-                entering = request.rounds_enter
-                at_once = self._only_enqueues and self._batches.has_served(entering)
-                begin = loop.run_here if at_once else loop.submit
-                begin(lambda: self._enter_rounds(peer, entering, exchange))
+            case "slots_open" if exchange is not None:
+                opening_slots = request.slots_open
+                loop.submit(lambda: peer.send(SlotsOpened(self._slots.open(peer, opening_slots))))
+            case "slots_update" if exchange is not None:
+                update = request.slots_update
+                loop.submit(lambda: self._slots.update(peer, update))
             case "rounds_prepare" if exchange is not None:
                 size = request.rounds_prepare
-                loop.submit(lambda: loop.later(lambda: self._batches.record(size)))
-            case "rounds_leave" if exchange is not None:
-                leaving = request.rounds_leave
-                loop.submit(lambda: self._leave_rounds(peer, leaving, exchange))
+                loop.submit(lambda: loop.later(lambda: self._slots.record(size)))
+            case "rounds_enter":
+                peer.send(RoundsEntered(request.rounds_enter.rounds, "version"))
+            case "rounds_leave":
+                pass  # a target of version 2 leaves the rounds that were refused
             case other:
                 raise ProtocolError(
                     f"Unexpected message {other or 'without content'} on a session stream.", field="message"
@@ -271,88 +257,55 @@ class DraftProtocol:
         return hello_ack(strategy.info, spec, missing, feature_dtype, self._engine.sessions.limits, version)
 
     def _leave(self, peer: Peer) -> None:
-        self._waiting.pop(peer.id, None)
-        self._batches.abandon(peer.id)
+        self._slots.leave(peer)
         self.loop.leave(peer)
-
-    def _enter_rounds(self, peer: Peer, message: draft_pb2.RoundsEnter, exchange: Exchange) -> None:
-        """Begin rounds, either now or when the rows of all their prompts have arrived.
-
-        The target leaves the rounds if the rows arrive too late. May run outside the engine thread.
-        """
-        self.loop.stay_awake(BEGINNING_S)
-        self._waiting.pop(peer.id, None)
-        try:
-            with self._on_device():
-                reason = self._batches.enter(peer.id, message, exchange)
-        except Exception:
-            self._batches.abandon(peer.id)
-            peer.send(RoundsEntered(message.rounds, "failed"))
-            raise
-        if reason == WARMING:
-            self._waiting[peer.id] = _Waiting(message, exchange)
-            return
-        self._in_rounds = None if reason else (peer, message.rounds)
-        peer.send(RoundsEntered(message.rounds, reason))
 
     def _run_round(self, peer: Peer, message: draft_pb2.RoundsNext, exchange: Exchange) -> None:
         """Enqueue or prepare the next round. May run on a thread other than the engine thread."""
-        self._answer_round(peer, message, exchange, lambda: self._batches.run(peer.id, message, exchange))
+        self._answer_round(peer, message, exchange, lambda: self._slots.run(peer, message, exchange))
 
     def _start_round(self, peer: Peer, message: draft_pb2.RoundState, exchange: Exchange) -> None:
         """Enqueue the prepared round whose state has arrived. May run outside the engine thread."""
         if exchange.state_arrived(message):  # the round was enqueued after this message arrived
             return
         exchange.keep_state(message.state)
-        self._answer_round(peer, message, exchange, lambda: self._batches.go(peer.id, message, exchange))
+        self._answer_round(peer, message, exchange, lambda: self._slots.go(peer, message, exchange))
 
     def _answer_round(
         self,
         peer: Peer,
         message: draft_pb2.RoundsNext | draft_pb2.RoundState,
         exchange: Exchange,
-        run: Callable[[], bool],
+        run: Callable[[], str],
     ) -> None:
         """Run a round. If the round cannot run, send the target an answer that ends its wait."""
         try:
             with self._on_device():
-                going_on = run()
+                reason = run()
         except Exception:
-            self._batches.abandon(peer.id)
+            self._slots.abandon(peer)
             exchange.skip(message.rounds, message.number)
             peer.send(RoundsEnded(message.rounds, "failed"))
             raise
-        if not going_on:
+        if reason:
             exchange.skip(message.rounds, message.number)
-            peer.send(RoundsEnded(message.rounds, "ended"))
-
-    def _leave_rounds(self, peer: Peer, message: draft_pb2.RoundsLeave, exchange: Exchange) -> None:
-        waiting = self._waiting.get(peer.id)
-        if waiting is not None and waiting.message.rounds == message.rounds:
-            self._waiting[peer.id] = replace(waiting, left=True)
-            return
-        self._batches.leave(peer.id, message, exchange)
-        self._in_rounds = None
-
-    def _make_way(self, peer: Peer) -> None:
-        """End the rounds of another target, because rounds of one target block all other drafting."""
-        if self._in_rounds is not None and self._in_rounds[0] is not peer:
-            (other, rounds), self._in_rounds = self._in_rounds, None
-            other.send(RoundsEnded(rounds, "busy"))
+            peer.send(RoundsEnded(message.rounds, reason))
 
     def _open(self, peer: Peer, opening: SequenceOpen) -> None:
         self.loop.stay_awake(PREFILL_S)
-        self._make_way(peer)
+        self._slots.make_way(peer)
         session_id, epoch = opening.fence.session_id, opening.fence.epoch
         answer = self._engine.open(peer.id, opening)
         if answer.verdict is Verdict.ACCEPTED:
             peer.send(Opened(session_id, epoch, answer.have_len))
+            self._slots.report_ready(peer, session_id)
         else:
             self._refuse(peer, session_id, epoch, answer)
 
     def _commit(self, peer: Peer, messages: list[CommitMessage]) -> None:
         for message in messages:
             answer = self._engine.commit(peer.id, message.commit, message.ask)
+            self._slots.report_ready(peer, message.commit.fence.session_id)
             self._refuse(peer, message.commit.fence.session_id, message.commit.fence.epoch, answer)
 
     def _take_in(self, peer: Peer, request: draft_pb2.BulkRequest, rows: torch.Tensor) -> None:
@@ -374,12 +327,7 @@ class DraftProtocol:
         self.loop.stay_awake(BEGINNING_S)
         answer = self._engine.add_features(peer.id, request.session_id, request.epoch, request.base, rows)
         self._refuse(peer, request.session_id, request.epoch, answer)
-        waiting = self._waiting.get(peer.id)
-        if waiting is not None and not waiting.left:
-            self._enter_rounds(peer, waiting.message, waiting.exchange)
-        elif waiting is not None and not self._batches.warming(peer.id, waiting.message):
-            del self._waiting[peer.id]
-            peer.send(RoundsEntered(waiting.message.rounds, ""))
+        self._slots.report_ready(peer, request.session_id)
         return answer
 
     @staticmethod

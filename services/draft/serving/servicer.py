@@ -35,7 +35,7 @@ MAX_BULK_BYTES = 1024 * 1024
 MAX_FP32_BYTES = 4
 NEXT_S = 0.05
 """How long the polling thread busy-polls for the message that follows a message of `FOLLOWED_KINDS`."""
-FOLLOWED_KINDS = frozenset(("open", "frame", "rounds_enter", "round_soon", "round_state"))
+FOLLOWED_KINDS = frozenset(("open", "frame", "round_soon", "round_state"))
 """Kinds of messages that are soon followed by another message."""
 WARM_UP_S = 300.0
 """Time limit of the warm-up after the last borrowed tensor. On a machine's first start, the warm-up compiles

@@ -129,6 +129,8 @@ class Session:
     engaged: bool = False
     """True while the session's rounds stay on the device. No other code may then free the session's memory,
     and only those rounds have all of the session's tokens."""
+    ready: bool = False
+    """True once the target knows that all rows of the opening have arrived."""
 
     @property
     def committed_len(self) -> int:

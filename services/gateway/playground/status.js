@@ -56,13 +56,16 @@ function duration(seconds) {
 }
 
 function render(status) {
-  const { gateway, model, target, metrics } = status;
+  const { gateway, model, target, targets, metrics } = status;
+  const ready = targets.filter((one) => one.ready).length;
   const metric = (name) => metrics[`outrider_${name}`];
   $('server').textContent = model ? model.names.join(', ') : 'no target';
   const draft = target?.draft;
   show('services', [
     ['Gateway', status.draining ? 'draining' : `version ${status.version}`, !status.draining],
-    ['Target', target ? 'ready' : 'not ready', Boolean(target)],
+    targets.length > 1
+      ? ['Targets', `${ready} of ${targets.length} ready`, ready === targets.length]
+      : ['Target', target ? 'ready' : 'not ready', Boolean(target)],
     ['Draft', draft ? draft.state : 'unknown', draft ? draft.state === 'on' || draft.state === 'none' : false],
     ['Gateway up for', duration(status.uptime_s)],
   ]);

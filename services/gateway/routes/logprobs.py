@@ -14,7 +14,7 @@ from outrider.services.gateway.logprobs import (
     prompt_logprobs_list,
 )
 from outrider.services.gateway.request import Chunk, Completion
-from outrider.shared.base.logit_rules import TokenLogprob
+from outrider.shared.base.logit_rules import LogprobParams, TokenLogprob
 
 
 def chunk_logprobs(core: GatewayCore, job: Job) -> Callable[[int, Chunk], dict[str, Any] | None] | None:
@@ -99,10 +99,13 @@ def completion_chunk_logprobs(
 
 
 def native_meta(
-    core: GatewayCore, job: Job, prompt_ids: Sequence[int], chunks: Sequence[Chunk], with_text: bool
+    core: GatewayCore,
+    wanted: LogprobParams,
+    prompt_ids: Sequence[int],
+    chunks: Sequence[Chunk],
+    with_text: bool,
 ) -> dict[str, Any]:
     """Return the logprobs of `meta_info`. Empty if the client wants none."""
-    wanted = job.parameters.logprobs.wanted
     if wanted.top is None:
         return {}
     bytes_of = core.token_bytes if with_text else None

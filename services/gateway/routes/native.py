@@ -25,6 +25,7 @@ from outrider.services.gateway.schemas.native import NativeRequest
 from outrider.services.gateway.served_target import TargetStats
 from outrider.services.gateway.sse import EventStream, run_until_disconnect
 from outrider.shared.base.generation import FinishReason
+from outrider.shared.base.logit_rules import LogprobParams
 from outrider.shared.base.version import installed_version
 
 router = APIRouter(route_class=ParsedBodyRoute)
@@ -59,7 +60,10 @@ async def generate(body: NativeRequest, request: Request) -> Response:
     if body.stream:
         return EventStream(_stream(core, job, as_list, with_text), core.settings.keep_alive_s, headers)
     completions = await run_until_disconnect(request.receive, collect(core.generate(job), sequences))
-    replies = [_reply(core, job, one, rids[index], with_text) for index, one in enumerate(completions)]
+    wanted = _wanted(job)
+    replies = [
+        _reply(core, job, one, rids[index], wanted[index], with_text) for index, one in enumerate(completions)
+    ]
     return JsonResponse(replies if as_list else replies[0], headers=headers)
 
 
@@ -70,6 +74,7 @@ async def _stream(
     ids: dict[int, list[int]] = {}
     started: dict[int, Started] = {}
     chunks: dict[int, list[Chunk]] = {}
+    wanted = _wanted(job)
     async with aclosing(core.generate(job)) as events:
         async for one in events:
             index = one.index
@@ -97,7 +102,7 @@ async def _stream(
                 case Finished() as end:
                     meta = _meta(core, end, job.rids[index], started[index].seed)
                     extra = {"speculation": speculation_object(end.speculation)}
-            meta |= native_meta(core, job, started[index].prompt_ids, chunks[index], with_text)
+            meta |= native_meta(core, wanted[index], started[index].prompt_ids, chunks[index], with_text)
             yield {
                 "text": texts[index],
                 "output_ids": list(ids[index]),
@@ -125,13 +130,22 @@ def _rids(rid: str | list[str] | None, as_list: bool, choices: Sequence[int]) ->
     return tuple(f"{name}-{index}" for index in range(sum(choices))) if as_list else (name,)
 
 
-def _reply(core: GatewayCore, job: Job, one: Completion, rid: str, with_text: bool) -> dict[str, Any]:
+def _wanted(job: Job) -> list[LogprobParams]:
+    """Return the logprobs that the client wants of each sequence."""
+    if not job.per_prompt:
+        return [job.parameters.logprobs.wanted] * job.sequences
+    return [one.logprobs.wanted for one in job.per_prompt for _ in range(one.n or 1)]
+
+
+def _reply(
+    core: GatewayCore, job: Job, one: Completion, rid: str, wanted: LogprobParams, with_text: bool
+) -> dict[str, Any]:
     trace = job.parameters.speculation.trace
     return {
         "text": one.text,
         "output_ids": one.token_ids,
         "meta_info": _meta(core, one.finished, rid, one.seed)
-        | native_meta(core, job, one.prompt_ids, one.chunks, with_text),
+        | native_meta(core, wanted, one.prompt_ids, one.chunks, with_text),
         "speculation": speculation_object(one.finished.speculation, one.rounds if trace else None),
     }
 
@@ -240,5 +254,6 @@ def _load(stats: TargetStats) -> dict[str, Any]:
         "kv_pages_total": stats.pages_total,
         "kv_pages_free": stats.pages_free,
         "kv_pages_held": stats.pages_held,
+        "prefix_cache": stats.prefix_cache.as_json(),
         "auto": decision_object(stats.auto),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
@@ -46,8 +47,12 @@ async def abort_request(body: AbortRequest, request: Request) -> Response:
     return JsonResponse({"aborted": aborted}, headers=headers)
 
 
-@router.get("/flush_cache")
-@router.post("/flush_cache")
-async def flush_cache() -> Response:
-    """Do nothing, because there is no prefix cache."""
-    return JsonResponse({"success": True, "message": "There is no prefix cache, so nothing was flushed."})
+@router.get("/flush_cache", responses=ERROR_RESPONSES)
+@router.post("/flush_cache", responses=ERROR_RESPONSES)
+async def flush_cache(request: Request) -> Response:
+    """Empty the prefix cache of every target that is ready. Running requests go on."""
+    core = core_of(request)
+    core.check_ready()
+    clients = [one.client for one in core.targets.members if one.client.ready]
+    pages = sum(await asyncio.gather(*(client.flush_prefixes() for client in clients)))
+    return JsonResponse({"success": True, "message": f"Removed {pages} pages from the prefix cache."})

@@ -77,5 +77,5 @@ def as_batch(prompt: Prompt) -> list[str | list[int]]:
         return [prompt]
     # The types of the parts are equal, as validation has ensured. Token ids may be millions.
     if prompt and isinstance(prompt[0], int):
-        return [cast("list[int]", prompt)]
+        return [prompt]
     return cast("list[str | list[int]]", list(prompt))

@@ -60,7 +60,12 @@ class NativeSamplingParams(NeutralOnly, SamplingFields):
     custom_params: Neutral = None
 
 
+StartLength = Annotated[int, Field(ge=-1)]
 RequestName = Annotated[str, Field(max_length=128)]
+
+
+PER_PROMPT = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num")
+"""Fields that may be lists with one entry per prompt."""
 
 
 class NativeRequest(NeutralOnly):
@@ -90,11 +95,16 @@ class NativeRequest(NeutralOnly):
     cache_salt: str | None = None
     speculation: SpeculationOptions | None = None
 
-    return_logprob: bool | None = None
-    logprob_start_len: int | None = Field(
-        None, ge=-1, description="First prompt token whose logprob to return; -1 for no prompt token."
+    return_logprob: bool | list[bool] | None = Field(
+        None,
+        description="Whether to return logprobs. This and the next two may be lists, one entry per prompt.",
     )
-    top_logprobs_num: int | None = Field(None, description="Number of alternatives per token, 0 to 20.")
+    logprob_start_len: StartLength | list[StartLength] | None = Field(
+        None, description="First prompt token whose logprob to return; -1 for no prompt token."
+    )
+    top_logprobs_num: int | list[int] | None = Field(
+        None, description="Number of alternatives per token, 0 to 20."
+    )
     return_text_in_logprobs: bool | None = None
     token_ids_logprob: Neutral = None
     return_hidden_states: Neutral = None
@@ -126,13 +136,13 @@ class NativeRequest(NeutralOnly):
         Raises:
             InvalidRequestError: If a list has another length than the prompts, or as in `parameters`.
         """
-        for name in ("sampling_params", "rid"):
+        for name in (*PER_PROMPT, "rid"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != num_prompts:
                 raise InvalidRequestError(
                     f"{name} has {len(value)} entries, but there are {num_prompts} prompts.", field=name
                 )
-        if not isinstance(self.sampling_params, list):
+        if not any(isinstance(getattr(self, name), list) for name in PER_PROMPT):
             return ()
         return tuple(self.parameters(number) for number in range(num_prompts))
 
@@ -140,18 +150,14 @@ class NativeRequest(NeutralOnly):
         """Return the sampling, stopping and speculation parameters.
 
         Args:
-            number: Number of the prompt, if `sampling_params` is a list.
+            number: Number of the prompt, if a field is a list.
 
         Raises:
             InvalidRequestError: If an unsupported field is set, or the two names of the seed have different
                 values.
         """
         self.refuse_unsupported()
-        listed = self.sampling_params
-        if isinstance(listed, list):
-            given = listed[number] if number < len(listed) else NativeSamplingParams()
-        else:
-            given = listed or NativeSamplingParams()
+        given = self._of("sampling_params", number) or NativeSamplingParams()
         given.refuse_unsupported("sampling_params.")
         if given.seed is not None and given.sampling_seed not in (None, given.seed):
             raise InvalidRequestError(
@@ -175,20 +181,28 @@ class NativeRequest(NeutralOnly):
             priority=self.priority or 0,
             cache_salt=self.cache_salt or "",
             rules=given.rules(given.min_new_tokens),
-            logprobs=self.wanted_logprobs(),
+            logprobs=self.wanted_logprobs(number),
             may_be_empty=True,
         )
 
-    def wanted_logprobs(self) -> RequestedLogprobs:
-        """Return the logprobs that the client wants.
+    def _of(self, name: str, number: int) -> Any:
+        """Return the value of a field for one prompt. None if its list is too short."""
+        value = getattr(self, name)
+        if not isinstance(value, list):
+            return value
+        return value[number] if number < len(value) else None
+
+    def wanted_logprobs(self, number: int = 0) -> RequestedLogprobs:
+        """Return the logprobs that the client wants for one prompt.
 
         Raises:
             InvalidRequestError: If top_logprobs_num is out of range.
         """
-        top = check_top(self.top_logprobs_num, "top_logprobs_num") or 0
-        if not self.return_logprob:
+        top = check_top(self._of("top_logprobs_num", number), "top_logprobs_num") or 0
+        if not self._of("return_logprob", number):
             return NO_REQUESTED_LOGPROBS
-        start = -1 if self.logprob_start_len is None else self.logprob_start_len
+        given = self._of("logprob_start_len", number)
+        start = -1 if given is None else given
         # As in SGLang, the token at the start itself has no logprob.
         wanted = LogprobParams(top, None if start < 0 else top, 0 if start < 0 else start + 1)
         return RequestedLogprobs(wanted)

@@ -67,6 +67,8 @@ class TargetClient:
         limits: Limits on unread events.
         probe_timeout_s: Time after which the answer to a health check is overdue.
         on_change: Called after every change of `ready` or `known_info`.
+        abandons: Called when the answer to a health check is overdue. Returns whether to end the session, so
+            that its sequences can go on at another target.
 
     Attributes:
         address: The target's address.
@@ -79,10 +81,13 @@ class TargetClient:
         limits: ReaderLimits,
         probe_timeout_s: float = PROBE_TIMEOUT_S,
         on_change: Callable[[], None] = lambda: None,
+        abandons: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address = address
         self.connections = 0
         self._on_change = on_change
+        self._abandons = abandons
+        self._closed = False
         # The last logged reason why the target cannot be used.
         self._refusal = ""
         self._probe_timeout_s = probe_timeout_s
@@ -104,6 +109,7 @@ class TargetClient:
 
     async def close(self) -> None:
         """Close the session. Running sequences receive no further events."""
+        self._closed = True
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -193,6 +199,22 @@ class TargetClient:
             raise error_from_rpc(error) from None
         return target_stats_from_proto(reply)
 
+    async def flush_prefixes(self) -> int:
+        """Empty the target's prefix cache, and return the number of pages removed.
+
+        Raises:
+            OutriderError: If the target does not answer within five seconds.
+        """
+        if self._channel is None or not self.ready:
+            raise self._unavailable()
+        try:
+            reply = await target_pb2_grpc.TargetStub(self._channel).FlushPrefixCache(
+                target_pb2.FlushPrefixCacheRequest(), timeout=RPC_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        return reply.pages
+
     def _unavailable(self) -> UnavailableError:
         return UnavailableError(
             f"The target service at {self.address} is not ready. Retry shortly.",
@@ -212,6 +234,9 @@ class TargetClient:
                 # A session that was established restarts the back-off.
                 attempt = 0 if self._outgoing is not None else attempt
                 self._disconnected(failure.exceptions[0])
+            # A task group that fails while it is cancelled reports only the failure, so the flag is needed.
+            if self._closed:
+                return
             await asyncio.sleep(RECONNECT_S[min(attempt, len(RECONNECT_S) - 1)])
             attempt += 1
 
@@ -234,6 +259,8 @@ class TargetClient:
     def _set_answers(self, answers: bool) -> None:
         self._answers = answers
         self._announce()
+        if not answers and self._outgoing is not None and self._abandons():
+            raise ConnectionError("the target does not answer health checks")
 
     async def _hold_session(self) -> None:
         assert self._channel is not None

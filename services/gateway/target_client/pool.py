@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from outrider.services.gateway.request import GenerationRequest
 from outrider.services.gateway.served_target import ServedTarget, TargetStats
@@ -77,6 +78,7 @@ class TargetPool:
         self._complaints: dict[TargetSource, str] = {}
         self._members: dict[str, Member] = {}
         self._groups: dict[str | None, _Group | None] = {}
+        self._last_info: dict[str | None, ServedTarget] = {}
         self._streams: dict[str, MovableStream] = {}
         self._picker = Picker()
         self._change = asyncio.Event()
@@ -127,6 +129,9 @@ class TargetPool:
         """
         group = self._group(model_id)
         if group is None:
+            # Replies of requests that still run on targets which are not listed any more need it.
+            if model_id in self._last_info:
+                return self._last_info[model_id]
             raise self.unavailable(model_id)
         return group.info
 
@@ -243,7 +248,13 @@ class TargetPool:
             member = old.pop(address, None)
             if member is None:
                 limits = self._limits
-                client = TargetClient(address, limits.reader, limits.probe_timeout_s, self._announce)
+                client = TargetClient(
+                    address,
+                    limits.reader,
+                    limits.probe_timeout_s,
+                    on_change=self._announce,
+                    abandons=partial(self._has_substitute, address),
+                )
                 member = Member(client)
                 await client.start()
             member.listed = True
@@ -255,6 +266,14 @@ class TargetPool:
         self._announce()
         if len(listed) > 1 or old:
             _log.info("targets", addresses=listed)
+
+    def _has_substitute(self, address: str) -> bool:
+        """Return whether another ready target serves the same model."""
+        member = self._members.get(address)
+        return member is not None and any(
+            one is not member and one.client.ready and one.model_key == member.model_key
+            for one in self.members
+        )
 
     def _dismiss_idle(self) -> None:
         """Close the connections of targets that are not listed any more and have no sequences."""
@@ -274,7 +293,9 @@ class TargetPool:
 
     def _group(self, model_id: str | None) -> _Group | None:
         if model_id not in self._groups:
-            self._groups[model_id] = self._find_group(model_id)
+            group = self._groups[model_id] = self._find_group(model_id)
+            if group is not None:
+                self._last_info[model_id] = group.info
         return self._groups[model_id]
 
     def _find_group(self, model_id: str | None) -> _Group | None:

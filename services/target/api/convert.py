@@ -26,12 +26,15 @@ from outrider.shared.base.generation import (
     SamplingParams,
     SpeculationMode,
 )
+from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto, rules_from_proto
 from outrider.target.v1 import target_pb2
 
 MAX_REQUEST_ID_LENGTH = 256
 MAX_STOP_TOKENS = 256
+MAX_SALT_LENGTH = 512
+MAX_TENANT_LENGTH = 64
 
 MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.AUTO,
@@ -74,6 +77,12 @@ def request_from_proto(
         raise InvalidRequestError(
             f"stop_token_ids must be below {vocab_size}, the size of the vocabulary.", field="stop_token_ids"
         )
+    if len(message.cache_salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(
+            f"cache_salt must have at most {MAX_SALT_LENGTH} characters.", field="cache_salt"
+        )
+    if len(message.tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequestError(f"tenant must have at most {MAX_TENANT_LENGTH} characters.", field="tenant")
     options = message.speculation
     if options.mode not in MODES:
         raise InvalidRequestError(
@@ -96,6 +105,8 @@ def request_from_proto(
         deadline=time.monotonic() + message.timeout_ms / 1e3 if message.timeout_ms else None,
         priority=message.priority,
         logprobs=logprobs_from_proto(message.logprobs),
+        cache_salt=message.cache_salt,
+        tenant=message.tenant,
         resume_ids=tuple(message.resume_ids),
     )
 
@@ -140,6 +151,17 @@ def decision_to_proto(verdict: Verdict, looks_lost_s: float) -> target_pb2.AutoD
         estimated_speedup=verdict.speedup,
         round_ms=None if verdict.round_s is None else verdict.round_s * 1e3,
         looks_lost_ms=looks_lost_s * 1e3,
+    )
+
+
+def prefix_stats_to_proto(stats: PrefixStats) -> target_pb2.PrefixCacheStats:
+    """Convert the numbers of the prefix cache to a message."""
+    return target_pb2.PrefixCacheStats(
+        enabled=stats.enabled,
+        queried_tokens=stats.queried_tokens,
+        hit_tokens=stats.hit_tokens,
+        pages=stats.pages,
+        evicted_pages=stats.evicted_pages,
     )
 
 

@@ -14,12 +14,21 @@ from typing import Any
 
 import grpc
 
-from outrider.services.target.api.convert import decision_to_proto, event_to_proto, request_from_proto
+from outrider.services.target.api.convert import (
+    decision_to_proto,
+    event_to_proto,
+    prefix_stats_to_proto,
+    request_from_proto,
+)
+from outrider.services.target.api.draft_metrics import DraftMetrics
 from outrider.services.target.api.request_spans import RequestSpans
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.request import Event, EventSink, FailedEvent, SpeculationLimits, TokensEvent
+from outrider.services.target.settings import TargetSettings
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
 from outrider.shared.nn.decoder import Decoder
+from outrider.shared.obs.metrics import join_expositions
+from outrider.shared.obs.open_tracer import open_tracer
 from outrider.shared.obs.tracing import TRACEPARENT, Tracer, checked_traceparent
 from outrider.shared.rpc.convert import report_to_proto
 from outrider.shared.rpc.target_version import offer_to
@@ -116,13 +125,30 @@ class StreamSink(EventSink):
 class TargetServicer(target_pb2_grpc.TargetServicer):
     """Implements the `Target` service of target.proto. Answers UNAVAILABLE until `serve` is called.
 
-    Attributes:
+    Args:
         tracer: Records the spans of requests.
+        draft_address: Address of a draft with its own process, whose metrics are reported too.
     """
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
+    def __init__(self, tracer: Tracer | None = None, draft_address: str | None = None) -> None:
         self._serving: Serving | None = None
-        self.tracer = tracer or Tracer()
+        self._tracer = tracer or Tracer()
+        self._draft_metrics = DraftMetrics(draft_address)
+
+    @classmethod
+    def of(cls, settings: TargetSettings) -> TargetServicer:
+        """Return the servicer for these settings.
+
+        Raises:
+            ConfigurationError: The endpoint for traces is no URL, or OpenTelemetry is not installed.
+        """
+        tracer = open_tracer("target", settings.otlp_endpoint, settings.trace_share)
+        return cls(tracer, settings.draft_address())
+
+    async def close(self) -> None:
+        """Send the last spans, and close the connection to the draft."""
+        await asyncio.to_thread(self._tracer.close)
+        await self._draft_metrics.close()
 
     def serve(self, serving: Serving) -> None:
         """Start accepting requests."""
@@ -139,7 +165,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         these requests are served to the end.
         """
         serving = self._get()
-        session = _Session(serving, RequestSpans(self.tracer, serving.model_id))
+        session = _Session(serving, RequestSpans(self._tracer, serving.model_id))
         reader = asyncio.create_task(session.read(request_iterator))
         try:
             async for events in session.sink.batches():
@@ -165,7 +191,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             )
         handle = 0  # The sink needs the handle, but `submit`, which returns the handle, needs the sink.
         sink = StreamSink(lambda paused: engine.pause(handle) if paused else engine.resume(handle))
-        spans = RequestSpans(self.tracer, serving.model_id)
+        spans = RequestSpans(self._tracer, serving.model_id)
         handle = engine.submit(spans.begin(parsed, request.traceparent or _traceparent(context)), sink)
         try:
             async for events in sink.batches():
@@ -232,9 +258,19 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             generated_tokens=stats.generated_tokens,
             rounds=stats.rounds,
             speculation=report_to_proto(stats.speculation.report(stats.speedup_estimate)),
-            prometheus_text=serving.engine.prometheus_text(),
+            prometheus_text=join_expositions(
+                serving.engine.prometheus_text(), [({}, self._draft_metrics.text())]
+            ),
             auto=decision_to_proto(stats.verdict, stats.looks_lost_s),
+            prefix_cache=prefix_stats_to_proto(stats.prefixes),
         )
+
+    async def FlushPrefixCache(
+        self, request: target_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.FlushPrefixCacheReply:
+        """Empty the prefix cache, and return the number of pages that were removed."""
+        removed = await asyncio.wrap_future(self._get().engine.flush_prefixes())
+        return target_pb2.FlushPrefixCacheReply(pages=removed)
 
     async def GetTensor(
         self, request: target_pb2.GetTensorRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -23,8 +23,8 @@ from outrider.services.target.draft_client.breaker import Breaker, BreakerState
 from outrider.services.target.draft_client.connection import Connection
 from outrider.services.target.draft_client.deadlines import AnswerDeadlines
 from outrider.services.target.draft_client.link import DraftLink, TargetIdentity, Weight
-from outrider.services.target.draft_client.residency import Residency
 from outrider.services.target.draft_client.session import DraftSession, open_message, send_frame
+from outrider.services.target.draft_client.slotted_rounds import SlottedRounds
 from outrider.services.target.draft_client.transport.create import carrier_of
 from outrider.services.target.draft_client.trees import fits
 from outrider.shared.base.errors import OutriderError, ProtocolError
@@ -37,8 +37,8 @@ from outrider.shared.spec.drafter import (
     ProposalRow,
     SequenceOpen,
 )
-from outrider.shared.spec.resident import ExchangeDrafter, ResidentBatch, RoundState
-from outrider.shared.spec.tree import DraftBatch, DraftShape
+from outrider.shared.spec.exchange_drafter import ExchangeDrafter
+from outrider.shared.spec.tree import DraftBatch
 from outrider.shared.spec.trees import HostTree, pad_trees
 
 HOST = torch.device("cpu")
@@ -83,12 +83,21 @@ class RemoteDrafter(ExchangeDrafter):
         self._identity = identity
         self._patience = AnswerDeadlines(fault_deadline_s)
         self._breaker = Breaker(fault_deadline_s)
-        self._gate = Residency(device, identity.vocab_size, self._patience.times, self._late_round)
         self._link = DraftLink(address, identity, weight, self._breaker, carrier_of(address, device, rounds))
         self._connection: Connection | None = None
         self._hello = draft_pb2.HelloAck()
         self._spec: FeatureSpec | None = None
         self._sessions: dict[int, DraftSession] = {}
+        self.slots = SlottedRounds(
+            device,
+            identity.vocab_size,
+            identity.feature_dtype,
+            self._sessions,
+            self._patience,
+            self._usable,
+            self._take_reply,
+            self._late_round,
+        )
         self._announced: ProposalRequest | None = None
         self._draft_ms = 0.0
         self._bad_trees = 0
@@ -128,32 +137,12 @@ class RemoteDrafter(ExchangeDrafter):
         return (
             connection is not None
             and self._breaker.state is BreakerState.CLOSED
-            and self._gate.is_open(connection)
+            and self.slots.is_open(connection)
         )
-
-    def enter(self, session_ids: Sequence[int], shape: DraftShape, state: RoundState) -> ResidentBatch | None:
-        self._drain()
-        connection = self._usable()
-        found = [self._sessions.get(session_id) for session_id in session_ids]
-        sessions = [
-            session
-            for session in found
-            if session is not None and session.can_enter(state.columns, state.features.shape[2])
-        ]
-        if (
-            connection is None
-            or not self.device_resident
-            or len(sessions) < len(found)
-            or not fits(shape, self._hello)
-        ):
-            return None
-        return self._gate.enter(connection, sessions, shape, state, self._take_reply)
-
-    def rounds_for_capture(self, shape: DraftShape, state: RoundState) -> ResidentBatch:
-        return self._gate.for_capture(self._usable(), shape, state)
 
     def open(self, sequences: Sequence[SequenceOpen]) -> None:
         for sequence in sequences:
+            self.slots.left([sequence.fence.session_id])
             session = self._sessions[sequence.fence.session_id] = DraftSession(sequence.fence)
             connection = self._usable()
             if connection is None:
@@ -190,6 +179,7 @@ class RemoteDrafter(ExchangeDrafter):
                 if connection is None:
                     session.lose()
                 else:
+                    self.slots.flush()
                     session.send_unasked(connection, result.round)
 
     def announce(self, request: ProposalRequest) -> None:
@@ -224,6 +214,7 @@ class RemoteDrafter(ExchangeDrafter):
 
         # 3. Send the frame.
         if connection is not None and frame.commits:
+            self.slots.flush()
             send_frame(connection, frame, features)
 
     def propose(self, request: ProposalRequest) -> DraftBatch:
@@ -265,6 +256,7 @@ class RemoteDrafter(ExchangeDrafter):
         return session.reason if session is not None else "not_followed"
 
     def close(self, session_ids: Sequence[int]) -> None:
+        self.slots.left(session_ids)
         for session_id in session_ids:
             session = self._sessions.pop(session_id, None)
             if session is not None and session.live and self._connection is not None:
@@ -325,10 +317,13 @@ class RemoteDrafter(ExchangeDrafter):
             self._hello = connection.hello
             self._spec = connection.spec
             self._bad_trees = 0
-            self._gate.connected(connection)
             self._patience.owed_s = None
         for session in self._sessions.values():
             session.lose("draft_down" if connection is None else "resync")
+        if connection is None:
+            self.slots.lost()
+        else:
+            self.slots.connected(connection)
 
     def _reply(self, reply: draft_pb2.SessionReply) -> None:
         kind = reply.WhichOneof("message")
@@ -347,8 +342,8 @@ class RemoteDrafter(ExchangeDrafter):
             if session is not None:
                 retry_s = reply.reject.retry_after_ms / 1e3 or REJECTED_FOR_S
                 session.reject(reply.reject.reason, time.monotonic() + retry_s)
-        elif kind in ("rounds_entered", "rounds_ended"):
-            self._gate.hear(reply)
+        elif kind in ("slots_opened", "slot_ready", "rounds_ended"):
+            self.slots.hear(reply)
         elif kind == "hello":
             raise ProtocolError("the draft sent a second Hello", field="hello")
 

@@ -28,6 +28,8 @@ class DraftSession:
         acked: True if the draft has opened the session, or if feature rows cannot overtake the Open message.
         held: Tensors of feature rows that wait until `acked` is True, each with the position of its first
             row.
+        ready: True if the draft has reported that it has all rows of the session's opening.
+        joining: True if a row in mode `on` waits for this report.
         lost: True if the engine must reopen the session.
         warm: True if the draft has answered a request since the session was opened.
         in_vain: True if a wait for the session's first answer timed out.
@@ -50,9 +52,11 @@ class DraftSession:
         "fence",
         "held",
         "in_vain",
+        "joining",
         "live",
         "lost",
         "owes",
+        "ready",
         "reason",
         "rejected_until",
         "token_ids",
@@ -66,6 +70,8 @@ class DraftSession:
         self.live = False
         self.acked = False
         self.held: list[tuple[int, torch.Tensor]] = []
+        self.ready = False
+        self.joining = False
         self.lost = False
         self.warm = False
         self.in_vain = False
@@ -82,7 +88,7 @@ class DraftSession:
     def lose(self, reason: str = "") -> None:
         """Discard all pending data. The engine reopens the session."""
         self.live, self.lost, self.warm, self.acked = False, True, False, False
-        self.in_vain = self.owes = False
+        self.in_vain = self.owes = self.ready = self.joining = False
         self.wanted, self.tree = None, None
         self.reason = reason or ("resync" if self.reason == AWAITED else self.reason)
         self.held.clear()
@@ -98,16 +104,6 @@ class DraftSession:
         self.reason = "late" if self.warm else "warming"
         self.wanted = None
         self.in_vain, self.owes = not self.warm, True
-
-    def can_enter(self, columns: int, feature_size: int) -> bool:
-        """Return True if rounds on the device can start with the pending commits.
-
-        The pending commits must contain 1 to `columns` tokens. If there are features, each token must have a
-        feature row.
-        """
-        rows = sum(part.shape[0] for part in self.features)
-        ready = self.live and self.acked and 1 <= len(self.token_ids) <= columns
-        return ready and (not feature_size or rows == len(self.token_ids))
 
     def take_tree(self, tree: draft_pb2.Tree, vocab_size: int) -> bool:
         """Keep a tree that answers the current request. Return False if the tree answers another request.
@@ -135,6 +131,9 @@ class DraftSession:
 
     def add(self, commit: Commit) -> None:
         """Append a commit to the pending ones."""
+        if not self.token_ids:
+            # After rounds on the device, a commit repeats the tokens whose rows the draft lacks.
+            self.base_len = commit.base_len
         self.fence = commit.fence
         self.token_ids.extend(commit.token_ids)
         if commit.features is not None:
@@ -160,6 +159,7 @@ class DraftSession:
     ) -> draft_pb2.Commit:
         """Return the message of `take_commit`, with a request for a tree, and await this tree."""
         self.wanted, self.asked_s, self.owes = row, now, False
+        self.joining = False
         commit = self.take_commit(frame_features)
         shape = draft_pb2.Shape(depth=row.shape.depth, topk=row.shape.topk, max_nodes=row.shape.max_nodes)
         commit.shape.CopyFrom(shape)

@@ -23,10 +23,13 @@ _log = logging.getLogger("outrider.target")
 class DraftSessions:
     """Keeps the drafter's sessions in step with the engine's sequences. Engine thread only.
 
-    A sequence is `drafted` from its admission until it ends or is retracted.
+    The drafter follows a sequence (`Sequence.drafted`) from its admission until the sequence ends or is
+    retracted.
 
     Attributes:
         num_resyncs: Number of times that a session was reopened because the drafter had lost it.
+        sends_stored: True to send the drafter the feature rows that are stored when a session is opened.
+            False if the drafter asks for the rows that it lacks.
         misfit: The reason why the drafter's features do not fit this model. None if the features fit.
     """
 
@@ -38,6 +41,7 @@ class DraftSessions:
         self._spec: FeatureSpec | None = None
         self._lost: set[int] = set()
         self.num_resyncs = 0
+        self.sends_stored = True
         self.misfit: OutriderError | None = None
 
     def refresh(self) -> bool:
@@ -64,11 +68,15 @@ class DraftSessions:
             _log.error("the draft does not fit this target; decoding without drafts: %s", error.message)
             self.misfit = error
             self._spec = spec = None
-        for sequence in self._scheduler.active:
+        # Stored prefixes lack the feature rows of the new spec.
+        self._scheduler.prefixes.flush()
+        self._scheduler.finds_features = self._runner.captures
+        for sequence in list(self._scheduler.active):
             if sequence.wants_drafts and spec is not None:
                 if spec.feature_size:
                     self._scheduler.recompute(sequence)
-                self._open(sequence)
+                if sequence.lease is not None:  # Otherwise, the session is opened when it is admitted again.
+                    self._open(sequence)
         return True
 
     @property
@@ -176,9 +184,10 @@ class DraftSessions:
             ]
         )
 
+        if self._wants_features and self.sends_stored and sequence.feature_len > 0:
+            rows = self._runner.read_features(sequence, 0, sequence.feature_len)
+            self._drafter.features(sequence.session_id, 0, rows)
+
     def _reopen(self, sequence: Sequence) -> None:
         self.num_resyncs += 1
         self._open(sequence)
-        if self._wants_features and sequence.feature_len > 0:
-            rows = self._runner.read_features(sequence, 0, sequence.feature_len)
-            self._drafter.features(sequence.session_id, 0, rows)

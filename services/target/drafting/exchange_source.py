@@ -1,63 +1,56 @@
 """Draft trees from a drafter in another process whose rounds stay on both devices.
 
-In each round, the state of the drafting slots is gathered and sent to the draft, and its trees are received,
-checked and packed, all in stream order. The draft keeps a batch of fixed rows and one tree shape. If the
-drafting sequences change, the loop reads all rounds, and the batch is left and entered again. Sequences
-without drafts join and leave freely. Rounds that cannot be exchanged are drafted through the host.
+In each round, the state of the drafting slots is gathered, one group per tree shape. All states are sent to
+the draft together. Its trees are received, checked and packed, all in stream order. Sequences join and leave
+between two rounds, whatever the rounds in flight contain. A sequence that does not draft costs the drafter
+nothing: its tokens are sent later, in larger commits.
+
+A sequence joins once the drafter has the rows of its prompt. Until then, a sequence in mode `on` is left out
+of the rounds, and a sequence in mode `auto` decodes plainly. Rounds that cannot be exchanged are drafted
+through the host.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Mapping, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.kernels.packed_round import Entries, GroupRows, gather_group, pack_trees
+from outrider.kernels.packed_round import GroupRows, gather_group, pack_trees
 from outrider.services.target.drafting.draft_source import DraftSource, PreparedDrafts, ProposalWait
 from outrider.services.target.drafting.host_source import HostSource
-from outrider.services.target.drafting.planner import bound_of
+from outrider.services.target.drafting.planner import DraftPlanner, bound_of
 from outrider.services.target.model.outcome import Outcome
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.scheduling.scheduler import PrefillChunk
-from outrider.services.target.scheduling.sequence import Sequence
+from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.engine.buckets import batch_buckets, bucket
 from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
-from outrider.shared.spec.resident import ExchangedBatch, ExchangeDrafter, RoundState
-from outrider.shared.spec.tree import DraftShape
+from outrider.shared.spec.drafter import AWAITED
+from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangeDrafter, ExchangedRound
+from outrider.shared.spec.resident import GroupSize, RoundState
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+TURN_S = 0.02
+"""Longest time in seconds for which the engine waits at once if all rows await the drafter.
+
+Then the engine looks for new requests and cancellations, and waits again.
+"""
 
 
-@dataclass(slots=True)
-class _Exchange:
-    """The batch that takes part in the current rounds.
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The entries that draft with one shape in a round."""
 
-    Attributes:
-        batch: The draft's part of the rounds.
-        shape: Shape of every tree.
-        members: The sequence of each row of the batch; None once it has ended.
-        state: The state that is sent to the draft.
-        slots: ``[bs] int32``, the slot of each row; -1 for an idle row.
-        fresh: True until the first round, whose state the draft has filled itself.
-        stale: True if rows have ended since `slots` was written.
-    """
-
-    batch: ExchangedBatch
     shape: DraftShape
-    members: list[Sequence | None]
-    state: RoundState
-    slots: torch.Tensor
-    fresh: bool = True
-    stale: bool = False
-
-    @property
-    def live(self) -> list[Sequence]:
-        """The members that have not ended."""
-        return [sequence for sequence in self.members if sequence is not None]
+    sequences: list[Sequence]
+    size: GroupSize
 
 
 class ExchangeSource(DraftSource):
@@ -69,7 +62,7 @@ class ExchangeSource(DraftSource):
         rounds: Owns the slots and the packed trees.
         pool: The target's pool.
         controller: Limits the wait for trees.
-        columns: Number of columns of the states of the default shape.
+        planner: Counts the rows that cannot draft in a round.
     """
 
     def __init__(
@@ -79,71 +72,89 @@ class ExchangeSource(DraftSource):
         rounds: RoundRunner,
         pool: KVPool,
         controller: SpeculationController,
-        columns: int,
+        planner: DraftPlanner,
     ) -> None:
         self._drafter = drafter
+        self._slots = drafter.slots
         self._host = host
         self._rounds = rounds
         self._pool = pool
         self._controller = controller
-        self._columns = columns
+        self._planner = planner
         self._batch_sizes = batch_buckets(rounds.table.slots)
-        self._states: dict[tuple[int, int, int], RoundState] = {}
-        self._exchange: _Exchange | None = None
-        # For each round in flight, whether it was exchanged.
-        self._in_flight: deque[bool] = deque()
-        self._kept: dict[int, list[int]] = {}
-        self._tried: set[tuple[int, DraftShape, object]] = set()
+        # Whether the next round is exchanged, as decided by `waits_for_host`.
+        self._exchanges = False
+        # Sessions that drafted in the last enqueued pass, so that the drafter lacks no row of earlier passes.
+        self._continuous: set[int] = set()
+        # For each round in flight, its number at the drafter; 0 if the round was not exchanged.
+        self._in_flight: deque[int] = deque()
+        # The sequences that await the trees of the last exchanged round.
+        self._awaiting: list[Sequence] = []
+        self._tried: set[object] = set()
 
     def planned(self, decodes: Seq[Sequence]) -> list[DraftShape | None]:
         return self._host.planned(decodes)
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
-        exchange = self._exchange
-        if exchange is None:
-            return self._host.waits_for_host(entries)
         drafting = [entry for entry in entries if entry.shape.drafts]
-        same = {entry.sequence.session_id for entry in drafting} == {
-            sequence.session_id for sequence in exchange.live
-        }
-        if not drafting or not same or any(entry.shape != exchange.shape for entry in drafting):
-            return True
-        uppers = [0 if one is None else one.committed_upper for one in exchange.members]
-        return not exchange.batch.reserve(uppers)
+        self._exchanges = (
+            bool(drafting)
+            and not self._host.awaits_trees
+            and self._drafter.device_resident
+            and self._slots.fits([group.size for group in self._groups(drafting)])
+        )
+        return not self._exchanges and self._host.waits_for_host(entries)
 
     def postponed(self, entries: Seq[Entry]) -> None:
         self._host.postponed(entries)
 
     def prepare(self, entries: Seq[Entry]) -> PreparedDrafts:
-        # 1. Leave a batch that cannot go on, and start another one if the draft can take part.
-        if self._exchange is not None and self.waits_for_host(entries):
-            self._leave()
-        drafting = [entry for entry in entries if entry.shape.drafts]
-        if self._exchange is None and drafting and not self._host.announced:
-            self._exchange = self._enter(drafting)
-        exchange = self._exchange
-        if exchange is None:
+        # 1. Let the host draft if the round cannot be exchanged.
+        if not self._exchanges:
+            if any(entry.shape.drafts for entry in entries):
+                self._leave(self._continuous)
+            self._continuous -= {entry.sequence.session_id for entry in entries}
             prepared = self._host.prepare(entries)
             if prepared.entries:
-                self._in_flight.append(False)
+                self._in_flight.append(0)
             return prepared
-        self._in_flight.append(True)
-        # 2. Exchange.
-        places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
-        members = [-1 if one is None else places[one.session_id] for one in exchange.members]
-        return PreparedDrafts(entries, lambda: self._draft(exchange, members, entries))
+        # 2. Find the sequences that can draft.
+        placed = {entry.sequence.session_id: entry for entry in entries}
+        for entry in entries:
+            if entry.shape.drafts:
+                self._admit(entry, placed)
+        running = list(placed.values())
+        # 3. Begin a round with them.
+        drafting = [entry for entry in running if entry.shape.drafts]
+        joining = [one.sequence for one in drafting if one.sequence.session_id not in self._continuous]
+        self._continuous -= set(placed)
+        self._host.commit(joining)
+        groups = self._groups(drafting)
+        started = self._slots.begin([_exchanged(group) for group in groups]) if groups else None
+        refused = set(placed) if started is None else set(started.refused)
+        for entry in drafting:
+            if entry.sequence.session_id in refused:
+                self._drop(entry, placed, "resync")
+            else:
+                self._continuous.add(entry.sequence.session_id)
+        running = list(placed.values())
+        if not running:
+            if not self._in_flight:
+                self._slots.await_reply(TURN_S)
+            return PreparedDrafts(running, None)
+        self._in_flight.append(0 if started is None else started.number)
+        if started is None:
+            return PreparedDrafts(running, None)
+        self._awaiting = [entry.sequence for entry in running if entry.shape.drafts]
+        return PreparedDrafts(running, lambda: self._draft(started, groups, running))
 
     def launched(self) -> None:
-        if self._exchange is not None:
-            self._exchange.batch.hand_over()
+        self._slots.hand_over()
 
     def carry(self) -> None:
-        exchange = self._exchange
-        if exchange is None:
-            return
-        exchange.batch.carry(wanted=bool(exchange.live))
-        if not exchange.live and not self._in_flight:
-            self._leave()
+        alive = any(sequence.status is not SequenceStatus.ENDED for sequence in self._awaiting)
+        self._awaiting = []
+        self._slots.carry(wanted=alive)
 
     def take_wait(self) -> ProposalWait | None:
         return self._host.take_wait()
@@ -152,147 +163,151 @@ class ExchangeSource(DraftSource):
         self._host.prefilled(chunk)
 
     def first_token(self, sequence: Sequence, token: int) -> None:
-        self._host.first_token(sequence, token)
+        if sequence.session_id in self._continuous:
+            base_len = sequence.committed_len - 1
+            self._slots.chosen(sequence.session_id, 0, base_len, [token])
+            self._host.lacks(sequence, base_len)
+        else:
+            self._host.first_token(sequence, token)
 
     def committed(self, entry: Entry, kept: Seq[int], outcome: Outcome) -> None:
-        exchanged = self._in_flight[0] and entry.shape.drafts
-        if exchanged:
-            self._kept[entry.sequence.session_id] = list(kept)
-            self._host.told(entry.sequence)
-        else:
+        sequence, number = entry.sequence, self._in_flight[0]
+        drafted = number and entry.shape.drafts and entry.epoch == sequence.epoch
+        continues = sequence.session_id in self._continuous
+        if not drafted and not continues:
+            self._slots.left([sequence.session_id])
             self._host.committed(entry, kept, outcome)
+            return
+        base_len = sequence.committed_len - len(kept)
+        self._slots.chosen(sequence.session_id, number if drafted else 0, base_len, kept)
+        # The next round's state contains the rows of these tokens. If the sequence does not draft in that
+        # round, a commit must contain them.
+        self._host.lacks(sequence, base_len)
+        if not continues:
+            self._slots.left([sequence.session_id])
 
     def read(self, ended: Set[int]) -> None:
-        exchanged, exchange = self._in_flight.popleft(), self._exchange
-        if exchanged and exchange is not None:
-            kept, self._kept = self._kept, {}
-            exchange.batch.committed(
-                [[] if one is None else kept.get(one.session_id, []) for one in exchange.members]
-            )
+        number = self._in_flight.popleft()
+        self._slots.measure(exchanged=number > 0)
         # Do not announce a round that can be exchanged.
-        self._host.learn(ended, announces=exchange is None and not self._drafter.device_resident)
+        self._host.learn(ended, announces=not self._drafter.device_resident)
+        if not self._in_flight:
+            self._slots.flush()
 
     def ended(self, sequence: Sequence) -> None:
-        exchange = self._exchange
-        if exchange is not None and sequence in exchange.members:
-            row = exchange.members.index(sequence)
-            exchange.members[row] = None
-            exchange.stale = True
-            exchange.batch.retire([row])
+        self._continuous.discard(sequence.session_id)
         self._host.ended(sequence)
 
     def abandon(self) -> None:
-        exchange, self._exchange = self._exchange, None
+        self._slots.carry(wanted=False)
+        self._leave(self._continuous)
+        self._awaiting = []
         self._in_flight.clear()
-        self._kept.clear()
         self._host.abandon()
-        if exchange is not None:
-            exchange.batch.carry(wanted=False)
-            exchange.batch.leave()
 
     def capture(self, batch_size: int, shape: DraftShape) -> None:
         """Announce a size of rounds to the draft, which records its part."""
-        self._drafter.rounds_for_capture(shape, self._state(batch_size, shape))
+        bounded = shape.bounded()
+        self._slots.record(GroupSize(batch_size, _columns(bounded), bounded.max_nodes), bounded)
+
+    def _admit(self, entry: Entry, placed: dict[int, Entry]) -> None:
+        """Leave out a row that awaits the drafter. Let a row that cannot draft decode plainly."""
+        sequence = entry.sequence
+        must_wait = sequence.controller_row is None
+        reason = self._slots.obstacle(sequence.session_id, entry.shape, must_wait=must_wait)
+        if reason == AWAITED:
+            del placed[sequence.session_id]
+        elif reason:
+            self._drop(entry, placed, reason)
+
+    def _drop(self, entry: Entry, placed: dict[int, Entry], reason: str) -> None:
+        """Let a row verify its root alone in this round."""
+        placed[entry.sequence.session_id] = replace(entry, shape=NO_DRAFT)
+        self._planner.fell_back(entry.sequence, reason)
+
+    def _leave(self, session_ids: Set[int]) -> None:
+        self._slots.left(list(session_ids))
+        self._slots.flush()
+        self._continuous = self._continuous - session_ids
+
+    def _groups(self, drafting: Seq[Entry]) -> list[_Group]:
+        by_shape: dict[DraftShape, list[Sequence]] = {}
+        for entry in drafting:
+            by_shape.setdefault(entry.shape, []).append(entry.sequence)
+        groups: list[_Group] = []
+        for shape, sequences in by_shape.items():
+            batch_size = bucket(self._batch_sizes, len(sequences))
+            assert batch_size is not None, "a round has at most as many entries as there are slots"
+            columns = max(_columns(shape), *(sequence.fresh_columns for sequence in sequences))
+            groups.append(_Group(shape, sequences, GroupSize(batch_size, columns, shape.max_nodes)))
+        return groups
 
     @torch.inference_mode()
-    def _enter(self, drafting: Seq[Entry]) -> _Exchange | None:
-        """Start rounds with these rows. Return None if that is not possible now."""
-        shape, sequences = drafting[0].shape, [entry.sequence for entry in drafting]
-        if not self._drafter.device_resident or any(entry.shape != shape for entry in drafting):
-            return None
-        size = bucket(self._batch_sizes, len(sequences))
-        assert size is not None, "a round has at most as many entries as there are slots"
-        self._host.commit(sequences)
-        state = self._state(size, shape)
-        slots = self._slots(sequences, size)
-        for sequence in sequences:
-            self._rounds.table.hold(sequence)
-        self._rounds.table.flush()
-        self._gather(state, slots)
-        state.counts.zero_()
-        batch = self._drafter.enter([one.session_id for one in sequences], shape, state)
-        if batch is None:
-            return None
-        assert isinstance(batch, ExchangedBatch)
-        if not batch.reserve([one.committed_upper for one in sequences]):
-            batch.leave()
-            return None
-        return _Exchange(batch, shape, list(sequences), state, slots)
-
-    def _leave(self) -> None:
-        """End the rounds. Every round has been read."""
-        exchange, self._exchange = self._exchange, None
-        assert exchange is not None
-        exchange.batch.carry(wanted=False)
-        with torch.inference_mode():
-            if not exchange.fresh:
-                self._refresh(exchange)
-                self._gather(exchange.state, exchange.slots)  # the features of the last round
-            exchange.batch.leave()
-        for sequence in exchange.live:
-            self._host.told(sequence)
-
-    def _draft(self, exchange: _Exchange, members: list[int], entries: Seq[Entry]) -> None:
+    def _draft(self, started: ExchangedRound, groups: Seq[_Group], entries: Seq[Entry]) -> None:
         """Enqueue the exchange of a round, and pack the trees."""
-        state, batch = exchange.state, exchange.batch
-        tried = (state.bs, exchange.shape, self._rounds.size_of(entries))
+        tried = (*((group.shape, group.size) for group in groups), self._rounds.size_of(entries))
         ahead = tried in self._tried and self._rounds.replays(entries)
-        self._refresh(exchange)
-        if not exchange.fresh:
-            self._gather(state, exchange.slots)
-        exchange.fresh = False
-        places = upload(members + [-1] * (state.bs - len(members)), torch.int32, self._pool.device)
-        batch.exchange(state, self._wait_limit_s(exchange, len(entries)), ahead)
-        drafts, packed = batch.draft(state), self._rounds.batch
-        pack_trees(
-            drafts.tokens,
-            drafts.parents,
-            drafts.depths,
-            drafts.ancestors,
-            drafts.num_nodes,
-            drafts.logprobs,
-            places,
-            packed.entries(packed.rows),
-            packed.trees(packed.rows),
-        )
+        places = {entry.sequence.session_id: index for index, entry in enumerate(entries)}
+        members = [self._members(group, places, started.refused) for group in groups]
+        table, packed = self._rounds.table, self._rounds.batch
+        rows, trees = packed.entries(packed.rows), packed.trees(packed.rows)
+        for state, held in zip(started.states, members, strict=True):
+            gather_group(table.state, table.features, table.sampling, held, rows, _rows_of(state))
+        started.exchange(self._wait_limit_s(len(entries)), ahead)
+        for index, held in enumerate(members):
+            drafts = started.trees(index)
+            pack_trees(
+                drafts.tokens,
+                drafts.parents,
+                drafts.depths,
+                drafts.ancestors,
+                drafts.num_nodes,
+                drafts.logprobs,
+                held,
+                rows,
+                trees,
+            )
         self._tried.add(tried)
 
-    def _wait_limit_s(self, exchange: _Exchange, batch_size: int) -> float | None:
+    def _members(self, group: _Group, places: Mapping[int, int], refused: Collection[int]) -> torch.Tensor:
+        """Return the entry of each row of a group, -1 for idle rows, ``[G] int32``."""
+        ids = [sequence.session_id for sequence in group.sequences]
+        held = [places[session_id] for session_id in ids if session_id not in refused]
+        idle = [-1] * (group.size.batch_size - len(held))
+        return upload(held + idle, torch.int32, self._pool.device)
+
+    def _wait_limit_s(self, batch_size: int) -> float | None:
         """Return the limit of the wait for trees, in seconds; None if only rows in mode `on` wait."""
-        auto = [sequence for sequence in exchange.live if sequence.controller_row is not None]
-        if len(auto) == len(exchange.live):
+        drafting = self._awaiting
+        auto = [sequence for sequence in drafting if sequence.controller_row is not None]
+        if len(auto) == len(drafting):
             return self._controller.wait_cap_s([bound_of(sequence) for sequence in auto], batch_size)
         # The device cannot leave out the rows in mode `on`, so other rows limit the wait for their trees.
-        return exchange.batch.others_s if batch_size > len(exchange.live) - len(auto) else None
+        return self._slots.others_s if batch_size > len(drafting) - len(auto) else None
 
-    def _refresh(self, exchange: _Exchange) -> None:
-        """Write the slots again if members have ended."""
-        if exchange.stale:
-            exchange.slots.copy_(self._slots(exchange.members, exchange.state.bs))
-            exchange.stale = False
 
-    def _slots(self, members: Seq[Sequence | None], size: int) -> torch.Tensor:
-        slots = [-1 if one is None else one.slot for one in members]
-        return upload(slots + [-1] * (size - len(slots)), torch.int32, self._pool.device)
+def _columns(shape: DraftShape) -> int:
+    """Return the largest number of tokens that a round with this shape may choose for a sequence."""
+    return min(shape.depth, shape.max_nodes - 1) + 1
 
-    def _gather(self, state: RoundState, slots: torch.Tensor) -> None:
-        table = self._rounds.table
-        members = torch.arange(state.bs, dtype=torch.int32, device=slots.device)
-        rows = GroupRows(
-            state.committed_lens,
-            state.counts,
-            state.tokens,
-            state.features,
-            state.temperature,
-            state.seeds,
-            state.choices,
-        )
-        entries = Entries(slots, slots, slots, slots)
-        gather_group(table.state, table.features, table.sampling, members, entries, rows)
 
-    def _state(self, batch_size: int, shape: DraftShape) -> RoundState:
-        columns = max(self._columns, shape.depth + 1)
-        key = (batch_size, columns, self._pool.feature_size)
-        if key not in self._states:
-            self._states[key] = RoundState.idle(*key, self._pool.dtype, self._pool.device)
-        return self._states[key]
+def _exchanged(group: _Group) -> ExchangedGroup:
+    return ExchangedGroup(
+        group.shape,
+        group.size.batch_size,
+        group.size.columns,
+        [sequence.session_id for sequence in group.sequences],
+        [sequence.committed_upper for sequence in group.sequences],
+    )
+
+
+def _rows_of(state: RoundState) -> GroupRows:
+    return GroupRows(
+        state.committed_lens,
+        state.counts,
+        state.tokens,
+        state.features,
+        state.temperature,
+        state.seeds,
+        state.choices,
+    )

@@ -260,13 +260,13 @@ class HostSource(DraftSource):
         return _Proposal(request, announced_at)
 
     @property
-    def announced(self) -> bool:
-        """True if the drafter is already working on a round."""
-        return self._announced is not None
+    def awaits_trees(self) -> bool:
+        """True if the drafter is already working on a round, or on trees that a round has left out."""
+        return self._announced is not None or bool(self._left_out)
 
-    def told(self, sequence: Sequence) -> None:
-        """Note that the drafter has all tokens of a sequence."""
-        self._told[sequence.session_id] = sequence.committed_len
+    def lacks(self, sequence: Sequence, base_len: int) -> None:
+        """Note that the drafter needs a commit from `base_len` on before it can draft through the host."""
+        self._told[sequence.session_id] = base_len
 
     def commit(self, sequences: Seq[Sequence]) -> None:
         """Send each sequence's tokens that the drafter lacks, with their stored feature rows."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from outrider.services.target.drafting.draft_sessions import DraftSessions
 from outrider.services.target.drafting.draft_source import DraftSource
@@ -24,7 +25,7 @@ from outrider.services.target.engine.committer import Committer, no_token_error
 from outrider.services.target.engine.decode_loop import DecodeLoop
 from outrider.services.target.engine.engine_stats import EngineStats
 from outrider.services.target.engine.expiry import Expiry
-from outrider.services.target.engine.inbox import Cancel, Pause, Submit
+from outrider.services.target.engine.inbox import Cancel, FlushPrefixes, Pause, Submit
 from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.engine.output_processor import OutputProcessor
 from outrider.services.target.engine.prefill import Prefill
@@ -32,7 +33,6 @@ from outrider.services.target.engine.recorder import Recorder
 from outrider.services.target.engine.recordings import Recordings
 from outrider.services.target.metrics import TargetMetrics
 from outrider.services.target.model.model_runner import ModelRunner
-from outrider.services.target.model.round_runner import RoundRunner
 from outrider.services.target.policy.acceptance import SamplingKind
 from outrider.services.target.policy.controller import SpeculationController
 from outrider.services.target.policy.cost_model import DraftPath
@@ -46,7 +46,7 @@ from outrider.shared.base.generation import SpeculationMode
 from outrider.shared.engine.loop import Steppable
 from outrider.shared.spec.device_drafter import DeviceDrafter
 from outrider.shared.spec.drafter import Drafter, DrafterState
-from outrider.shared.spec.resident import ExchangeDrafter
+from outrider.shared.spec.exchange_drafter import ExchangeDrafter
 
 DRAIN_RETRY_AFTER_S = 5.0
 NO_DRAFT_REASON = "no_draft"
@@ -101,13 +101,13 @@ class TargetEngine(Steppable):
         self._sessions = DraftSessions(drafter, runner, scheduler)
         self.recorder = recorder or Recorder(runner.graphs)
         self._output = OutputProcessor(scheduler, self._sessions, self.metrics, self.controller)
-        self._inbox: deque[Submit | Cancel | Pause] = deque()
+        self._inbox: deque[Submit | Cancel | Pause | FlushPrefixes] = deque()
         self._session_ids = itertools.count(1)
         self._live: dict[int, Sequence] = {}
         self._expiry = Expiry()
         plan = plan or LoopPlan()
         self._budget = PrefillBudget(plan.prefill_budget_s)
-        self._rounds = self._make_rounds(plan)
+        self._rounds = plan.make_rounds(runner, scheduler.limits.max_running, limits.max_model_len)
         self._source = self._make_source(plan)
         self._output.before_end = self._source.ended
         self._loop = self._make_loop(plan)
@@ -141,9 +141,11 @@ class TargetEngine(Steppable):
             page_size=self._scheduler.page_size,
             eos_token_ids=self.limits.eos_token_ids,
             follow=self._drafts,
+            share_features=self._drafts and self._scheduler.prefixes.enabled,
         )
         self.limits.check(sequence, self._scheduler.capacity)
-        self._scheduler.gate.enter(sequence.prompt_len, resumed=bool(request.resume_ids))
+        resumed = bool(request.resume_ids)
+        self._scheduler.gate.enter(sequence.prompt_len, request.tenant, resumed=resumed)
         self._inbox.append(Submit(sequence))
         self.wake()
         return sequence.session_id
@@ -167,6 +169,13 @@ class TargetEngine(Steppable):
         self._inbox.append(Pause(handle, False))
         self.wake()
 
+    def flush_prefixes(self) -> Future[int]:
+        """Empty the prefix cache; the result is the number of pages removed. Running requests go on."""
+        removed: Future[int] = Future()
+        self._inbox.append(FlushPrefixes(removed))
+        self.wake()
+        return removed
+
     def prometheus_text(self) -> str:
         """Return the current metrics in Prometheus text format."""
         return self.metrics.render(
@@ -184,8 +193,8 @@ class TargetEngine(Steppable):
             running=len(scheduler.active),
             waiting=scheduler.gate.requests,
             pages_total=scheduler.allocator.num_pages,
-            pages_free=scheduler.allocator.free_pages,
-            pages_held=scheduler.allocator.num_pages - scheduler.allocator.free_pages,
+            pages_free=scheduler.allocator.available_pages,
+            pages_held=scheduler.allocator.num_pages - scheduler.allocator.available_pages,
             draft_state=self._drafter.state(),
             generated_tokens=self._output.generated_tokens,
             rounds=self._loop.num_rounds,
@@ -193,6 +202,7 @@ class TargetEngine(Steppable):
             speedup_estimate=self.controller.speedup_estimate,
             verdict=self.controller.verdict,
             looks_lost_s=self.controller.lost_s,
+            prefixes=scheduler.prefixes.stats(),
         )
 
     @property
@@ -214,6 +224,7 @@ class TargetEngine(Steppable):
         self.controller.forget_acceptance()
         self.metrics.reset()
         self._output.start_counting()
+        self._scheduler.prefixes.start_counting()
         self._loop.num_rounds = 0
 
     # ---- engine thread
@@ -282,7 +293,7 @@ class TargetEngine(Steppable):
             self.controller.adopt(self._sessions.identity)
         if changed:
             self._rounds.resize_features()
-            for sequence in self._scheduler.active:
+            for sequence in self._scheduler:
                 self._source.ended(sequence)
         return changed
 
@@ -295,25 +306,13 @@ class TargetEngine(Steppable):
             (error.code, error.reason) if isinstance(error, UnavailableError) else (ErrorCode.INTERNAL, None)
         )
         for sequence in list(self._scheduler.active):
+            self._scheduler.disown(sequence)
             self._fail(
                 sequence,
                 OutriderError(f"The engine failed on this request: {error}", code=code, reason=reason),
             )
+        self._scheduler.prefixes.flush()
         self._loop.abandon()
-
-    def _make_rounds(self, plan: LoopPlan) -> RoundRunner:
-        pool, slots = self._runner.pool, self._scheduler.limits.max_running
-        rows = max(slots, min(plan.max_packed_rows, slots * plan.max_nodes))
-        pages = min(pool.num_pages, pool.pages_for(self.limits.max_model_len + plan.max_nodes))
-        return RoundRunner(
-            self._runner,
-            slots=slots,
-            columns=plan.max_depth + 1,
-            max_nodes=plan.max_nodes,
-            max_rows=rows,
-            pages=pages,
-            recorded_entries=plan.recorded_entries,
-        )
 
     def _make_source(self, plan: LoopPlan) -> DraftSource:
         drafter, ahead = self._drafter, plan.drafts_on_device
@@ -329,13 +328,14 @@ class TargetEngine(Steppable):
             self._sessions, self.controller, self.metrics, self._rounds.max_rows, path=path
         )
         if seats and isinstance(drafter, DeviceDrafter):
+            self._sessions.sends_stored = False
             return ResidentSource(drafter, self._runner, self._rounds, self._planner)
         host = HostSource(
             drafter, self._sessions, self._planner, self._scheduler, self.controller, self._rounds
         )
         if exchanges and isinstance(drafter, ExchangeDrafter):
             pool = self._runner.pool
-            return ExchangeSource(drafter, host, self._rounds, pool, self.controller, plan.columns)
+            return ExchangeSource(drafter, host, self._rounds, pool, self.controller, self._planner)
         return host
 
     def _make_loop(self, plan: LoopPlan) -> DecodeLoop:
@@ -358,6 +358,9 @@ class TargetEngine(Steppable):
             message = self._inbox.popleft()
             if isinstance(message, Submit):
                 self._accept(message.sequence)
+                continue
+            if isinstance(message, FlushPrefixes):
+                message.removed.set_result(self._scheduler.prefixes.flush())
                 continue
             sequence = self._live.get(message.session_id)
             if sequence is None:
@@ -382,6 +385,7 @@ class TargetEngine(Steppable):
         self._expiry.due_at(sequence.request.deadline)
 
     def _poisoned(self, sequence: Sequence) -> None:
+        self._scheduler.disown(sequence)
         self._runner.scrub(sequence)
         self._fail(sequence, no_token_error(sequence))
 

@@ -1,11 +1,12 @@
-"""The snapshot of a target's load and speculation statistics that GetStats returns."""
+"""The snapshot of a target's load, speculation and prefix cache that GetStats returns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.services.target.policy.speculation_stats import SpeculationStats
 from outrider.services.target.policy.verdict import Verdict
+from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.spec.drafter import DrafterState
 
 
@@ -25,3 +26,4 @@ class EngineStats:
     speedup_estimate: float | None
     verdict: Verdict
     looks_lost_s: float
+    prefixes: PrefixStats = field(default_factory=PrefixStats)

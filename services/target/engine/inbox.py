@@ -1,7 +1,8 @@
-"""Messages from other threads to the engine thread: submit, cancel, pause and resume."""
+"""Messages from other threads to the engine thread: submit, cancel, pause, resume, and flush the cache."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from outrider.services.target.scheduling.sequence import Sequence
@@ -28,3 +29,10 @@ class Pause:
 
     session_id: int
     paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FlushPrefixes:
+    """Empties the prefix cache. The result is the number of pages that were removed."""
+
+    removed: Future[int]

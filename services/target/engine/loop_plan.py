@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.services.target.model.model_runner import ModelRunner
+from outrider.services.target.model.round_runner import RoundRunner
+
 MAX_PACKED_ROWS = 2048
 
 
@@ -15,7 +18,6 @@ class LoopPlan:
         lookahead: Number of rounds that may be in flight when the host launches the next round: 0 or 1.
         drafts_on_device: True to draft on the target's device if the drafter can.
         max_depth: Depth of the deepest tree that a request may ask for.
-        columns: Number of columns of the states that are exchanged with a draft in another process.
         max_nodes: Largest number of nodes of a tree.
         max_packed_rows: Largest number of packed rows of a round, i.e. of the nodes of all its trees.
         prefill_budget_s: Seconds that the prompt chunks of a step may take while other sequences decode.
@@ -26,8 +28,26 @@ class LoopPlan:
     lookahead: int = 0
     drafts_on_device: bool = False
     max_depth: int = 16
-    columns: int = 6
     max_nodes: int = 128
     max_packed_rows: int = MAX_PACKED_ROWS
     prefill_budget_s: float = 0.02
     recorded_entries: int | None = None
+
+    def make_rounds(self, runner: ModelRunner, slots: int, max_model_len: int) -> RoundRunner:
+        """Make the rounds of an engine.
+
+        Args:
+            runner: The model and its pool.
+            slots: Largest number of sequences of a round.
+            max_model_len: Largest number of tokens of a sequence.
+        """
+        pool = runner.pool
+        return RoundRunner(
+            runner,
+            slots=slots,
+            columns=self.max_depth + 1,
+            max_nodes=self.max_nodes,
+            max_rows=max(slots, min(self.max_packed_rows, slots * self.max_nodes)),
+            pages=min(pool.num_pages, pool.pages_for(max_model_len + self.max_nodes)),
+            recorded_entries=self.recorded_entries,
+        )

@@ -128,6 +128,7 @@ class OutputProcessor:
             queue_s=admitted - sequence.submitted_at,
             prefill_s=first - admitted,
             decode_s=now - first,
+            cached_tokens=sequence.cached_prompt,
         )
         self._put(sequence, event)
 

@@ -153,7 +153,7 @@ class Prefill:
     def _stored(self, chunk: PrefillChunk) -> None:
         """Note what a chunk stores."""
         sequence = chunk.sequence
-        if self._runner.captures and sequence.wants_drafts and sequence.feature_len == chunk.start:
+        if self._runner.captures and sequence.stores_features and sequence.feature_len == chunk.start:
             sequence.feature_len = chunk.stop
         sequence.cached_len = chunk.stop
 

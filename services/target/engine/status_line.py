@@ -17,7 +17,7 @@ class StatusLine:
     """Makes the fields of a line from two snapshots of the engine's statistics."""
 
     def __init__(self) -> None:
-        self._tokens = self._rounds = self._draft_rounds = self._accepted = 0
+        self._tokens = self._rounds = self._draft_rounds = self._accepted = self._queried = self._hits = 0
         self._at: float | None = None
 
     def fields(self, stats: EngineStats, now: float) -> dict[str, Any] | None:
@@ -43,6 +43,11 @@ class StatusLine:
         if draft_rounds > 0 and accepted >= 0:
             fields["accept_length"] = round(1 + accepted / draft_rounds, 2)
         fields["kv_usage"] = round(stats.pages_held / stats.pages_total, 3) if stats.pages_total else 0.0
+        queried = stats.prefixes.queried_tokens - self._queried
+        hits = stats.prefixes.hit_tokens - self._hits
+        self._queried, self._hits = stats.prefixes.queried_tokens, stats.prefixes.hit_tokens
+        if queried > 0:
+            fields["prefix_hits"] = round(max(hits, 0) / queried, 3)
         fields["speculation"] = stats.draft_state.value
         fields["auto"] = stats.verdict.reason.value
         return fields

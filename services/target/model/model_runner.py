@@ -173,7 +173,7 @@ class ModelRunner:
             The token at index committed_len for each chunk that completes its prompt, in order.
         """
         finished = [chunk.sequence for chunk in chunks if chunk.is_last]
-        capture = self.captures and any(chunk.sequence.wants_drafts for chunk in chunks)
+        capture = self.captures and any(chunk.sequence.stores_features for chunk in chunks)
         prompts: Seq[ScoredPrompt] = ()
         if self._recorded is not None and self._replays(self._recorded, chunks):
             hidden = self._recorded.run(chunks, capture)
@@ -273,9 +273,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def scrub(self, sequence: Sequence) -> None:
-        """Zero the pages of a sequence with NaN or infinity, so that their next owner cannot read them."""
+        """Zero the pages of a sequence with NaN or infinity, so that their next owner cannot read them.
+
+        Pages that other sequences may read are left alone.
+        """
         if sequence.lease is not None:
-            self.pool.scrub(self._int64(sequence.lease.pages))
+            self.pool.scrub(self._int64(sequence.lease.own_pages))
 
     def _forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, capture: bool
@@ -289,8 +292,8 @@ class ModelRunner:
         self, output: DecoderOutput, chunks: Seq[PrefillChunk], slots: torch.Tensor
     ) -> None:
         assert self._projector is not None
-        if not all(chunk.sequence.wants_drafts for chunk in chunks):
-            wanted = [chunk.sequence.wants_drafts for chunk in chunks for _ in range(chunk.start, chunk.stop)]
+        if not all(chunk.sequence.stores_features for chunk in chunks):
+            wanted = [one.sequence.stores_features for one in chunks for _ in range(one.start, one.stop)]
             rows = self._int64([row for row, wants in enumerate(wanted) if wants])
             output, slots = _output_rows(output, rows), slots[rows]
         self.pool.store_features(self._projector(output), slots)

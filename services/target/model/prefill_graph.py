@@ -213,7 +213,7 @@ class _Inputs:
             sequence, stop = chunk.sequence, row + chunk.stop - chunk.start
             assert sequence.lease is not None, "a sequence with a slot has a lease"
             self._slots[row:stop] = self._pool.slot_array(sequence.lease, chunk.start, chunk.stop)
-            if captures and sequence.wants_drafts:
+            if captures and sequence.stores_features:
                 self._feature_slots[row:stop] = self._slots[row:stop]
             tokens[row:stop] = sequence.tokens[chunk.start : chunk.stop]
             positions[row:stop] = np.arange(chunk.start, chunk.stop)

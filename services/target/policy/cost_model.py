@@ -40,7 +40,8 @@ class DraftPath(Enum):
     """Where the trees of a round come from, which decides the cost of several tree shapes in a round.
 
     - DEVICE: From a drafter on the target's device. Each shape is a draft of its own.
-    - EXCHANGE: From a drafter in another process, without the host. A round has only one shape.
+    - EXCHANGE: From a drafter in another process, without the host. All rows in mode `auto` that draft
+      in a round have the same shape.
     - HOST: From the host, which requests all trees together. The deepest shape determines the time.
     """
 

@@ -106,9 +106,11 @@ class SchedulerLimits:
         max_queued: Maximum number of requests that wait for admission.
         max_queued_tokens: Maximum number of prompt tokens of the requests that wait for admission.
         prefill_chunk: Maximum number of prompt tokens per step.
+        prefix_cache: True to keep the K/V of prefixes for later sequences.
     """
 
     max_running: int = 16
     max_queued: int = 512
     max_queued_tokens: int = 1 << 20
     prefill_chunk: int = 512
+    prefix_cache: bool = True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.shared.base.errors import OverloadedError
+from outrider.shared.base.queue_share import exceeds_share
 
 DEFAULT_RETRY_AFTER_S = 1.0
 DRAIN_RATE_WEIGHT = 0.2
@@ -19,6 +21,9 @@ class QueueGate:
         self._lock = threading.Lock()
         self._requests = 0
         self._tokens = 0
+        # Waiting requests and their prompt tokens, by tenant. Entries of 0 are removed.
+        self._requests_of: Counter[str] = Counter()
+        self._tokens_of: Counter[str] = Counter()
         self._seconds_per_request: float | None = None
         self._last_leave = 0.0
 
@@ -27,16 +32,19 @@ class QueueGate:
         """Number of waiting requests."""
         return self._requests
 
-    def enter(self, prompt_tokens: int, *, resumed: bool = False) -> None:
+    def enter(self, prompt_tokens: int, tenant: str = "", *, resumed: bool = False) -> None:
         """Count a request that starts to wait.
+
+        Requests without a tenant may fill the whole queue. A tenant leaves room for others.
 
         Args:
             prompt_tokens: Number of prompt tokens.
+            tenant: The tenant, or an empty text.
             resumed: True if another target has begun the answer. Such a request is accepted by a full queue.
 
         Raises:
-            OverloadedError: The queue is full. The time after which to retry is computed from the measured
-                rate at which the queue drains.
+            OverloadedError: The queue is full, or this tenant's part of it. The time after which to retry is
+                computed from the measured rate at which the queue drains.
         """
         with self._lock:
             if self._requests >= self._limits.max_queued and not resumed:
@@ -53,14 +61,36 @@ class QueueGate:
                     f"limit of {self._limits.max_queued_tokens}.",
                     retry_after_s=self._retry_after(),
                 )
+            if tenant:
+                if not resumed:
+                    self._check_share(prompt_tokens, tenant)
+                self._requests_of[tenant] += 1
+                self._tokens_of[tenant] += prompt_tokens
             self._requests += 1
             self._tokens += prompt_tokens
 
-    def leave(self, prompt_tokens: int, now: float) -> None:
+    def _check_share(self, prompt_tokens: int, tenant: str) -> None:
+        held, tokens = self._requests_of[tenant], self._tokens_of[tenant]
+        limits = self._limits
+        if exceeds_share(held + 1, self._requests, limits.max_queued) or (
+            held and exceeds_share(tokens + prompt_tokens, self._tokens, limits.max_queued_tokens)
+        ):
+            raise OverloadedError(
+                f"{held} requests with {tokens} prompt tokens of this tenant are already waiting, which is "
+                "its share of the queue.",
+                retry_after_s=self._retry_after(),
+            )
+
+    def leave(self, prompt_tokens: int, now: float, tenant: str = "") -> None:
         """Stop counting a request that was admitted, was cancelled or has failed."""
         with self._lock:
             self._requests -= 1
             self._tokens -= prompt_tokens
+            if tenant:
+                self._requests_of[tenant] -= 1
+                self._tokens_of[tenant] -= prompt_tokens
+                if not self._requests_of[tenant]:
+                    del self._requests_of[tenant], self._tokens_of[tenant]
             if self._last_leave:
                 gap = now - self._last_leave
                 previous = self._seconds_per_request

@@ -5,12 +5,17 @@ The life of a sequence:
 1. The sequence waits in the queue until pages for all of its tokens are free. It is then admitted.
 2. The sequence prefills in chunks and then decodes in every step.
 3. If a decoding sequence needs a page and none is free, one sequence is *retracted*: a paused sequence, or
-   else the latest arrival. A paused sequence is also retracted if a waiting one needs its slot or its pages.
+   else the latest arrival. A paused sequence is also retracted if a waiting one needs its slot or its pages,
+   and so is a sequence of lower priority, or of a tenant that has more than its share (`TokenShares`).
    The retracted sequence returns its pages, keeps its tokens and waits again. Later, its prompt and its
    emitted tokens are prefilled again. This does not change the sequence's tokens.
+4. When a sequence ends or is retracted, its full pages stay in the prefix cache until others need them.
 
-The oldest sequence that is not paused is never retracted for a younger sequence. Every sequence fits into the
-pool alone, which is checked on submission. Therefore at least one sequence always advances.
+A sequence whose prefix another sequence is computing waits until that prefix is stored, if it would otherwise
+compute much of it a second time.
+
+The oldest sequence of the highest priority that is not paused is never retracted. Every sequence fits into
+the pool alone, which is checked on submission. Therefore at least one sequence always advances.
 """
 
 from __future__ import annotations
@@ -22,13 +27,19 @@ from dataclasses import dataclass
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.services.target.scheduling.queue_gate import QueueGate
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
+from outrider.services.target.scheduling.token_shares import TokenShares
 from outrider.shared.kv.pages import PageAllocator, PageLease
+from outrider.shared.kv.prefix_cache import PrefixCache, PrefixMatch
 
 SPARE_TOKENS = 64
 """Number of tokens for which a lease gets spare pages when it grows."""
 PLENTY = 4
-"""Spare pages are reserved only if the number of free pages is at least this multiple of the number of spare
-pages."""
+"""Spare pages are reserved only if the number of available pages is at least this multiple of the number of
+spare pages."""
+LONG_PREFIX = 256
+"""Tokens of a prefix for which a sequence waits if another sequence is computing them.
+
+It also waits for fewer tokens if they are at least half of those that it lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +73,27 @@ class StepPlan:
 
 
 class Scheduler:
-    """Owns every live sequence and every page lease. Engine thread only, except `gate`."""
+    """Owns every live sequence and every page lease. Engine thread only, except `gate`.
+
+    Attributes:
+        prefixes: The stored prefixes.
+        finds_features: True if sequences that want drafts can use only prefixes with stored feature rows.
+    """
 
     def __init__(self, allocator: PageAllocator, page_size: int, limits: SchedulerLimits) -> None:
         self.allocator = allocator
         self.page_size = page_size
         self.limits = limits
         self.gate = QueueGate(limits)
+        self.prefixes = PrefixCache(allocator, page_size, enabled=limits.prefix_cache)
+        self.finds_features = False
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
+        self.shares = TokenShares()
         self.num_retractions = 0
         self._free_slots = list(range(limits.max_running))[::-1]
+        # A sequence that found too few pages, and the number of available pages at that time.
+        self._blocked: tuple[Sequence, int] | None = None
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.active
@@ -89,6 +110,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence by priority, then by arrival. The caller must have called `gate.enter`."""
+        self.shares.enter(sequence, self)
         bisect.insort(self.waiting, sequence, key=_queue_key)
 
     def schedule(self, now: float, prefill_tokens: int | None = None) -> StepPlan:
@@ -100,8 +122,11 @@ class Scheduler:
                 limit besides `SchedulerLimits.prefill_chunk`.
         """
         retracted: list[Sequence] = []
+        self.shares.collect(self.active)
         decodes = self._reserve_decodes(retracted)
         admitted = [] if retracted else self._admit(now, retracted)
+        if retracted:
+            decodes = [sequence for sequence in decodes if sequence.status is SequenceStatus.RUNNING]
         budget = self.limits.prefill_chunk
         if decodes and prefill_tokens is not None:
             budget = min(budget, prefill_tokens)
@@ -121,7 +146,7 @@ class Scheduler:
         if missing <= 0:
             return True
         spare = self._missing(sequence, min(committed_upper + SPARE_TOKENS, sequence.end_len))
-        if PLENTY * spare * len(self.active) <= self.allocator.free_pages:
+        if PLENTY * spare * len(self.active) <= self.allocator.available_pages:
             missing = max(missing, spare)
         return sequence.lease.extend(missing)
 
@@ -133,10 +158,11 @@ class Scheduler:
         """Drop a sequence that has ended, and free its pages. A second call has no effect."""
         if sequence.status is SequenceStatus.ENDED:
             return
+        self.shares.leave(sequence)
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
             if not sequence.resumptions:
-                self.gate.leave(sequence.prompt_len, now)
+                self.gate.leave(sequence.prompt_len, now, sequence.request.tenant)
         else:
             self.active.remove(sequence)
         sequence.status = SequenceStatus.ENDED
@@ -144,27 +170,36 @@ class Scheduler:
         self._vacate(sequence)
 
     def recompute(self, sequence: Sequence) -> None:
-        """Prefill an active sequence again in its own pages, e.g. to capture missing features.
+        """Prefill an active sequence again, e.g. to capture missing features.
 
-        The results of passes in flight become void.
+        The results of passes in flight become void. The prefix cache must have been flushed. A sequence that
+        shares pages with other sequences, or lacks room for its next round, gives up its pages and waits.
         """
         sequence.feature_len = 0
-        if sequence.cached_len:
-            sequence.cached_len = 0
-            sequence.status = SequenceStatus.PREFILLING
-            sequence.resumptions += 1
-            sequence.residence += 1
-            sequence.tokens_ahead = sequence.passes_ahead = 0
+        if not sequence.cached_len:
+            return
+        assert sequence.lease is not None
+        owns = self.prefixes.take_back(sequence.lease)
+        if not owns or not self.reserve_ahead(sequence, sequence.committed_len):
+            self._requeue(sequence)
+            return
+        sequence.cached_len = sequence.found_len = 0
+        sequence.status = SequenceStatus.PREFILLING
+        sequence.resumptions += 1
+        sequence.residence += 1
+        sequence.tokens_ahead = sequence.passes_ahead = 0
+
+    def disown(self, sequence: Sequence) -> None:
+        """Keep the pages of a sequence whose K/V may be wrong from other sequences."""
+        if sequence.lease is not None:
+            self.prefixes.disown(sequence.lease)
 
     def check(self) -> None:
         """Assert that no page is lost and that the lengths of every sequence are in the documented order."""
         self.allocator.check()
-        held = sum(len(sequence.lease.pages) for sequence in self if sequence.lease is not None)
-        assert held + self.allocator.free_pages == self.allocator.num_pages, (
-            held,
-            self.allocator.free_pages,
-            self.allocator.num_pages,
-        )
+        self.prefixes.check()
+        held = sum(len(sequence.lease.own_pages) for sequence in self if sequence.lease is not None)
+        assert held == self.allocator.held_pages, (held, self.allocator.held_pages)
         for sequence in self:
             sequence.check()
 
@@ -174,41 +209,47 @@ class Scheduler:
             if not _decodes(sequence):
                 continue
             while not self.reserve_ahead(sequence, sequence.committed_upper):
-                victim = self._victim()
+                victim = self.shares.victim(self.active)
                 self._retract(victim)
                 retracted.append(victim)
                 if victim is sequence:
                     break
             else:
                 decodes.append(sequence)
-        return [sequence for sequence in decodes if sequence.status is SequenceStatus.RUNNING]
-
-    def _victim(self) -> Sequence:
-        return max(self.active, key=lambda sequence: (sequence.paused_at is not None, _queue_key(sequence)))
+        return decodes
 
     def _retract(self, sequence: Sequence) -> None:
+        self._requeue(sequence)
+        self.num_retractions += 1
+
+    def _requeue(self, sequence: Sequence) -> None:
         self.active.remove(sequence)
         self._give_back(sequence)
         sequence.status = SequenceStatus.WAITING
         self._vacate(sequence)
-        sequence.cached_len = 0
+        sequence.cached_len = sequence.found_len = 0
         sequence.feature_len = 0
         sequence.resumptions += 1
-        self.num_retractions += 1
         bisect.insort(self.waiting, sequence, key=_queue_key)
 
     def _admit(self, now: float, retracted: list[Sequence]) -> list[Sequence]:
         admitted: list[Sequence] = []
-        # Iterate over a copy, because admission and retraction change `waiting`.
-        for sequence in (
-            [sequence for sequence in self.waiting if sequence.paused_at is None] if self.waiting else ()
-        ):
+        if self.waiting:
+            for sequence in self.active:
+                self._publish(sequence)
+        for sequence in self.shares.candidates(self.waiting, self.active) if self.waiting else ():
+            if self._awaits_prefix(sequence):
+                continue
             while (lease := self._lease_for_admission(sequence)) is None:
                 # Slow readers must not keep slots and pages that other requests wait for. The youngest paused
                 # sequence gives up its slot and pages first.
-                if not any(other.paused_at is not None for other in self.active):
+                victim: Sequence | None
+                if any(other.paused_at is not None for other in self.active):
+                    victim = self.shares.victim(self.active)
+                else:
+                    victim = self.shares.makes_room(sequence, self.active, admitted)
+                if victim is None:
                     return admitted
-                victim = self._victim()
                 self._retract(victim)
                 retracted.append(victim)
             sequence.lease = lease
@@ -217,28 +258,71 @@ class Scheduler:
             sequence.residence += 1
             if not sequence.resumptions:
                 sequence.admitted_at = now
-                self.gate.leave(sequence.prompt_len, now)
+                self.gate.leave(sequence.prompt_len, now, sequence.request.tenant)
             self.waiting.remove(sequence)
             self.active.append(sequence)
             admitted.append(sequence)
+            self._begin(sequence, lease)
+            self.shares.admitted(sequence)
         return admitted
 
     def _lease_for_admission(self, sequence: Sequence) -> PageLease | None:
-        if not self._admissible(sequence):
+        if self._is_blocked(sequence):
             return None
-        return self.allocator.allocate(self._pages(sequence.committed_len + sequence.node_bound))
-
-    def _admissible(self, sequence: Sequence) -> bool:
-        if len(self.active) >= self.limits.max_running:
-            return False
+        match, available = self._find(sequence), self.allocator.available_pages
         # Keep one spare page per active sequence. Otherwise, a newly admitted sequence would be retracted
         # after a few steps.
         pages = self._pages(sequence.committed_len + sequence.node_bound)
-        return pages + len(self.active) <= self.allocator.free_pages
+        lease = self.prefixes.lease(match, pages, spare=len(self.active))
+        self._blocked = None if lease is not None else (sequence, available)
+        if lease is not None:
+            sequence.feature_len = match.feature_pages * self.page_size
+        return lease
+
+    def _is_blocked(self, sequence: Sequence) -> bool:
+        """Return True if there is clearly no room for a sequence, without looking for its prefix."""
+        if len(self.active) >= self.limits.max_running:
+            return True
+        if self._blocked is None or self._blocked[0] is not sequence:
+            return False
+        return self.allocator.available_pages <= self._blocked[1]
+
+    def _find(self, sequence: Sequence) -> PrefixMatch:
+        """Return the longest stored prefix that a sequence can use."""
+        with_features = self.finds_features and sequence.wants_drafts
+        salt = sequence.request.cache_salt
+        return self.prefixes.match(sequence.tokens, sequence.sharable_len, salt, with_features=with_features)
+
+    def _awaits_prefix(self, sequence: Sequence) -> bool:
+        """Return True if a sequence should wait for the prefix that another sequence is computing."""
+        if self._is_blocked(sequence):
+            return False
+        match = self._find(sequence)
+        awaited = match.awaited * self.page_size
+        lacks = sequence.committed_len - len(match.nodes) * self.page_size
+        if not awaited or (awaited < LONG_PREFIX and 2 * awaited < lacks):
+            return False
+        return any(one.lease is match.awaited_from and one.paused_at is None for one in self.active)
+
+    def _begin(self, sequence: Sequence, lease: PageLease) -> None:
+        """Let a sequence begin after the stored prefix, and announce the pages that it will compute."""
+        found = lease.shared * self.page_size
+        sequence.cached_len = sequence.found_len = found
+        if not sequence.resumptions:
+            sequence.cached_prompt = min(found, sequence.prompt_len)
+            if self.prefixes.enabled:
+                self.prefixes.queried_tokens += sequence.prompt_len
+                self.prefixes.hit_tokens += sequence.cached_prompt
+        self.prefixes.promise(lease, sequence.tokens)
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Let others use the prefix that a sequence has computed."""
+        if sequence.lease is not None:
+            self.prefixes.publish(sequence.lease, sequence.cached_len, sequence.feature_len)
 
     def _chunks(self, budget: int) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
-        for sequence in self.active:
+        for sequence in self.shares.prefill_order(self.active):
             if sequence.status is SequenceStatus.PREFILLING and sequence.paused_at is None and budget > 0:
                 stop = min(sequence.cached_len + budget, sequence.committed_len)
                 budget -= stop - sequence.cached_len
@@ -254,7 +338,8 @@ class Scheduler:
 
     def _give_back(self, sequence: Sequence) -> None:
         if sequence.lease is not None:
-            sequence.lease.release()
+            cached = sequence.tokens[: sequence.cached_len]
+            self.prefixes.end(sequence.lease, cached, sequence.feature_len)
             sequence.lease = None
 
     def _missing(self, sequence: Sequence, committed_upper: int) -> int:

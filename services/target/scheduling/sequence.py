@@ -9,7 +9,8 @@ The named lengths are always in this order, which `Sequence.check` asserts:
              0                      cached_len         cached_len + N          reserved_len <= max_len
 
 - Pages belong to the sequence's lease from admission until the sequence finishes, fails, is cancelled or is
-  retracted. Only `Scheduler` frees pages.
+  retracted. Only `Scheduler` frees pages. The first pages may be shared with other sequences. They are full,
+  and their tokens are below `cached_len` or are being computed by this sequence.
 - The contents of KV slots from `cached_len` on are meaningless between rounds.
 - Between rounds of a running sequence, `cached_len == committed_len - 1`. During prefill, `cached_len` grows
   up to `committed_len`. There, the two stay equal until the first token has been read.
@@ -56,6 +57,10 @@ class Sequence:
         wants_drafts: Whether the drafter should follow the sequence when possible. If so, feature rows are
             captured for a drafter that needs feature rows.
         feature_len: Rows ``[0, feature_len)`` of the feature plane are valid for the current projector.
+        shares_features: Whether feature rows of the prompt are also captured for later sequences with the
+            same prefix.
+        found_len: Number of leading tokens that were in the prefix cache at the last admission.
+        cached_prompt: `found_len` of the first admission.
         drafted: Whether the drafter follows the sequence now.
         slot: Slot of the sequence in the `SlotTable`, from its admission until it ends or is retracted.
             Otherwise -1.
@@ -63,6 +68,7 @@ class Sequence:
         tokens_ahead: Largest number of tokens that passes in flight may still add.
         passes_ahead: Number of passes in flight that add at least one token.
         fresh_columns: Largest number of tokens that the last enqueued pass may have chosen.
+        charged_len: Number of committed tokens that were charged to the tenant (`TokenShares`).
         ruled: Whether the slot has rules or wants logprobs, so that its rounds need the full sampling mode.
         prompt_scored: Index of the next prompt token whose logprob the client has not received.
     """
@@ -72,12 +78,15 @@ class Sequence:
         "admitted_at",
         "arrival",
         "cached_len",
+        "cached_prompt",
+        "charged_len",
         "controller_row",
         "drafted",
         "emitted_len",
         "epoch",
         "feature_len",
         "first_token_at",
+        "found_len",
         "fresh_columns",
         "last_emit_at",
         "lease",
@@ -96,6 +105,7 @@ class Sequence:
         "resumptions",
         "ruled",
         "session_id",
+        "shares_features",
         "sink",
         "slot",
         "stats",
@@ -116,6 +126,7 @@ class Sequence:
         page_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         follow: bool = False,
+        share_features: bool = False,
     ) -> None:
         self.request = request
         self.sink = sink
@@ -126,11 +137,14 @@ class Sequence:
         self.tokens = [*request.prompt_ids, *request.resume_ids]
         self.prompt_len = len(request.prompt_ids)
         self.cached_len = 0
+        self.charged_len = self.prompt_len
         self.emitted_len = 0
         self.page_size = page_size
         self.lease: PageLease | None = None
         self.wants_drafts = follow and self.speculates
+        self.shares_features = share_features
         self.feature_len = 0
+        self.found_len = self.cached_prompt = 0
         self.controller_row: RowState | None = None
         self.drafted = False
         self.slot = -1
@@ -182,6 +196,23 @@ class Sequence:
     def remaining(self) -> int:
         """Number of tokens that the sequence may still emit."""
         return self.end_len - len(self.tokens)
+
+    @property
+    def stores_features(self) -> bool:
+        """True if the feature rows of the prompt are captured when a drafter needs feature rows."""
+        return self.wants_drafts or self.shares_features
+
+    @property
+    def sharable_len(self) -> int:
+        """Largest number of tokens that a prefix from the cache may have.
+
+        The last token is always computed, and so are the rows that predict prompt tokens whose logprobs the
+        client has not received.
+        """
+        last = len(self.tokens) - 1
+        if self.request.logprobs.prompt_top is None or self.prompt_scored >= self.prompt_len:
+            return last
+        return min(last, self.prompt_scored - 1)
 
     @property
     def has_features(self) -> bool:

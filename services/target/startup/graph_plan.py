@@ -115,7 +115,6 @@ def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bo
         lookahead=int(on),
         drafts_on_device=on,
         max_depth=settings.max_steps,
-        columns=settings.num_steps + 1,
         max_nodes=settings.max_nodes,
         max_packed_rows=settings.max_packed_rows,
         prefill_budget_s=settings.prefill_budget_ms / 1e3,

@@ -5,9 +5,9 @@ collection. That thread may be the thread that launches rounds, which must not b
 ended.
 
 The driver must not block the launching thread either. While cudaFree or cudaHostUnregister waits for a stream
-that waits for a word, no thread can launch anything. In a measurement, a wait of 1.5 s blocked launches for
-1.4 s. The background thread therefore makes these calls when no stream waits, if such a moment comes within
-`PATIENCE_S`.
+that itself waits for a value in memory, no thread can launch anything. In a measurement, a wait of 1.5 s
+blocked launches for 1.4 s. The background thread therefore makes these calls when no stream waits, or after
+`PATIENCE_S` at the latest.
 """
 
 from __future__ import annotations

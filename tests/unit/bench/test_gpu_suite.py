@@ -9,7 +9,7 @@ from pathlib import Path
 import gpu_suite
 import pytest
 from gpu_suite import Suite, record
-from support.gpu_suite_plan import FLASHINFER, LANES, RANKS, SERVED_RANKS, TESTS, Job, plan
+from support.gpu_suite_plan import FLASHINFER, LANES, RANKS, SERVED_RANKS, TESTS, TWO_TARGETS, Job, plan
 from support.gpu_suite_report import name_of
 
 SOME = """
@@ -47,8 +47,9 @@ def test_every_file_is_in_one_job(gpus: int) -> None:
     }
     assert counts.pop(RANKS, 0) == {1: 0, 2: 1, 3: 1, 4: 2}[gpus]
     assert counts.pop(FLASHINFER) == 2, "once with the library and once without"
-    assert counts.pop(SERVED_RANKS, 0) == (gpus > 1)
-    assert set(counts) == there - {RANKS, SERVED_RANKS, FLASHINFER}
+    for file in (SERVED_RANKS, TWO_TARGETS):
+        assert counts.pop(file, 0) == (gpus > 1)
+    assert set(counts) == there - {RANKS, SERVED_RANKS, TWO_TARGETS, FLASHINFER}
     assert set(counts.values()) == {1}
     assert all(0 <= lane < LANES for job in jobs for lane in job.lanes)
     assert all(job.law == file.startswith("law/") for job in jobs for file in job.files)

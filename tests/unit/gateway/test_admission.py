@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -30,6 +32,26 @@ def test_the_limits_and_the_error() -> None:
                 other.add_prompts([71])
             other.add_prompts([70])
     assert (admission.waiting, admission.waiting_tokens, admission.active) == (0, 0, 0)
+
+
+def test_a_key_leaves_room_in_the_queue_for_others() -> None:
+    admission = Admission(8, 80, Clock())
+    with ExitStack() as slots:
+        first = [slots.enter_context(admission.admit(2, "flood")) for _ in range(3)]
+        with pytest.raises(OverloadedError, match="6 sequences of this API key"):
+            admission.admit(1, "flood")
+        first[0].add_prompts([32, 32])
+        with pytest.raises(OverloadedError, match="64 prompt tokens of this API key"):
+            first[1].add_prompts([5, 5])
+        light = slots.enter_context(admission.admit(1, "light"))
+        light.add_prompts([10])
+        slots.enter_context(admission.admit(1))
+    assert (admission.waiting, admission.waiting_tokens) == (0, 0)
+    assert admission._waiting_of == admission._tokens_of == {}
+    with ExitStack() as slots:
+        # Without keys, there is nobody to leave room for.
+        for _ in range(8):
+            slots.enter_context(admission.admit(1))
 
 
 def test_a_request_larger_than_the_limits_runs_alone() -> None:

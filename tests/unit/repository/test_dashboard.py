@@ -13,6 +13,7 @@ import promql_parser
 import pytest
 import yaml
 
+from outrider.services.draft.metrics import DraftMetrics
 from outrider.services.gateway.metrics import GatewayMetrics
 from outrider.services.target.metrics import TargetMetrics
 from outrider.shared.obs.metrics import Metrics
@@ -61,6 +62,7 @@ def exposed() -> dict[str, set[str]]:
             patch.setattr(Metrics, kind, note)
         GatewayMetrics()
         TargetMetrics()
+        DraftMetrics()
     assert len(found) > 40
     return found
 
@@ -123,6 +125,12 @@ def test_speculation_has_its_panels(exposed: dict[str, set[str]]) -> None:
     wanted |= {"outrider_verify_seconds_sum", "outrider_kv_cache_usage_perc"}
     left_out = {"outrider_auto_looks_lost_seconds"}
     assert {name for name in wanted - asked if not name.endswith("_bucket")} == left_out
+
+
+def test_each_metric_is_on_the_operations_page(exposed: dict[str, set[str]]) -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    families = {re.sub(r"_(bucket|sum|count)$", "", name.removeprefix("outrider_")) for name in exposed}
+    assert [name for name in families - {"up"} if not re.search(rf"`{name}[`{{]", page)] == []
 
 
 def test_legends_name_labels_of_their_query() -> None:

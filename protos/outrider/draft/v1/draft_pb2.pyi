@@ -36,13 +36,17 @@ class _ProtocolFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Proto
     DESCRIPTOR: _descriptor.EnumDescriptor
     PROTOCOL_FEATURE_UNSPECIFIED: _ProtocolFeature.ValueType  # 0
     PROTOCOL_FEATURE_ROUNDS_ON_DEVICE: _ProtocolFeature.ValueType  # 1
-    """Rounds that stay on the devices of both sides: RoundsEnter to RoundsLeave."""
+    """Rounds that stay on the devices of both sides, in batches of fixed rows: RoundsEnter to RoundsLeave. Only
+    older releases send it.
+    """
     PROTOCOL_FEATURE_MAILBOX: _ProtocolFeature.ValueType  # 2
     """Tensors in mailboxes of shared or GPU memory (MailboxOffer). The transport ipc needs it."""
     PROTOCOL_FEATURE_TRACE_LOGPROBS: _ProtocolFeature.ValueType  # 3
     """Trees contain the draft's log-probabilities. Without it, traces show 0."""
     PROTOCOL_FEATURE_SLOTTED_ROUNDS: _ProtocolFeature.ValueType  # 4
-    """Reserved for protocol version 3; no release sends it yet."""
+    """Rounds that stay on the devices of both sides, in slots that sequences join and leave: SlotsOpen. Since
+    version 3.
+    """
 
 class ProtocolFeature(_ProtocolFeature, metaclass=_ProtocolFeatureEnumTypeWrapper):
     """Optional parts of the protocol. Each side sends the parts that its release supports, whether or not its
@@ -51,13 +55,17 @@ class ProtocolFeature(_ProtocolFeature, metaclass=_ProtocolFeatureEnumTypeWrappe
 
 PROTOCOL_FEATURE_UNSPECIFIED: ProtocolFeature.ValueType  # 0
 PROTOCOL_FEATURE_ROUNDS_ON_DEVICE: ProtocolFeature.ValueType  # 1
-"""Rounds that stay on the devices of both sides: RoundsEnter to RoundsLeave."""
+"""Rounds that stay on the devices of both sides, in batches of fixed rows: RoundsEnter to RoundsLeave. Only
+older releases send it.
+"""
 PROTOCOL_FEATURE_MAILBOX: ProtocolFeature.ValueType  # 2
 """Tensors in mailboxes of shared or GPU memory (MailboxOffer). The transport ipc needs it."""
 PROTOCOL_FEATURE_TRACE_LOGPROBS: ProtocolFeature.ValueType  # 3
 """Trees contain the draft's log-probabilities. Without it, traces show 0."""
 PROTOCOL_FEATURE_SLOTTED_ROUNDS: ProtocolFeature.ValueType  # 4
-"""Reserved for protocol version 3; no release sends it yet."""
+"""Rounds that stay on the devices of both sides, in slots that sequences join and leave: SlotsOpen. Since
+version 3.
+"""
 Global___ProtocolFeature: _TypeAlias = ProtocolFeature  # noqa: Y015
 
 class _Want:
@@ -505,6 +513,8 @@ class SessionRequest(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     ROUNDS_PREPARE_FIELD_NUMBER: _builtins.int
     ROUND_SOON_FIELD_NUMBER: _builtins.int
+    SLOTS_OPEN_FIELD_NUMBER: _builtins.int
+    SLOTS_UPDATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -537,6 +547,10 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def round_soon(self) -> Global___RoundSoon: ...
+    @_builtins.property
+    def slots_open(self) -> Global___SlotsOpen: ...
+    @_builtins.property
+    def slots_update(self) -> Global___SlotsUpdate: ...
     def __init__(
         self,
         *,
@@ -553,20 +567,190 @@ class SessionRequest(_message.Message):
         rows: Global___BulkRequest | None = ...,
         rounds_prepare: Global___RoundsEnter | None = ...,
         round_soon: Global___RoundSoon | None = ...,
+        slots_open: Global___SlotsOpen | None = ...,
+        slots_update: Global___SlotsUpdate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_soon", b"round_soon", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_soon", b"round_soon", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows", "slots_open", b"slots_open", "slots_update", b"slots_update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_soon", b"round_soon", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "close", b"close", "frame", b"frame", "hello", b"hello", "message", b"message", "open", b"open", "ping", b"ping", "round_soon", b"round_soon", "round_state", b"round_state", "rounds_enter", b"rounds_enter", "rounds_leave", b"rounds_leave", "rounds_next", b"rounds_next", "rounds_prepare", b"rounds_prepare", "rows", b"rows", "slots_open", b"slots_open", "slots_update", b"slots_update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel", "rounds_enter", "rounds_next", "rounds_leave", "round_state", "rows", "rounds_prepare", "round_soon"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "close", "ping", "cancel", "rounds_enter", "rounds_next", "rounds_leave", "round_state", "rows", "rounds_prepare", "round_soon", "slots_open", "slots_update"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 
 @_typing.final
+class SlotsOpen(_message.Message):
+    """Opens slotted rounds, once per connection. A slot is a seat at the draft for one drafting sequence. Each
+    round (RoundsNext) lists the slots that draft in it, grouped by tree shape. The state of a round has one
+    part per group, and so have its trees. shared/spec/resident.py defines the layouts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    FEATURE_SIZE_FIELD_NUMBER: _builtins.int
+    FEATURE_DTYPE_FIELD_NUMBER: _builtins.int
+    slots: _builtins.int
+    """Number of slots."""
+    feature_size: _builtins.int
+    feature_dtype: _common_pb2.DataType.ValueType
+    def __init__(
+        self,
+        *,
+        slots: _builtins.int = ...,
+        feature_size: _builtins.int = ...,
+        feature_dtype: _common_pb2.DataType.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feature_dtype", b"feature_dtype", "feature_size", b"feature_size", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotsOpen: _TypeAlias = SlotsOpen  # noqa: Y015
+
+@_typing.final
+class SlotJoin(_message.Message):
+    """A sequence takes a slot. The draft must have all feature rows of the tokens that it knows (SlotReady, and
+    commits on this stream). The rows of later tokens are in the states of the rounds.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    session_id: _builtins.int
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        session_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "session_id", b"session_id", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotJoin: _TypeAlias = SlotJoin  # noqa: Y015
+
+@_typing.final
+class SlotTokens(_message.Message):
+    """The tokens that a pass has chosen for the sequence in a slot."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BASE_LEN_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    number: _builtins.int
+    """The round in which the slot drafted; 0 if it did not draft."""
+    base_len: _builtins.int
+    """Number of committed tokens before these."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        number: _builtins.int = ...,
+        base_len: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "number", b"number", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotTokens: _TypeAlias = SlotTokens  # noqa: Y015
+
+@_typing.final
+class SlotsUpdate(_message.Message):
+    """What has happened in the slots since the last message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    rounds: _builtins.int
+    """As in RoundsNext."""
+    @_builtins.property
+    def told(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotTokens]:
+        """In the order of the passes."""
+
+    @_builtins.property
+    def left(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots that are free from now on, after `told`."""
+
+    def __init__(
+        self,
+        *,
+        rounds: _builtins.int = ...,
+        told: _abc.Iterable[Global___SlotTokens] | None = ...,
+        left: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left", b"left", "rounds", b"rounds", "told", b"told"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotsUpdate: _TypeAlias = SlotsUpdate  # noqa: Y015
+
+@_typing.final
+class SlotGroup(_message.Message):
+    """The slots that draft with one shape in a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHAPE_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    COMMITTED_UPPER_FIELD_NUMBER: _builtins.int
+    batch: _builtins.int
+    """Rows and columns of the group's part of the state. Rows after the slots are idle."""
+    columns: _builtins.int
+    @_builtins.property
+    def shape(self) -> Global___Shape: ...
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The slot of each row, and an upper bound on its committed length when the round starts."""
+
+    @_builtins.property
+    def committed_upper(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        shape: Global___Shape | None = ...,
+        batch: _builtins.int = ...,
+        columns: _builtins.int = ...,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        committed_upper: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "columns", b"columns", "committed_upper", b"committed_upper", "shape", b"shape", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotGroup: _TypeAlias = SlotGroup  # noqa: Y015
+
+@_typing.final
 class RoundsEnter(_message.Message):
-    """Enters rounds that stay on the devices of both sides. Until RoundsLeave, each round of one batch sends a
+    """Version 2. Later releases use only the sizes, in rounds_prepare, and refuse the rest.
+
+    Enters rounds that stay on the devices of both sides. Until RoundsLeave, each round of one batch sends a
     state from the target to the draft (the tokens chosen by the last round, with their features) and returns
     trees. The hosts exchange lengths and tokens separately, before or after the round.
     shared/spec/resident.py defines the layouts of state and trees.
@@ -655,6 +839,9 @@ class RoundsNext(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     COMMITTED_UPPER_FIELD_NUMBER: _builtins.int
     CHOSEN_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    JOINS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     number: _builtins.int
     @_builtins.property
@@ -665,6 +852,16 @@ class RoundsNext(_message.Message):
     def chosen(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoundTokens]:
         """The rounds that were read back since the last message."""
 
+    @_builtins.property
+    def update(self) -> Global___SlotsUpdate:
+        """In slotted rounds, only `rounds`, `number` and the fields below are used. `rounds` is the number of a
+        series of rounds. A new series begins with empty slots. The draft applies the update, then the joins.
+        """
+
+    @_builtins.property
+    def joins(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotJoin]: ...
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotGroup]: ...
     def __init__(
         self,
         *,
@@ -672,10 +869,13 @@ class RoundsNext(_message.Message):
         number: _builtins.int = ...,
         committed_upper: _abc.Iterable[_builtins.int] | None = ...,
         chosen: _abc.Iterable[Global___RoundTokens] | None = ...,
+        update: Global___SlotsUpdate | None = ...,
+        joins: _abc.Iterable[Global___SlotJoin] | None = ...,
+        groups: _abc.Iterable[Global___SlotGroup] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "committed_upper", b"committed_upper", "number", b"number", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "committed_upper", b"committed_upper", "groups", b"groups", "joins", b"joins", "number", b"number", "rounds", b"rounds", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1018,6 +1218,8 @@ class SessionReply(_message.Message):
     ROUND_TREES_FIELD_NUMBER: _builtins.int
     ROUNDS_ENDED_FIELD_NUMBER: _builtins.int
     ROUND_TAKEN_FIELD_NUMBER: _builtins.int
+    SLOTS_OPENED_FIELD_NUMBER: _builtins.int
+    SLOT_READY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___HelloAck: ...
     @_builtins.property
@@ -1040,6 +1242,10 @@ class SessionReply(_message.Message):
     def rounds_ended(self) -> Global___RoundsEnded: ...
     @_builtins.property
     def round_taken(self) -> Global___RoundTaken: ...
+    @_builtins.property
+    def slots_opened(self) -> Global___SlotsOpened: ...
+    @_builtins.property
+    def slot_ready(self) -> Global___SlotReady: ...
     def __init__(
         self,
         *,
@@ -1054,16 +1260,68 @@ class SessionReply(_message.Message):
         round_trees: Global___RoundTrees | None = ...,
         rounds_ended: Global___RoundsEnded | None = ...,
         round_taken: Global___RoundTaken | None = ...,
+        slots_opened: Global___SlotsOpened | None = ...,
+        slot_ready: Global___SlotReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_taken", b"round_taken", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_taken", b"round_taken", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered", "slot_ready", b"slot_ready", "slots_opened", b"slots_opened"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_taken", b"round_taken", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "frame", b"frame", "hello", b"hello", "message", b"message", "need_resync", b"need_resync", "open", b"open", "pong", b"pong", "reject", b"reject", "round_taken", b"round_taken", "round_trees", b"round_trees", "rounds_ended", b"rounds_ended", "rounds_entered", b"rounds_entered", "slot_ready", b"slot_ready", "slots_opened", b"slots_opened"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "need_resync", "reject", "credit", "pong", "rounds_entered", "round_trees", "rounds_ended", "round_taken"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "open", "frame", "need_resync", "reject", "credit", "pong", "rounds_entered", "round_trees", "rounds_ended", "round_taken", "slots_opened", "slot_ready"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
+
+@_typing.final
+class SlotsOpened(_message.Message):
+    """The answer to SlotsOpen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    accepted: _builtins.bool
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        accepted: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotsOpened: _TypeAlias = SlotsOpened  # noqa: Y015
+
+@_typing.final
+class SlotReady(_message.Message):
+    """The draft has all feature rows of a session that was opened or reopened, so the session may join a slot.
+    Sent only after SlotsOpen.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.int
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlotReady: _TypeAlias = SlotReady  # noqa: Y015
 
 @_typing.final
 class RoundsEntered(_message.Message):

@@ -55,6 +55,7 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RESUME_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_new_tokens: _builtins.int
     ignore_eos: _builtins.bool
@@ -64,6 +65,10 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     traceparent: _builtins.str
     """W3C trace context of the caller's span. Empty if the request is not traced."""
+    tenant: _builtins.str
+    """Name of the party that sent the request. Tenants share the server fairly, by tokens. A target that does
+    not know this field treats all requests as those of one tenant.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -97,10 +102,11 @@ class GenerateRequest(_message.Message):
         logprobs: _common_pb2.LogprobOptions | None = ...,
         traceparent: _builtins.str = ...,
         resume_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resume_ids", b"resume_ids", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resume_ids", b"resume_ids", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -501,6 +507,7 @@ class GetStatsReply(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     PROMETHEUS_TEXT_FIELD_NUMBER: _builtins.int
     AUTO_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     pages_total: _builtins.int
@@ -515,6 +522,8 @@ class GetStatsReply(_message.Message):
     def speculation(self) -> _common_pb2.SpeculationStats: ...
     @_builtins.property
     def auto(self) -> Global___AutoDecision: ...
+    @_builtins.property
+    def prefix_cache(self) -> Global___PrefixCacheStats: ...
     def __init__(
         self,
         *,
@@ -529,14 +538,83 @@ class GetStatsReply(_message.Message):
         speculation: _common_pb2.SpeculationStats | None = ...,
         prometheus_text: _builtins.str = ...,
         auto: Global___AutoDecision | None = ...,
+        prefix_cache: Global___PrefixCacheStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "prefix_cache", b"prefix_cache", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prometheus_text", b"prometheus_text", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["auto", b"auto", "draft_state", b"draft_state", "generated_tokens", b"generated_tokens", "pages_free", b"pages_free", "pages_held", b"pages_held", "pages_total", b"pages_total", "prefix_cache", b"prefix_cache", "prometheus_text", b"prometheus_text", "rounds", b"rounds", "running", b"running", "speculation", b"speculation", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsReply: _TypeAlias = GetStatsReply  # noqa: Y015
+
+@_typing.final
+class PrefixCacheStats(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENABLED_FIELD_NUMBER: _builtins.int
+    QUERIED_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    EVICTED_PAGES_FIELD_NUMBER: _builtins.int
+    enabled: _builtins.bool
+    queried_tokens: _builtins.int
+    """Prompt tokens of all admitted requests, and those of them whose K/V was stored already."""
+    hit_tokens: _builtins.int
+    pages: _builtins.int
+    """Pages that other requests can find now, and pages that were evicted since the start."""
+    evicted_pages: _builtins.int
+    def __init__(
+        self,
+        *,
+        enabled: _builtins.bool = ...,
+        queried_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+        pages: _builtins.int = ...,
+        evicted_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enabled", b"enabled", "evicted_pages", b"evicted_pages", "hit_tokens", b"hit_tokens", "pages", b"pages", "queried_tokens", b"queried_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixCacheStats: _TypeAlias = PrefixCacheStats  # noqa: Y015
+
+@_typing.final
+class FlushPrefixCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushPrefixCacheRequest: _TypeAlias = FlushPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class FlushPrefixCacheReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    pages: _builtins.int
+    """Number of pages that were removed."""
+    def __init__(
+        self,
+        *,
+        pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushPrefixCacheReply: _TypeAlias = FlushPrefixCacheReply  # noqa: Y015
 
 @_typing.final
 class AutoDecision(_message.Message):

@@ -54,6 +54,11 @@ class TargetStub(object):
                 request_serializer=outrider_dot_target_dot_v1_dot_target__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=outrider_dot_target_dot_v1_dot_target__pb2.GetStatsReply.FromString,
                 _registered_method=True)
+        self.FlushPrefixCache = channel.unary_unary(
+                '/outrider.target.v1.Target/FlushPrefixCache',
+                request_serializer=outrider_dot_target_dot_v1_dot_target__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=outrider_dot_target_dot_v1_dot_target__pb2.FlushPrefixCacheReply.FromString,
+                _registered_method=True)
         self.GetTensor = channel.unary_stream(
                 '/outrider.target.v1.Target/GetTensor',
                 request_serializer=outrider_dot_target_dot_v1_dot_target__pb2.GetTensorRequest.SerializeToString,
@@ -90,6 +95,13 @@ class TargetServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushPrefixCache(self, request, context):
+        """Empties the cache of prefixes. Running requests go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetTensor(self, request, context):
         """Streams a weight that the draft borrows (embedding or lm_head), in chunks of at most 1 MiB.
         """
@@ -119,6 +131,11 @@ def add_TargetServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=outrider_dot_target_dot_v1_dot_target__pb2.GetStatsRequest.FromString,
                     response_serializer=outrider_dot_target_dot_v1_dot_target__pb2.GetStatsReply.SerializeToString,
+            ),
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=outrider_dot_target_dot_v1_dot_target__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=outrider_dot_target_dot_v1_dot_target__pb2.FlushPrefixCacheReply.SerializeToString,
             ),
             'GetTensor': grpc.unary_stream_rpc_method_handler(
                     servicer.GetTensor,
@@ -234,6 +251,33 @@ class Target(object):
             '/outrider.target.v1.Target/GetStats',
             outrider_dot_target_dot_v1_dot_target__pb2.GetStatsRequest.SerializeToString,
             outrider_dot_target_dot_v1_dot_target__pb2.GetStatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.target.v1.Target/FlushPrefixCache',
+            outrider_dot_target_dot_v1_dot_target__pb2.FlushPrefixCacheRequest.SerializeToString,
+            outrider_dot_target_dot_v1_dot_target__pb2.FlushPrefixCacheReply.FromString,
             options,
             channel_credentials,
             insecure,

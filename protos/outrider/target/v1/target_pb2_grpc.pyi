@@ -37,6 +37,8 @@ class TargetStub:
     """For direct clients: one stream per request. Cancelling the call cancels the request."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_target_pb2.GetInfoRequest, _target_pb2.GetInfoReply]
     GetStats: _grpc.UnaryUnaryMultiCallable[_target_pb2.GetStatsRequest, _target_pb2.GetStatsReply]
+    FlushPrefixCache: _grpc.UnaryUnaryMultiCallable[_target_pb2.FlushPrefixCacheRequest, _target_pb2.FlushPrefixCacheReply]
+    """Empties the cache of prefixes. Running requests go on."""
     GetTensor: _grpc.UnaryStreamMultiCallable[_target_pb2.GetTensorRequest, _target_pb2.GetTensorReply]
     """Streams a weight that the draft borrows (embedding or lm_head), in chunks of at most 1 MiB."""
 
@@ -49,6 +51,8 @@ class TargetAsyncStub(TargetStub):
     """For direct clients: one stream per request. Cancelling the call cancels the request."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_target_pb2.GetInfoRequest, _target_pb2.GetInfoReply]  # type: ignore[assignment]
     GetStats: _aio.UnaryUnaryMultiCallable[_target_pb2.GetStatsRequest, _target_pb2.GetStatsReply]  # type: ignore[assignment]
+    FlushPrefixCache: _aio.UnaryUnaryMultiCallable[_target_pb2.FlushPrefixCacheRequest, _target_pb2.FlushPrefixCacheReply]  # type: ignore[assignment]
+    """Empties the cache of prefixes. Running requests go on."""
     GetTensor: _aio.UnaryStreamMultiCallable[_target_pb2.GetTensorRequest, _target_pb2.GetTensorReply]  # type: ignore[assignment]
     """Streams a weight that the draft borrows (embedding or lm_head), in chunks of at most 1 MiB."""
 
@@ -82,6 +86,14 @@ class TargetServicer(metaclass=_abc_1.ABCMeta):
         request: _target_pb2.GetStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_target_pb2.GetStatsReply, _abc.Awaitable[_target_pb2.GetStatsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def FlushPrefixCache(
+        self,
+        request: _target_pb2.FlushPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_target_pb2.FlushPrefixCacheReply, _abc.Awaitable[_target_pb2.FlushPrefixCacheReply]]:
+        """Empties the cache of prefixes. Running requests go on."""
 
     @_abc_1.abstractmethod
     def GetTensor(

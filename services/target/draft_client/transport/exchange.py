@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from outrider.draft.v1 import draft_pb2
-from outrider.shared.spec.resident import RoundState
+from outrider.shared.spec.resident import StateBlob
 
 
 class Exchange(Protocol):
@@ -25,7 +25,7 @@ class Exchange(Protocol):
     def exchange(
         self,
         message: draft_pb2.RoundsNext,
-        state: RoundState,
+        state: StateBlob,
         trees: torch.Tensor,
         expected: torch.Tensor,
         limit_s: float,
@@ -35,20 +35,20 @@ class Exchange(Protocol):
 
         Args:
             message: The round's RoundsNext.
-            state: A packed state. The exchange sets the header of the state to the round's number.
+            state: The states of all groups. The exchange sets the header of the state to the round's number.
             trees: ``[n] uint8``; receives the trees with their header.
             expected: ``[1] int32``; the exchange sets it to the round's number.
             limit_s: Longest wait for the trees, in seconds, counted from the time when the state is complete.
-            ahead: True if the device may wait for the host's work; see `ExchangedBatch.exchange`.
+            ahead: True if the device may wait for the host's work; see `ExchangedRound.exchange`.
         """
         ...
 
     def hand_over(self) -> None:
-        """Do the host's work to send the state, if there is any. See `ExchangedBatch.hand_over`."""
+        """Do the host's work to send the state, if there is any. See `ExchangedSlots.hand_over`."""
         ...
 
     def carry(self, wanted: bool) -> None:
-        """Do the host's work to receive the trees, if there is any. See `ExchangedBatch.carry`."""
+        """Do the host's work to receive the trees, if there is any. See `ExchangedSlots.carry`."""
         ...
 
     def mend(self) -> bool:

@@ -51,7 +51,7 @@ LOOK_S = 1.0
 """Poll interval for the end of an idle bulk stream."""
 AWAKE_S = 0.05
 """Longest busy-poll for a reply; after that the thread sleeps."""
-BEFORE_A_PAUSE = frozenset(("open", "close", "rounds_leave"))
+BEFORE_A_PAUSE = frozenset(("open", "close", "slots_update"))
 """Kinds of messages after which the engine thread does not wait for an answer immediately."""
 CPU = torch.device("cpu")
 
@@ -160,7 +160,7 @@ class GrpcCarrier(Carrier):
             ClientStream(self._bulk_channel, BULK_METHOD, PollWindow(enabled=self._poll_window.enabled))
         )
         self._bulk_reader.start()
-        if self._offers_rounds and Feature.ROUNDS_ON_DEVICE in features:
+        if self._offers_rounds and Feature.SLOTTED_ROUNDS in features:
             self._stream_exchange = StreamExchange(
                 self._stream,
                 self._poll_window,

@@ -33,16 +33,14 @@ from outrider.shared.rpc.client import open_channel
 from outrider.shared.rpc.convert import error_from_proto
 from outrider.shared.rpc.ipc.blob_mailbox import BlobMailbox
 from outrider.shared.rpc.ipc.cuda import CudaError
-from outrider.shared.rpc.ipc.frames import SPIN_S, EndOfStream, FrameKind, FrameSocket
+from outrider.shared.rpc.ipc.frames import EndOfStream, FrameKind, FrameSocket
 from outrider.shared.rpc.ipc.handshake import Offered, offers
 from outrider.shared.rpc.ipc.sockets import connect
 from outrider.shared.rpc.tensors import InlineTensors, TensorWriter
 from outrider.shared.rpc.version import Feature
-from outrider.shared.spec.resident import RoundState
+from outrider.shared.spec.resident import StateBlob
 
 IDLE_S = 3600.0
-ENTER_AWAKE_S = 0.005 if SPIN_S else 0.0
-"""Busy-poll time for the answer to RoundsEnter. Decoding waits for the answer, and sleepers wake up late."""
 PUMP_S = 5e-4
 """Poll interval for a free mailbox slot while rows wait."""
 
@@ -72,7 +70,6 @@ class IpcCarrier(Carrier):
         self._lock = threading.Lock()
         self._sockets: list[FrameSocket] = []
         self._rows: RowsOutbox | None = None
-        self._entering = False
 
     @property
     def rows_behind(self) -> bool:
@@ -98,7 +95,7 @@ class IpcCarrier(Carrier):
                 field="protocol_features",
             )
         with _lost():
-            offered = self._agree(self._offers_rounds and Feature.ROUNDS_ON_DEVICE in features)
+            offered = self._agree(self._offers_rounds and Feature.SLOTTED_ROUNDS in features)
             self.tensors, self._rows = offered.session, RowsOutbox(offered.bulk, self.send)
             self._bulk = self._connect()
             self._bulk.send(
@@ -113,7 +110,6 @@ class IpcCarrier(Carrier):
                     on_pong(draft_pb2.SessionReply.FromString(_checked(received, FrameKind.SESSION)).pong)
 
     def send(self, message: draft_pb2.SessionRequest) -> None:
-        self._entering = message.HasField("rounds_enter")
         try:
             self._session.send(FrameKind.SESSION, message.SerializeToString())
         except EndOfStream:
@@ -205,7 +201,7 @@ class IpcCarrier(Carrier):
             if rows is not None:
                 rows.pump()
             if rows is None or not rows.waiting or not timeout_s:
-                return self._session.receive(timeout_s, ENTER_AWAKE_S if self._entering else SPIN_S)
+                return self._session.receive(timeout_s)
             received = self._session.receive(min(timeout_s, PUMP_S))
             timeout_s = max(0.0, until - time.monotonic())
             if received is not None or not timeout_s:
@@ -244,14 +240,13 @@ class MailboxExchange(Exchange):
     def exchange(
         self,
         message: draft_pb2.RoundsNext,
-        state: RoundState,
+        state: StateBlob,
         trees: torch.Tensor,
         expected: torch.Tensor,
         limit_s: float,
         ahead: bool,
     ) -> None:
         """Enqueue the exchange. On a GPU, the host does not wait for the trees."""
-        assert state.packed is not None, "the engine's states are packed"
         try:
             self._mailbox.send(message.number, state.packed)
             send = self._send()

@@ -34,7 +34,7 @@ from outrider.shared.rpc.envelopes import BlobEnvelopes
 from outrider.shared.rpc.ipc.cuda import CudaError
 from outrider.shared.rpc.polling import PollWindow, give_way
 from outrider.shared.rpc.relay import STATE_BYTES, StreamRelay
-from outrider.shared.spec.resident import PackedExtent, RoundState
+from outrider.shared.spec.resident import BlobExtent, StateBlob
 
 LOOK_S = 0.001
 """Shortest wait for trees in seconds, because trees may have arrived in time without having been read yet."""
@@ -92,7 +92,7 @@ class _Round:
 
     number: int
     state: torch.Tensor
-    extent: PackedExtent
+    extent: BlobExtent
     envelopes: BlobEnvelopes
     limit_s: float
 
@@ -151,13 +151,12 @@ class StreamExchange(Exchange):
     def exchange(
         self,
         message: draft_pb2.RoundsNext,
-        state: RoundState,
+        state: StateBlob,
         trees: torch.Tensor,
         expected: torch.Tensor,
         limit_s: float,
         ahead: bool,
     ) -> None:
-        assert state.packed is not None, "the engine's states are packed"
         self._look()
         self._stream.send(draft_pb2.SessionRequest(rounds_next=message).SerializeToString())
         coming = _Round(message.number, state.packed, state.extent, BlobEnvelopes.of(message), limit_s)

@@ -72,6 +72,7 @@ UP: Mapping[str, tuple[str, Any]] = {
     "cuda_graph_max_bs": ("78", 78),
     "disable_tile_trial": ("", True),
     "disable_cuda_graph": ("", True),
+    "disable_prefix_cache": ("", True),
     "overlap_schedule": ("off", "off"),
     "disable_overlap_schedule": ("", True),
     "max_packed_rows": ("512", 512),

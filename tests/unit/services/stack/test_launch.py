@@ -99,6 +99,16 @@ def test_capacity_flags_reach_the_services_that_have_them() -> None:
     assert "--kv-tokens" not in lines["gateway"]
 
 
+def test_the_gateway_is_asked_over_https_if_it_has_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"tls_cert": "/etc/front.pem", "tls_key": "/etc/front.key"}
+    plan = plan_stack(StackOptions(gateway_settings=files), RUNTIME, inproc=True)
+    assert plan.url == "https://127.0.0.1:8000"
+    assert "--tls-cert /etc/front.pem --tls-key /etc/front.key" in command_lines(plan)["gateway"]
+    assert plan_stack(StackOptions(), RUNTIME, inproc=True).url == "http://127.0.0.1:8000"
+    monkeypatch.setenv("OUTRIDER_GATEWAY_TLS_CERT", "/etc/front.pem")
+    assert plan_stack(StackOptions(), RUNTIME, inproc=True).url == "https://127.0.0.1:8000"
+
+
 def test_more_running_requests_than_draft_sessions_raise_the_session_limit() -> None:
     few, many = (
         command_lines(plan_stack(StackOptions(max_running_requests=n), RUNTIME, inproc=False))

@@ -8,8 +8,9 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
-from outrider.services.stack.liveness import Liveness
+from outrider.services.stack.liveness import Liveness, Socket, service_sockets
 from outrider.services.stack.supervisor import ChildSpec, Supervisor
 
 WAIT_S = 20
@@ -84,3 +85,46 @@ def test_a_child_that_is_still_starting_is_left_alone() -> None:
             for _ in range(3):
                 assert pair.failed.acquire(timeout=WAIT_S)
         assert supervisor.child("child").starts == 1
+
+
+def test_a_child_whose_socket_is_gone_is_restarted_with_its_client(tmp_path: Path) -> None:
+    pair = Pair()
+    path = tmp_path / "child.sock"
+    path.touch()
+    clients: queue.Queue[int] = queue.Queue()
+
+    def echo(name: str, line: str) -> None:
+        if name == "child":
+            pair.echo(name, line)
+        elif line.endswith(" 0"):
+            clients.put(int(line.split()[0]))
+
+    children = [
+        ChildSpec("child", (sys.executable, "-uc", ANSWERS)),
+        ChildSpec("client", (sys.executable, "-uc", SILENT)),
+    ]
+
+    with Supervisor(children, echo) as supervisor:
+        first, client = pair.next_start(), clients.get(timeout=WAIT_S)
+        supervisor.settle()
+        sockets = {"child": Socket(path, "client")}
+        with Liveness(supervisor, {"child": pair.probe}, sockets, interval_s=0.01):
+            # 1. As long as the socket exists, a restart of the client leaves the child alone.
+            assert pair.answered.wait(WAIT_S)
+            os.kill(client, signal.SIGKILL)
+            client = clients.get(timeout=WAIT_S)
+            pair.answered.clear()
+            assert pair.answered.wait(WAIT_S)
+            assert supervisor.child("child").process_id == first
+            # 2. Without the socket, the restarted client could not reach it.
+            path.unlink()
+            os.kill(client, signal.SIGKILL)
+            clients.get(timeout=WAIT_S)
+            assert pair.next_start() != first
+
+
+def test_sockets_are_files_only() -> None:
+    assert service_sockets("unix:/run/target.sock", None) == {
+        "target": Socket(Path("/run/target.sock"), "gateway")
+    }
+    assert service_sockets("127.0.0.1:1", "127.0.0.1:2") == {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.services.stack.private_folder import PREFIX, private_folder, remove_abandoned
+from outrider.services.stack.private_folder import PREFIX, private_folder, remove_abandoned, restore
 
 
 def test_folders_of_dead_stacks_are_removed_and_others_stay(tmp_path: Path) -> None:
@@ -37,3 +37,20 @@ def test_the_folder_is_private_and_temporary(tmp_path: Path, monkeypatch: pytest
         remove_abandoned(tmp_path)
         assert folder.exists()
     assert not folder.exists()
+
+
+def test_a_removed_folder_is_made_again_for_this_user_only(tmp_path: Path) -> None:
+    folder = tmp_path / "stack"
+    restore(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "socket").touch()
+    restore(folder)
+    assert (folder / "socket").exists()
+    restore(tmp_path / "missing" / "stack")  # a start that cannot work is left to the service to explain
+
+
+def test_a_folder_that_another_user_has_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "stack").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="another user"):
+        restore(tmp_path / "stack")

@@ -87,3 +87,9 @@ def test_settings_are_frozen_and_the_log_holds_no_secret() -> None:
     with pytest.raises(ValueError, match="frozen"):
         settings.port = 5  # type: ignore[misc]
     assert "s3cret" not in str(settings.resolved())
+    assert "s3cret" not in str(settings.for_log())
+
+
+def test_the_log_names_the_settings_that_differ() -> None:
+    assert ToySettings().for_log() == {}
+    assert ToySettings(port=81).for_log() == {"port": 81}

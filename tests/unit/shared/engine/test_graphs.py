@@ -6,7 +6,6 @@ import torch
 from support.played_graphs import BoundedGraphs
 
 from outrider.shared.engine.graphs import RECORD_AFTER, WARM_UP_RUNS, GraphCache
-from outrider.shared.spec.resident import RoundState
 
 
 def test_without_cuda_functions_run_eagerly_each_time() -> None:
@@ -25,16 +24,6 @@ def test_without_cuda_functions_run_eagerly_each_time() -> None:
     assert cache.holds("another")
     assert (cache.keys, cache.memory_bytes, cache.enabled) == ((), 0, False)
     cache.clear()
-
-
-def test_an_idle_state_has_roots_of_zero() -> None:
-    state = RoundState.idle(3, 4, 8, torch.float32, "cpu")
-    assert (state.bs, state.columns) == (3, 4)
-    assert state.roots().tolist() == [0, 0, 0]
-    state.tokens[1] = torch.tensor([7, 8, 9, 0])
-    state.counts[1] = 3
-    assert state.roots().tolist() == [0, 9, 0]
-    assert state.features.shape == (3, 4, 8)
 
 
 def test_the_number_of_graphs_recorded_after_start_up_is_bounded() -> None:

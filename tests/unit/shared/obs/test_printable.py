@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import re
 
 import pytest
 
@@ -38,3 +40,24 @@ def test_log_lines_escape_events_and_fields() -> None:
         root.setLevel(level)
     assert len(stream.getvalue().splitlines()) == 2
     assert "\x1b" not in stream.getvalue()
+
+
+def test_lines_are_short_in_text_and_complete_in_json() -> None:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    lines = {}
+    try:
+        for as_json in (False, True):
+            stream = io.StringIO()
+            configure_logging("toy", "info", as_json, stream=stream)
+            get_logger("outrider.toy").info("ready", port=1)
+            logging.getLogger("uvicorn.error").info("Started server process")
+            lines[as_json] = stream.getvalue()
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT[\d:]{8}\.\d{3}Z \[info\] ready \[outrider.toy\] port=1\n", lines[False]
+    )
+    found = json.loads(lines[True])
+    assert (found["service"], found["event"], found["port"]) == ("toy", "ready", 1)

@@ -32,7 +32,7 @@ from outrider.shared.rpc.version import (
 )
 from outrider.shared.spec.resident import RoundState, TreesBlob
 
-WIRE = (2, "137779f4313d7390")
+WIRE = (3, "bd7b94a5c256842e")
 """The protocol's highest version, and a digest of its wire format.
 
 If a change fails here, update the digest. Also increment `MAX_VERSION` if the previous release cannot handle
@@ -60,7 +60,7 @@ def test_the_wire_changes_with_its_version() -> None:
 def test_this_release_agrees_with_itself_on_everything_that_it_supports() -> None:
     agreed = agree(Offer.ours(Side.TARGET), Offer.ours(Side.DRAFT))
     assert agreed == Agreed(MAX_VERSION, FEATURES)
-    assert str(agreed) == f"version {MAX_VERSION}, features: rounds_on_device, mailbox, trace_logprobs"
+    assert str(agreed) == f"version {MAX_VERSION}, features: mailbox, trace_logprobs, slotted_rounds"
 
 
 def test_every_feature_of_the_proto_has_a_name() -> None:

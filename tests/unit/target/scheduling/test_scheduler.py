@@ -1,149 +1,18 @@
-"""Tests the scheduler as a state machine: no page is ever lost, and some sequence always advances."""
+"""Tests the scheduler: chunks, priorities, retraction, growth of leases, and the queue's limits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from support.scheduled import LIMITS, PAGE_SIZE, execute, make_sequence
 
-from outrider.services.target.request import Event, GenerationRequest, SpeculationParams
 from outrider.services.target.scheduling.limits import SchedulerLimits
 from outrider.services.target.scheduling.queue_gate import QueueGate
-from outrider.services.target.scheduling.scheduler import SPARE_TOKENS, Scheduler, StepPlan
+from outrider.services.target.scheduling.scheduler import SPARE_TOKENS, Scheduler
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
 from outrider.shared.base.errors import OverloadedError
-from outrider.shared.base.generation import SamplingParams, SpeculationMode
 from outrider.shared.kv.pages import PageAllocator
-from outrider.shared.spec.tree import DraftShape
-
-NUM_PAGES = 12
-PAGE_SIZE = 4
-LIMITS = SchedulerLimits(max_running=4, max_queued=6, max_queued_tokens=60, prefill_chunk=7)
-
-
-class NoSink:
-    def deliver(self, events: Seq[Event]) -> None:
-        """Discard the events."""
-
-
-def make_sequence(
-    session_id: int, prompt_len: int, max_new_tokens: int, max_nodes: int = 1, priority: int = 0
-) -> Sequence:
-    request = GenerationRequest(
-        request_id=str(session_id),
-        prompt_ids=[1] * prompt_len,
-        max_new_tokens=max_new_tokens,
-        sampling=SamplingParams(temperature=0.0),
-        speculation=SpeculationParams(SpeculationMode.ON, DraftShape(4, 2, max_nodes)),
-        priority=priority,
-    )
-    return Sequence(request, NoSink(), session_id=session_id, page_size=PAGE_SIZE, follow=True)
-
-
-def execute(scheduler: Scheduler, plan: StepPlan, emit: int = 1) -> list[Sequence]:
-    """Execute a plan as an engine would, with up to `emit` tokens per sequence. Return finished sequences."""
-    finished = []
-    for chunk in plan.prefills:
-        sequence = chunk.sequence
-        assert sequence.cached_len == chunk.start < chunk.stop <= sequence.committed_len
-        sequence.cached_len = chunk.stop
-        if chunk.stop == sequence.committed_len:
-            sequence.tokens.append(2)
-            sequence.status = SequenceStatus.RUNNING
-    for sequence in plan.decodes:
-        assert sequence.reserved_len >= sequence.cached_len + sequence.node_bound
-        count = min(emit, sequence.node_bound, sequence.remaining)
-        sequence.tokens.extend([2] * count)
-        sequence.cached_len += count
-    for sequence in list(scheduler.active):
-        if sequence.status is SequenceStatus.RUNNING and sequence.remaining <= 0:
-            scheduler.release(sequence, 0.0)
-            finished.append(sequence)
-    return finished
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Submits, steps, pauses and drops sequences in any order."""
-
-    live = Bundle("live")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scheduler = Scheduler(PageAllocator(NUM_PAGES), PAGE_SIZE, LIMITS)
-        self.next_id = 1
-
-    @rule(
-        target=live,
-        prompt_len=st.integers(1, 20),
-        max_new_tokens=st.integers(1, 14),
-        max_nodes=st.sampled_from([1, 2, 5, 8]),
-        priority=st.integers(-1, 1),
-    )
-    def submit(self, prompt_len: int, max_new_tokens: int, max_nodes: int, priority: int) -> object:
-        sequence = make_sequence(self.next_id, prompt_len, max_new_tokens, max_nodes, priority)
-        assert sequence.max_len <= self.scheduler.capacity, (
-            "the strategy must stay within what a server would admit"
-        )
-        try:
-            self.scheduler.gate.enter(prompt_len)
-        except OverloadedError:
-            return multiple()
-        self.next_id += 1
-        self.scheduler.add(sequence)
-        return sequence
-
-    @rule(emit=st.integers(1, 8))
-    def step(self, emit: int) -> None:
-        could_advance = self.scheduler.has_work()
-        before = [(sequence, sequence.committed_len, sequence.cached_len) for sequence in self.scheduler]
-        plan = self.scheduler.schedule(0.0)
-        finished = execute(self.scheduler, plan, emit)
-        if could_advance:
-            advanced = any(s.committed_len > tokens or s.cached_len > cached for s, tokens, cached in before)
-            assert advanced or finished, "a step with work must make progress"
-
-    @rule(sequence=live)
-    def pause(self, sequence: Sequence) -> None:
-        sequence.paused_at = 0.0
-
-    @rule(sequence=live)
-    def resume(self, sequence: Sequence) -> None:
-        sequence.paused_at = None
-
-    @rule(sequence=consumes(live))
-    def drop(self, sequence: Sequence) -> None:
-        self.scheduler.release(sequence, 0.0)
-        assert sequence.lease is None
-        self.scheduler.release(sequence, 0.0)
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        self.scheduler.check()
-        assert len(self.scheduler.active) <= LIMITS.max_running
-        slots = [sequence.slot for sequence in self.scheduler.active]
-        assert len(set(slots)) == len(slots)
-        assert all(0 <= slot < LIMITS.max_running for slot in slots)
-        assert all(sequence.slot == -1 for sequence in self.scheduler.waiting)
-        queued = [sequence for sequence in self.scheduler.waiting if not sequence.resumptions]
-        assert self.scheduler.gate.requests == len(queued)
-
-    def teardown(self) -> None:
-        for sequence in list(self.scheduler):
-            sequence.paused_at = None
-        for _ in range(5000):
-            if not self.scheduler.has_work():
-                break
-            execute(self.scheduler, self.scheduler.schedule(0.0), 3)
-        assert not list(self.scheduler), "everything must finish once nothing is paused"
-        self.scheduler.check()
-        assert self.scheduler.allocator.free_pages == NUM_PAGES
-
-
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
 def test_prompts_share_the_chunk_budget() -> None:
@@ -274,6 +143,7 @@ def test_the_results_in_flight_of_a_recomputed_sequence_are_void() -> None:
     scheduler, (sequence,) = running(64, [4], 30)
     slot = sequence.slot
     sequence.tokens_ahead, sequence.passes_ahead = 5, 1
+    scheduler.prefixes.flush()
     scheduler.recompute(sequence)
     assert sequence.slot == slot
     assert sequence.residence == 2

@@ -61,7 +61,7 @@ def test_a_gpu_records_the_usual_shapes() -> None:
 def test_the_loop_serves_every_shape_that_requests_may_ask_for() -> None:
     given = settings(max_steps=12, max_nodes=100, num_steps=5, max_packed_rows=600, prefill_budget_ms=35)
     loop = plan_graphs(given, cuda=True, waits=False).loop
-    assert (loop.max_depth, loop.max_nodes, loop.columns) == (12, 100, 6)
+    assert (loop.max_depth, loop.max_nodes) == (12, 100)
     assert loop.max_packed_rows == 600
     assert loop.prefill_budget_s == pytest.approx(0.035)
 

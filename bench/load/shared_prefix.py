@@ -1,0 +1,231 @@
+"""`outrider bench prefix`: how much of the prompts of many chats a server finds in its prefix cache.
+
+All chats begin with the same system prompt. Each turn of a chat repeats the earlier turns and their answers,
+and adds new tokens. The chats run once without speculation and once with it, each time from an empty cache.
+Afterwards, one long prompt is sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from outrider.bench.load.server import find_server, key_headers, refusal
+from outrider.bench.report.record import Result, Row, finish
+from outrider.services.stack.launch import running_stack
+from outrider.services.stack.options import StackOptions
+from outrider.shared.base.errors import ConfigurationError
+
+FIRST_ID = 10
+"""Lowest token id of the prompts. Lower ids are often special tokens."""
+TIMEOUT_S = 600.0
+REPEATS = 5
+"""Pairs of equal long prompts; the figures are their medians."""
+LENGTHS = "--system-tokens, --turn-tokens, --answer-tokens, --turns or --long-prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class Chats:
+    """The shape of the chats.
+
+    Attributes:
+        count, turns: Number of chats, and number of turns of each.
+        system, turn, answer: Tokens of the system prompt, of each turn of the user, and of each answer.
+        vocab: Token ids are below this number.
+        seed: Seed of the tokens.
+    """
+
+    count: int
+    turns: int
+    system: int
+    turn: int
+    answer: int
+    vocab: int
+    seed: int = 0
+
+    def tokens(self, name: object, count: int) -> list[int]:
+        """Return random tokens. Equal names give equal tokens."""
+        draw = random.Random(f"{self.seed} {name}")
+        return [draw.randrange(FIRST_ID, self.vocab) for _ in range(count)]
+
+    def prompt(self, chat: int, turn: int, before: Sequence[int]) -> list[int]:
+        """Return the prompt of one turn.
+
+        Args:
+            chat, turn: Numbers of the chat and of the turn, from 0.
+            before: The prompt of the turn before and its answer. Empty for the first turn.
+        """
+        start = list(before) or self.tokens("system", self.system)
+        return [*start, *self.tokens((chat, turn), self.turn)]
+
+    def possible(self, chat: int, turn: int, before: Sequence[int]) -> int:
+        """Return how many tokens of a prompt the server has computed before, if it has kept everything.
+
+        The last token of an answer is never computed.
+        """
+        if turn:
+            return len(before) - 1
+        return self.system if chat else 0
+
+
+@dataclass(slots=True)
+class Hits:
+    """Counts of the chats of one run.
+
+    Attributes:
+        prompt, found, possible: Prompt tokens, those that the server found, and those that it could find.
+        accepted, rounds: Accepted draft tokens, and rounds with drafts.
+        seconds: Duration of the run.
+    """
+
+    prompt: int = 0
+    found: int = 0
+    possible: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+
+    def add(self, prompt: Sequence[int], possible: int, meta: dict[str, Any]) -> None:
+        """Count one answer, given its `meta_info`."""
+        self.prompt += len(prompt)
+        self.possible += possible
+        self.found += meta["cached_tokens"]
+        self.accepted += meta.get("spec_num_correct_drafts", 0)
+        self.rounds += meta.get("spec_verify_ct", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixOptions:
+    """Options of the measurement, which are flags of `outrider bench prefix`.
+
+    Attributes:
+        stack: The stack to start if no address is given.
+        url: Address of a running server.
+        long_prompt: Tokens of the prompt that is sent twice.
+        clients: Number of chats at the same time.
+    """
+
+    stack: StackOptions
+    url: str | None
+    api_key: str | None
+    chats: Chats
+    long_prompt: int
+    clients: int
+    output: Path | None
+
+
+def run_prefix(options: PrefixOptions) -> int:
+    """Run the chats, print the table and save the result. Returns 0.
+
+    Raises:
+        ConfigurationError: The stack cannot be started, or the server refuses a request.
+        UnavailableError: No server answers at the address.
+    """
+    with ExitStack() as cleanup:
+        url = options.url
+        if url is None:
+            cleanup.enter_context(running_stack(options.stack, lambda name, line: None, lambda line: None))
+            url = f"http://127.0.0.1:{options.stack.port}"
+        server = find_server(url, options.api_key)
+        if not server.is_outrider:
+            raise ConfigurationError(
+                f"--url: the server ({server.owner or 'unknown'}) is not Outrider.", field="--url"
+            )
+        off, on, first_ms, second_ms = asyncio.run(_measure(options, url))
+    settings = {
+        "device": options.stack.device if options.url is None else "remote",
+        "server": server.as_json(),
+        "chats": options.chats.count,
+        "turns": options.chats.turns,
+        "system_tokens": options.chats.system,
+        "turn_tokens": options.chats.turn,
+        "answer_tokens": options.chats.answer,
+        "long_prompt": options.long_prompt,
+        "clients": options.clients,
+        "acceptance": "real",
+    }
+    rows = [
+        Row(f"prompt tokens found, speculation {name}", hits.found, "tokens", hits.possible, "possible")
+        for name, hits in (("off", off), ("auto", on))
+    ]
+    rows += [
+        Row("a long prompt, the first time", first_ms, "ms"),
+        Row("the same prompt again", second_ms, "ms"),
+    ]
+    more = {
+        name: {
+            "prompt_tokens": hits.prompt,
+            "hit_rate": round(hits.found / hits.prompt, 4),
+            "of_possible": round(hits.found / max(hits.possible, 1), 4),
+            "accept_length": round(1 + hits.accepted / hits.rounds, 4) if hits.rounds else None,
+            "seconds": round(hits.seconds, 2),
+        }
+        for name, hits in (("off", off), ("auto", on))
+    }
+    return finish(Result("prefix", settings, rows, more), options.output)
+
+
+async def _measure(options: PrefixOptions, url: str) -> tuple[Hits, Hits, float, float]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=url, headers=key_headers(options.api_key), timeout=TIMEOUT_S, limits=limits, trust_env=False
+    ) as client:
+        off = await _chat(client, options, "off")
+        on = await _chat(client, options, "auto")
+        times: tuple[list[float], list[float]] = ([], [])
+        for pair in range(REPEATS):
+            prompt = options.chats.tokens(f"long {pair}", options.long_prompt)
+            for measured in times:
+                began = time.perf_counter()
+                await _generate(client, prompt, 1, "off")
+                measured.append((time.perf_counter() - began) * 1e3)
+    first, second = (sorted(measured)[REPEATS // 2] for measured in times)
+    return off, on, first, second
+
+
+async def _chat(client: httpx.AsyncClient, options: PrefixOptions, mode: str) -> Hits:
+    """Run all chats, `clients` at a time, from an empty cache."""
+    (await client.post("/flush_cache")).raise_for_status()
+    hits, chats = Hits(), options.chats
+    waiting = iter(range(1, chats.count))
+
+    async def converse(chat: int) -> None:
+        before: list[int] = []
+        for turn in range(chats.turns):
+            prompt = chats.prompt(chat, turn, before)
+            reply = await _generate(client, prompt, chats.answer, mode)
+            hits.add(prompt, chats.possible(chat, turn, before), reply["meta_info"])
+            before = [*prompt, *reply["output_ids"]]
+
+    async def converse_on() -> None:
+        for chat in waiting:
+            await converse(chat)
+
+    began = time.perf_counter()
+    await converse(0)  # stores the system prompt
+    await asyncio.gather(*(converse_on() for _ in range(options.clients)))
+    hits.seconds = time.perf_counter() - began
+    return hits
+
+
+async def _generate(
+    client: httpx.AsyncClient, prompt: Sequence[int], new_tokens: int, mode: str
+) -> dict[str, Any]:
+    body = {
+        "input_ids": list(prompt),
+        "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True},
+        "speculation": {"mode": mode},
+    }
+    response = await client.post("/generate", json=body)
+    if response.status_code != httpx.codes.OK:
+        raise refusal(response.status_code, response.text, body, LENGTHS, "--url")
+    reply: dict[str, Any] = response.json()
+    return reply

@@ -1,0 +1,1 @@
+"""Pictures of recorded results as SVG, light and dark (`outrider bench plot`)."""

@@ -1,0 +1,10 @@
+"""The routes for operators. If keys are configured, these routes need an admin key."""
+
+from __future__ import annotations
+
+ADMIN_PATHS = frozenset(["/flush_cache", "/metrics", "/status.json"])
+"""Routes that change the server for all callers, or show data of all callers.
+
+`/abort_request` and the gRPC call `Abort` are open to all keys, but abort requests of other keys only for
+admin keys.
+"""

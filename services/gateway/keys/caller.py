@@ -1,0 +1,214 @@
+"""The caller of a request: its API key's limits, what it has used, and the checks of its requests.
+
+Use callers on the event loop only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from outrider.services.gateway.keys.entry import KeyEntry
+from outrider.services.gateway.keys.key_metrics import KeyMetrics
+from outrider.services.gateway.keys.rate_limits import MINUTE_S, MinuteBucket
+from outrider.shared.base.errors import ErrorCode, InvalidRequestError, OutriderError, OverloadedError
+from outrider.shared.base.generation import SpeculationMode
+
+RATE_LIMITED = "rate_limit_exceeded"
+CONCURRENCY_RETRY_S = 1.0
+MAX_RETRY_S = MINUTE_S
+
+current_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+"""The caller of the request that this task serves. None if the gateway has no keys."""
+
+
+def allowed_model(model: str) -> str:
+    """Return `model`. Raise OutriderError (PERMISSION_DENIED) if the caller's API key may not use it."""
+    if (caller := current_caller.get()) is not None:
+        caller.check_model(model)
+    return model
+
+
+class Caller:
+    """An API key in use. It outlives changes of its entry, so that a reload does not reset what was used.
+
+    Attributes:
+        entry: What the key may do now.
+        active: Number of sequences that wait or run.
+    """
+
+    def __init__(self, entry: KeyEntry, clock: Callable[[], float], metrics: KeyMetrics) -> None:
+        self.entry = entry
+        self.active = 0
+        self._clock = clock
+        self._metrics = metrics
+        self._requests: MinuteBucket | None = None
+        self._tokens: MinuteBucket | None = None
+        self.update(entry)
+
+    @property
+    def name(self) -> str:
+        """Name of the key."""
+        return self.entry.name
+
+    def update(self, entry: KeyEntry) -> None:
+        """Replace the entry. Requests that run are not affected."""
+        self.entry = entry
+        self._requests = self._resized(self._requests, entry.requests_per_minute)
+        self._tokens = self._resized(self._tokens, entry.tokens_per_minute)
+
+    def _resized(self, bucket: MinuteBucket | None, limit: int | None) -> MinuteBucket | None:
+        if limit is None:
+            return None
+        if bucket is None:
+            return MinuteBucket(limit, self._clock)
+        bucket.resize(limit)
+        return bucket
+
+    def count_request(self) -> None:
+        """Count one request.
+
+        Raises:
+            OverloadedError: The key has used its requests per minute.
+        """
+        if self._requests is not None and (wait_s := self._requests.wait_s(1)):
+            raise self._limited(
+                f"Limit: {self._requests.limit} requests per minute.", wait_s, "requests_per_minute"
+            )
+        if self._requests is not None:
+            self._requests.take(1)
+        self._metrics.requests.labels(self.name).inc()
+
+    @contextmanager
+    def admit(self, sequences: int) -> Iterator[None]:
+        """Hold room for the sequences of a request. Call this before any work is done.
+
+        Raises:
+            InvalidRequestError: The request alone exceeds the key's limit of concurrent sequences.
+            OverloadedError: Too many of the key's sequences are active, or the key has no tokens left.
+        """
+        most = self.entry.max_concurrent
+        if most is not None and sequences > most:
+            raise InvalidRequestError(
+                f"The request has {sequences} sequences (prompts times n). The API key {self.name!r} may run "
+                f"{most} at once.",
+                field="n",
+            )
+        if most is not None and self.active + sequences > most:
+            raise self._limited(
+                f"Limit: {most} sequences at once, {self.active} are active.",
+                CONCURRENCY_RETRY_S,
+                "max_concurrent",
+            )
+        self.check_tokens(1)
+        self._add(sequences)
+        try:
+            yield
+        finally:
+            self._add(-sequences)
+
+    def check_tokens(self, amount: int) -> None:
+        """Check that the key may use this many tokens now.
+
+        Raises:
+            OverloadedError: The key has used its tokens per minute.
+        """
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(amount)):
+            raise self._limited(
+                f"Limit: {self._tokens.limit} tokens per minute.", wait_s, "tokens_per_minute"
+            )
+
+    def charge_prompt(self, tokens: int) -> None:
+        """Charge the tokens of the prompts of a request, once per prompt.
+
+        Raises:
+            OverloadedError: The key has too few tokens left. Nothing is charged.
+        """
+        self.check_tokens(tokens)
+        self._charge(tokens, "prompt")
+
+    def charge_output(self, tokens: int) -> None:
+        """Charge generated tokens. The key may come into debt, which delays its next requests."""
+        self._charge(tokens, "generation")
+
+    def _charge(self, tokens: int, kind: str) -> None:
+        if self._tokens is not None:
+            self._tokens.take(tokens)
+        self._metrics.tokens.labels(self.name, kind).inc(tokens)
+
+    def priority(self, asked: int) -> int:
+        """Return the priority of a request. 0 means the allowed priority that is nearest to 0.
+
+        Raises:
+            OutriderError: PERMISSION_DENIED, if the key may not set this priority.
+        """
+        lowest, highest = self.entry.priority
+        if asked and not lowest <= asked <= highest:
+            allowed = f"from {lowest} to {highest}" if lowest < highest else f"{lowest}"
+            raise self._denied(f"may set the priority {allowed}, not {asked}", "priority")
+        return min(max(asked, lowest), highest)
+
+    def mode(self, asked: SpeculationMode) -> SpeculationMode:
+        """Return the mode of speculation of a request.
+
+        AUTO lets the server decide. For a key that may not use AUTO, it becomes the key's first mode.
+
+        Raises:
+            OutriderError: PERMISSION_DENIED, if the key may not use this mode.
+        """
+        modes = self.entry.modes
+        if asked in modes:
+            return asked
+        if asked is SpeculationMode.AUTO:
+            return modes[0]
+        allowed = ", ".join(mode.value for mode in modes)
+        raise self._denied(f"may use the modes {allowed}, not {asked.value}", "speculation.mode")
+
+    def check_model(self, model: str) -> None:
+        """Raise OutriderError (PERMISSION_DENIED) if the key may not use this model."""
+        if self.entry.models is not None and model not in self.entry.models:
+            raise self._denied("may not use this model", "model")
+
+    def salt(self, asked: str) -> str:
+        """Return the salt for the prefix cache. No request of another key can have the salt of this key."""
+        if self.entry.cache_salt:
+            return f"key:{self.entry.cache_salt}:{asked}"
+        return f"request:{asked}" if asked else ""
+
+    def check_admin(self, path: str) -> None:
+        """Raise OutriderError (PERMISSION_DENIED) unless the key may call admin routes."""
+        if not self.entry.admin:
+            raise self._denied(f"may not call {path}, which is for operators", None)
+
+    def headers(self) -> dict[str, str]:
+        """Return OpenAI's headers on rate limits, for every reply to this key."""
+        headers: dict[str, str] = {}
+        for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                headers[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
+                headers[f"x-ratelimit-reset-{kind}"] = f"{bucket.wait_s(bucket.limit):.3f}s"
+        return headers
+
+    def _add(self, sequences: int) -> None:
+        self.active += sequences
+        self._metrics.active.labels(self.name).set(self.active)
+
+    def _limited(self, limit: str, wait_s: float, reason: str) -> OverloadedError:
+        self._metrics.refusals.labels(self.name, reason).inc()
+        return OverloadedError(
+            f"Rate limit reached for the API key {self.name!r}. {limit} Retry later.",
+            reason=RATE_LIMITED,
+            retry_after_s=min(MAX_RETRY_S, max(wait_s, 0.001)),
+        )
+
+    def _denied(self, what: str, field: str | None) -> OutriderError:
+        self._metrics.refusals.labels(self.name, "permission_denied").inc()
+        return OutriderError(
+            f"The API key {self.name!r} {what}.",
+            code=ErrorCode.PERMISSION_DENIED,
+            reason="permission_denied",
+            field=field,
+        )

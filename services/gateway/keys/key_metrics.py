@@ -1,0 +1,33 @@
+"""Metrics per API key. The label `key` is the key's name, never the key."""
+
+from __future__ import annotations
+
+from outrider.shared.obs.metrics import Metrics
+
+
+class KeyMetrics:
+    """Counters and gauges with one series per key.
+
+    Attributes:
+        requests: Requests that were accepted for checking.
+        refusals: Requests that were refused, by limit or because the key lacks a permission.
+        tokens: Prompt and generated tokens.
+        active: Sequences that wait or run.
+        file_ok: 0 if the keys file has changed and could not be read.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.requests = metrics.counter("key_requests", "Requests, by the name of the API key.", ["key"])
+        self.refusals = metrics.counter(
+            "key_refusals",
+            "Requests refused by a limit or a missing permission of the key.",
+            ["key", "reason"],
+        )
+        self.tokens = metrics.counter(
+            "key_tokens", "Prompt and generated tokens, by the name of the API key.", ["key", "kind"]
+        )
+        self.active = metrics.gauge(
+            "key_sequences_active", "Sequences that wait or run, by the name of the API key.", ["key"]
+        )
+        self.file_ok = metrics.gauge("api_keys_file_ok", "0 if the changed file of API keys is not valid.")
+        self.file_ok.set(1)

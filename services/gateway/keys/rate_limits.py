@@ -1,0 +1,49 @@
+"""Limits per minute as token buckets: a full bucket holds one minute's amount and refills continuously."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+MINUTE_S = 60.0
+ROUNDING = 1e-6
+
+
+class MinuteBucket:
+    """The amount that may still be used, which grows by `limit` per minute up to `limit`.
+
+    The level may fall below zero, because the number of generated tokens is known only afterwards. Such a
+    debt delays later requests, so the limit holds on average.
+    """
+
+    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
+        self.limit = limit
+        self._clock = clock
+        self._level = float(limit)
+        self._at = clock()
+
+    @property
+    def level(self) -> float:
+        """Amount that may be used now. Negative after a debt."""
+        now = self._clock()
+        self._level = min(float(self.limit), self._level + (now - self._at) * self.limit / MINUTE_S)
+        self._at = now
+        return self._level
+
+    def resize(self, limit: int) -> None:
+        """Change the limit. What has been used stays used."""
+        used = self.limit - self.level
+        self.limit = limit
+        self._level = limit - used
+
+    def take(self, amount: float) -> None:
+        """Use an amount, whether or not it is available."""
+        self._level = self.level - amount
+
+    def wait_s(self, amount: float) -> float:
+        """Return the seconds until `amount` is available, or 0.
+
+        An amount above the limit needs a full bucket. Otherwise a long prompt could never run.
+        """
+        missing = min(amount, float(self.limit)) - self.level
+        # Rounding errors must not refuse what arrives exactly when it may.
+        return missing * MINUTE_S / self.limit if missing > ROUNDING else 0.0

@@ -1,0 +1,187 @@
+"""The memory of rounds with a remote draft: the states that are sent, and the trees that are received."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.kernels.tree_check import tree_check
+from outrider.services.target.draft_client.transport.exchange import Exchange
+from outrider.shared.spec.exchange_drafter import ExchangedRound
+from outrider.shared.spec.resident import (
+    GroupSize,
+    LastExtent,
+    RoundState,
+    StateBlob,
+    TreesBlob,
+    state_starts,
+    trees_starts,
+)
+from outrider.shared.spec.tree import DraftBatch
+
+MAX_LAYOUTS = 256
+"""Number of combinations of sizes whose views of the memory are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Views of the memory for rounds with one combination of sizes.
+
+    Attributes:
+        state: The memory that is sent.
+        states: The state of each group.
+        blob: The memory that receives the trees.
+        trees: The trees of each group.
+    """
+
+    state: StateBlob
+    states: Sequence[RoundState]
+    blob: torch.Tensor
+    trees: Sequence[TreesBlob]
+
+
+class RoundBlobs:
+    """Owns the memory of rounds. All rounds use it in turn, in stream order.
+
+    Args:
+        device: The target's device.
+        vocab_size: The target's vocabulary size.
+    """
+
+    def __init__(self, device: torch.device, vocab_size: int) -> None:
+        self._device = device
+        self._vocab_size = vocab_size
+        self._states = self._trees = torch.zeros(0, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):
+            self._expected = torch.zeros(1, dtype=torch.int32, device=device)
+        self._layouts: dict[tuple[tuple[GroupSize, ...], int, torch.dtype], _Layout] = {}
+
+    def views(
+        self, sizes: Sequence[GroupSize], feature_size: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the blobs of the states and of the trees of a round with groups of these sizes."""
+        layout = self._layout(tuple(sizes), feature_size, dtype)
+        return layout.state.packed, layout.blob
+
+    def round(
+        self,
+        message: draft_pb2.RoundsNext,
+        sizes: Sequence[GroupSize],
+        channel: Exchange,
+        *,
+        feature_size: int,
+        dtype: torch.dtype,
+        longest_s: float,
+        least_s: float,
+        refused: Collection[int],
+    ) -> BoundedRound:
+        """Return a round.
+
+        Args:
+            message: Announces the round to the draft.
+            sizes: The size of each group.
+            channel: Carries states and trees.
+            feature_size, dtype: Width and data type of the feature rows.
+            longest_s: Upper limit of the wait for the trees, in seconds.
+            least_s: Lower limit of this limit.
+            refused: Sessions that cannot draft in this round.
+        """
+        layout = self._layout(tuple(sizes), feature_size, dtype)
+        return BoundedRound(
+            message, layout, channel, self._expected, self._vocab_size, longest_s, least_s, refused
+        )
+
+    def forget(self) -> None:
+        """Discard the trees that have arrived, because round numbers start again."""
+        self._trees.zero_()
+
+    def _layout(self, sizes: tuple[GroupSize, ...], feature_size: int, dtype: torch.dtype) -> _Layout:
+        key = (sizes, feature_size, dtype)
+        starts, ends = state_starts(sizes, feature_size, dtype), trees_starts(sizes)
+        if starts[-1] > self._states.nbytes or ends[-1] > self._trees.nbytes:
+            # The old memory is freed in stream order.
+            self._layouts.clear()
+            with torch.inference_mode(False):
+                state_bytes = max(starts[-1], self._states.nbytes)
+                trees_bytes = max(ends[-1], self._trees.nbytes)
+                self._states = torch.zeros(state_bytes, dtype=torch.uint8, device=self._device)
+                self._trees = torch.zeros(trees_bytes, dtype=torch.uint8, device=self._device)
+        if key not in self._layouts:
+            if len(self._layouts) >= MAX_LAYOUTS:
+                self._layouts.clear()
+            states = [
+                RoundState.of_packed(
+                    self._states[start:stop], size.batch_size, size.columns, feature_size, dtype
+                )
+                for size, start, stop in zip(sizes, starts, starts[1:], strict=False)
+            ]
+            trees = [
+                TreesBlob.of(self._trees[start:stop], size.batch_size, size.nodes)
+                for size, start, stop in zip(sizes, ends, ends[1:], strict=False)
+            ]
+            extent = LastExtent(starts[-2], states[-1].extent)
+            state = StateBlob(self._states[: starts[-1]], extent)
+            self._layouts[key] = _Layout(state, states, self._trees[: ends[-1]], trees)
+        return self._layouts[key]
+
+
+class BoundedRound(ExchangedRound):
+    """One round whose wait for the trees is bounded. `RoundBlobs.round` explains the arguments.
+
+    Attributes:
+        patient: True if only rows without a deadline wait for the trees.
+        limit_s: The limit of the wait, in seconds.
+    """
+
+    def __init__(
+        self,
+        message: draft_pb2.RoundsNext,
+        layout: _Layout,
+        channel: Exchange,
+        expected: torch.Tensor,
+        vocab_size: int,
+        longest_s: float,
+        least_s: float,
+        refused: Collection[int],
+    ) -> None:
+        self.number = message.number
+        self.states = layout.states
+        self.refused = refused
+        self.patient = False
+        self.limit_s = 0.0
+        self._message = message
+        self._layout = layout
+        self._channel = channel
+        self._expected = expected
+        self._vocab_size = vocab_size
+        self._longest_s = longest_s
+        self._least_s = least_s
+
+    def exchange(self, limit_s: float | None, ahead: bool) -> None:
+        self.patient = limit_s is None
+        self.limit_s = (
+            self._longest_s if limit_s is None else min(max(limit_s, self._least_s), self._longest_s)
+        )
+        self._channel.exchange(
+            self._message, self._layout.state, self._layout.blob, self._expected, self.limit_s, ahead
+        )
+
+    def trees(self, group: int) -> DraftBatch:
+        state, trees = self._layout.states[group], self._layout.trees[group]
+        checked = tree_check(
+            self._layout.trees[0].number,
+            self._expected,
+            trees.num_nodes,
+            trees.tokens,
+            trees.parents,
+            state.tokens,
+            state.counts,
+            vocab_size=self._vocab_size,
+            depth=self._message.groups[group].shape.depth,
+        )
+        return DraftBatch(
+            checked.tokens, checked.parents, checked.depths, checked.num_nodes, checked.ancestors
+        )

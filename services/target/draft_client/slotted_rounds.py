@@ -1,0 +1,379 @@
+"""Rounds on the device with a remote draft: slots that sessions join and leave, and the messages about them.
+
+The draft receives, in order on one stream:
+
+- SlotsOpen when a connection begins;
+- RoundsNext for each round as soon as the target has enqueued the round, so that the draft can enqueue its
+  part. RoundsNext lists the sessions that join a slot, the slots that draft, the tokens of the passes that
+  were read since the last message, and the slots that have become free;
+- SlotsUpdate with the last two, if no round follows soon.
+
+A *series* of rounds lasts until a round fails: trees arrive late, or the draft cannot go on. All sessions in
+slots are then opened again, because the draft may lack some of their rows. It keeps the rows of which the
+target has told it, so opening again is cheap.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client.connection import Connection
+from outrider.services.target.draft_client.deadlines import AnswerDeadlines
+from outrider.services.target.draft_client.round_blobs import BoundedRound, RoundBlobs
+from outrider.services.target.draft_client.session import DraftSession
+from outrider.services.target.draft_client.transport.exchange import Exchange
+from outrider.services.target.draft_client.trees import fits
+from outrider.shared.rpc.tensors import wire_dtype
+from outrider.shared.spec.drafter import AWAITED, DrafterState
+from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangedRound, ExchangedSlots
+from outrider.shared.spec.resident import GroupSize
+from outrider.shared.spec.tree import DraftShape
+
+SLOTS = 1024
+"""Number of slots at the draft. A target has at most 256 slots of its own."""
+FIRST_PAUSE_S = 0.1
+"""First pause in seconds after late or refused rounds. Each further pause is twice as long."""
+LAST_PAUSE_S = 5.0
+"""Longest pause in seconds."""
+GOOD_ROUNDS = 64
+"""Number of rounds in time, in a row, after which the next pause is the first pause again."""
+FIRST_LIMIT_S = 0.2
+"""Least limit of the wait for the first trees of a combination of sizes, for which the draft may be slow."""
+MAX_ROUND_NUMBER = 1 << 30
+"""Largest round number, reached after months of rounds.
+
+It is half the range of int32, because a mailbox uses larger numbers to mark its end.
+"""
+WARMING = "warming"
+RESYNC = "resync"
+
+_log = logging.getLogger("outrider.target.draft")
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    slot: int
+    session: DraftSession
+
+
+class SlottedRounds(ExchangedSlots):
+    """The slots at one draft. Engine thread only.
+
+    Args:
+        device: The target's device.
+        vocab_size: The target's vocabulary size.
+        dtype: Data type of the feature rows.
+        sessions: The drafter's sessions.
+        deadlines: Measured times of answers, to which this class adds those of rounds. They limit the waits.
+        usable: Returns the connection, or None if the draft is faulty.
+        take_reply: Waits up to the given number of seconds for a message and processes the message.
+        on_late: Called when the trees of a round were late, with the seconds of the wait, and True if only
+            rows without a deadline have waited.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        vocab_size: int,
+        dtype: torch.dtype,
+        sessions: Mapping[int, DraftSession],
+        deadlines: AnswerDeadlines,
+        usable: Callable[[], Connection | None],
+        take_reply: Callable[[Connection, float], bool],
+        on_late: Callable[[float, bool], None],
+    ) -> None:
+        self._blobs = RoundBlobs(device, vocab_size)
+        self._dtype = dtype
+        self._sessions = sessions
+        self._deadlines = deadlines
+        self._usable = usable
+        self._take_reply = take_reply
+        self._on_late = on_late
+        self._connection: Connection | None = None
+        self._accepted = False
+        self._sizes: list[draft_pb2.RoundsEnter] = []
+        # The current series; 0 if there is none. Series and rounds take their numbers from one counter.
+        self._series = 0
+        self._last_number = 0
+        self._seats: dict[int, _Seat] = {}
+        self._free: list[int] = []
+        self._told: list[draft_pb2.SlotTokens] = []
+        self._left: list[int] = []
+        self._round: BoundedRound | None = None
+        self._num_rounds = 0
+        # Combinations of sizes that this connection has carried.
+        self._known: set[tuple[GroupSize, ...]] = set()
+        self._read_at: float | None = None
+        self._pause_s = FIRST_PAUSE_S
+        self._not_before = 0.0
+
+    # ---- the connection
+
+    def connected(self, connection: Connection) -> None:
+        """Open the slots at a new draft, and send it the sizes of rounds that this target has recorded."""
+        self._drop_series()
+        self._connection, self._accepted = connection, False
+        self._known.clear()
+        if self._channel is None or connection.spec is None:
+            return
+        opening = draft_pb2.SlotsOpen(
+            slots=SLOTS,
+            feature_size=connection.spec.feature_size,
+            feature_dtype=wire_dtype(self._dtype),
+        )
+        connection.send(draft_pb2.SessionRequest(slots_open=opening))
+        for size in self._sizes:
+            connection.send(draft_pb2.SessionRequest(rounds_prepare=size))
+
+    def lost(self) -> None:
+        """Forget the connection, which has ended."""
+        self._drop_series()
+        self._connection, self._accepted = None, False
+
+    def hear(self, reply: draft_pb2.SessionReply) -> None:
+        """Process a message about slots."""
+        kind = reply.WhichOneof("message")
+        if kind == "slots_opened":
+            self._accepted = reply.slots_opened.accepted
+            if not self._accepted:
+                _log.info("all rounds run through the host: %s", reply.slots_opened.reason)
+        elif kind == "slot_ready":
+            ready = reply.slot_ready
+            session = self._sessions.get(ready.session_id)
+            if session is not None and session.live and session.fence.epoch == ready.epoch:
+                session.ready = True
+        elif kind == "rounds_ended" and reply.rounds_ended.rounds == self._series and self._series:
+            self._pause(reply.rounds_ended.reason)
+            self._end_series()
+
+    def is_open(self, connection: Connection) -> bool:
+        """Return True if rounds may start or continue over this connection."""
+        channel = self._channel
+        if channel is None or connection is not self._connection or not self._accepted:
+            return False
+        if connection.ended.is_set():
+            return False
+        if self._series and channel.broken:
+            late = self._round
+            self._pause("trees arrived late")
+            self._end_series()
+            if late is not None:
+                self._on_late(late.limit_s, late.patient)
+        if self._last_number >= MAX_ROUND_NUMBER:
+            self._restart_numbers(connection)
+            return False
+        return self._series > 0 or time.monotonic() >= self._not_before
+
+    # ---- the sessions
+
+    def obstacle(self, session_id: int, shape: DraftShape, *, must_wait: bool) -> str:
+        session, connection = self._sessions.get(session_id), self._usable()
+        if session is None:
+            return "not_followed"
+        if connection is None:
+            return DrafterState.DOWN.value
+        if not session.live:
+            return session.reason or RESYNC
+        if connection.hello is not None and not fits(shape, connection.hello):
+            return "shape_above_draft"
+        if session.ready:
+            session.joining = False
+            return ""
+        if not must_wait:
+            return WARMING
+        now = time.monotonic()
+        if not session.joining:
+            session.joining, session.asked_s = True, now
+        if now < self._deadlines.row_until(session, connection.last_sign_s):
+            return AWAITED
+        session.joining = False
+        self._on_late(now - session.asked_s, True)
+        return WARMING
+
+    def chosen(self, session_id: int, number: int, base_len: int, tokens: Sequence[int]) -> None:
+        seat = self._seat_of(session_id)
+        if seat is not None:
+            self._told.append(
+                draft_pb2.SlotTokens(slot=seat.slot, number=number, base_len=base_len, token_ids=tokens)
+            )
+
+    def left(self, session_ids: Iterable[int]) -> None:
+        for session_id in session_ids:
+            seat = self._seats.pop(session_id, None)
+            if seat is not None:
+                self._left.append(seat.slot)
+                heapq.heappush(self._free, seat.slot)
+
+    def flush(self) -> None:
+        if self._connection is not None and self._series and (self._told or self._left):
+            self._connection.send(draft_pb2.SessionRequest(slots_update=self._take_update()))
+
+    # ---- the rounds
+
+    @property
+    def others_s(self) -> float:
+        return self._deadlines.times.others_s
+
+    def fits(self, sizes: Sequence[GroupSize]) -> bool:
+        channel = self._channel
+        if channel is None or self._connection is None or self._connection.spec is None:
+            return False
+        feature_size = self._connection.spec.feature_size
+        if not channel.fits(*self._blobs.views(sizes, feature_size, self._dtype)):
+            return False
+        return bool(self._series) or channel.mend()
+
+    def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
+        # 1. Send the joining sessions' commits that wait, behind what the draft has not been told yet.
+        connection = self._connection
+        if connection is None or self._channel is None or connection.spec is None:
+            return None
+        wanted = [session_id for group in groups for session_id in group.session_ids]
+        present = {session_id for session_id in wanted if self._may_draft(session_id)}
+        joining = [
+            session_id for session_id in wanted if session_id in present and not self._seat_of(session_id)
+        ]
+        if not present or len(joining) > len(self._free) + SLOTS * (not self._series):
+            return None
+        waiting = [self._sessions[one] for one in joining if self._sessions[one].token_ids]
+        if waiting:
+            self.flush()
+        for session in waiting:
+            session.send_unasked(connection, 0)
+        # 2. Give them slots.
+        if not self._series:
+            self._series = self._take_number()
+            self._free = list(range(SLOTS))
+        message = draft_pb2.RoundsNext(rounds=self._series, number=self._take_number())
+        message.update.CopyFrom(self._take_update())
+        for session_id in joining:
+            session = self._sessions[session_id]
+            seat = self._seats[session_id] = _Seat(heapq.heappop(self._free), session)
+            message.joins.add(slot=seat.slot, session_id=session_id, epoch=session.fence.epoch)
+        # 3. List the slots that draft.
+        for group in groups:
+            shape = group.shape
+            rows = [
+                (self._seats[session_id].slot, upper)
+                for session_id, upper in zip(group.session_ids, group.committed_upper, strict=True)
+                if session_id in present
+            ]
+            message.groups.add(
+                shape=draft_pb2.Shape(depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes),
+                batch=group.batch_size,
+                columns=group.columns,
+                slots=[slot for slot, _ in rows],
+                committed_upper=[upper for _, upper in rows],
+            )
+        sizes = tuple(group.size for group in groups)
+        started = self._round = self._blobs.round(
+            message,
+            sizes,
+            self._channel,
+            feature_size=connection.spec.feature_size,
+            dtype=self._dtype,
+            longest_s=self._deadlines.times.limit_s,
+            least_s=0.0 if sizes in self._known else FIRST_LIMIT_S,
+            refused=[session_id for session_id in wanted if session_id not in present],
+        )
+        self._known.add(sizes)
+        self._num_rounds += 1
+        return started
+
+    def await_reply(self, seconds: float) -> None:
+        if self._connection is not None:
+            self._take_reply(self._connection, seconds)
+
+    def measure(self, *, exchanged: bool) -> None:
+        now, before = time.monotonic(), self._read_at
+        self._read_at = now if exchanged else None
+        channel = self._channel
+        if not exchanged or channel is None or channel.broken:
+            return
+        if before is not None:
+            self._deadlines.times.in_time(now - before)
+        if self._num_rounds >= GOOD_ROUNDS:
+            self._pause_s = FIRST_PAUSE_S
+
+    def hand_over(self) -> None:
+        if self._channel is not None:
+            self._channel.hand_over()
+
+    def carry(self, wanted: bool) -> None:
+        if self._channel is not None:
+            self._channel.carry(wanted)
+
+    def record(self, size: GroupSize, shape: DraftShape) -> None:
+        message = draft_pb2.RoundsEnter(
+            shape=draft_pb2.Shape(depth=shape.depth, topk=shape.topk, max_nodes=shape.max_nodes),
+            batch=size.batch_size,
+            columns=size.columns,
+        )
+        if message not in self._sizes:
+            self._sizes.append(message)
+            if self._connection is not None and self._channel is not None:
+                self._connection.send(draft_pb2.SessionRequest(rounds_prepare=message))
+
+    # ---- helpers
+
+    @property
+    def _channel(self) -> Exchange | None:
+        return None if self._connection is None else self._connection.carrier.rounds
+
+    def _seat_of(self, session_id: int) -> _Seat | None:
+        """Return the seat of a session, unless the session was lost or opened again since it joined."""
+        seat = self._seats.get(session_id)
+        if seat is None:
+            return None
+        if seat.session is self._sessions.get(session_id) and seat.session.live:
+            return seat
+        self.left([session_id])
+        return None
+
+    def _may_draft(self, session_id: int) -> bool:
+        session = self._sessions.get(session_id)
+        return session is not None and session.live and session.ready
+
+    def _take_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _take_update(self) -> draft_pb2.SlotsUpdate:
+        update = draft_pb2.SlotsUpdate(rounds=self._series, told=self._told, left=self._left)
+        self._told, self._left = [], []
+        return update
+
+    def _end_series(self) -> None:
+        """End the series. The sessions in slots are lost, because the draft may lack some of their rows."""
+        sessions = [seat.session for seat in self._seats.values() if seat.session.live]
+        self._drop_series()
+        for session in sessions:
+            session.lose(RESYNC)
+
+    def _drop_series(self) -> None:
+        self._series, self._num_rounds, self._round, self._read_at = 0, 0, None, None
+        self._seats.clear()
+        self._told, self._left = [], []
+
+    def _restart_numbers(self, connection: Connection) -> None:
+        """Close the connection, so that the link opens a new one and round numbers can restart.
+
+        The old connection's streams and slots contain greater numbers. Trees that have arrived are discarded.
+        """
+        _log.info("round numbers restart over a new connection")
+        connection.close()
+        self._drop_series()
+        self._last_number = 0
+        self._blobs.forget()
+
+    def _pause(self, reason: str) -> None:
+        _log.info("running rounds through the host for %.1f s: %s", self._pause_s, reason)
+        self._not_before = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)

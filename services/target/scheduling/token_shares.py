@@ -1,0 +1,168 @@
+"""Fairness between tenants: whose sequence is admitted next, and which sequence makes room for it.
+
+Each tenant with live sequences has a counter of the tokens that it was served: prompt tokens at admission,
+and emitted tokens. The tenant with the lowest counter is owed the most, so its sequences are admitted first.
+This is deficit round-robin with tokens as the unit. A tenant that arrives starts at the lowest counter of the
+others: it gets no credit for the time of its absence.
+
+A flood could still occupy all slots for the length of its answers. Therefore, a sequence that waits may take
+the slot of another tenant's sequence, as long as its tenant then has no more slots than the other one.
+
+With a single tenant, nothing is counted and the order is that of priorities and arrivals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+
+from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
+
+
+class TokenShares:
+    """The counters of all tenants with live sequences. Engine thread only."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, int] = {}
+        self._live: Counter[str] = Counter()
+
+    @property
+    def contended(self) -> bool:
+        """True if sequences of several tenants are live."""
+        return len(self._served) > 1
+
+    def served(self, tenant: str) -> int:
+        """Return the tokens that a tenant was served, relative to other tenants."""
+        return self._served.get(tenant, 0)
+
+    def enter(self, sequence: Sequence, others: Iterable[Sequence]) -> None:
+        """Count a new live sequence. `others` are the sequences that were live before."""
+        tenant = sequence.request.tenant
+        if tenant not in self._served:
+            lowest = min(self._served.values(), default=0)
+            if len(self._served) == 1:
+                # Until now, nothing was counted. The prompts that are being computed count from here on.
+                for other in others:
+                    other.charged_len = other.committed_len
+                    if other.status is SequenceStatus.PREFILLING:
+                        self._served[other.request.tenant] += other.committed_len - other.cached_len
+            self._served[tenant] = lowest
+        self._live[tenant] += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        tenant = sequence.request.tenant
+        self._collect(sequence)
+        self._live[tenant] -= 1
+        if not self._live[tenant]:
+            del self._live[tenant], self._served[tenant]
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Charge the prompt of a sequence at its first admission, without the part that was cached.
+
+        A resumption is not charged again.
+        """
+        if self.contended and not sequence.resumptions:
+            self._served[sequence.request.tenant] += sequence.prompt_len - sequence.cached_prompt
+
+    def collect(self, active: Iterable[Sequence]) -> None:
+        """Charge the tokens that sequences have emitted since the last call."""
+        if self.contended:
+            for sequence in active:
+                self._collect(sequence)
+
+    def _collect(self, sequence: Sequence) -> None:
+        emitted = sequence.committed_len - sequence.charged_len
+        sequence.charged_len = sequence.committed_len
+        self._served[sequence.request.tenant] += emitted
+
+    def candidates(self, waiting: Seq[Sequence], active: Seq[Sequence]) -> Iterator[Sequence]:
+        """Yield waiting sequences in the order of admission: by priority, then tenant, then arrival.
+
+        The caller may admit and retract sequences between two steps of the iteration.
+
+        Args:
+            waiting: Sequences in the order of priority and arrival. Paused sequences are left out.
+            active: The admitted sequences.
+        """
+        ready = [sequence for sequence in waiting if sequence.paused_at is None]
+        if not self.contended:
+            yield from ready
+            return
+        queues: dict[str, deque[Sequence]] = {}
+        for sequence in ready:
+            queues.setdefault(sequence.request.tenant, deque()).append(sequence)
+        while queues:
+            slots = slots_of(active)
+            heads = [queue[0] for queue in queues.values()]
+            first = min(
+                heads,
+                key=lambda head: (
+                    -head.request.priority,
+                    self._served[head.request.tenant],
+                    slots[head.request.tenant],
+                    head.arrival,
+                ),
+            )
+            queue = queues[first.request.tenant]
+            queue.popleft()
+            if not queue:
+                del queues[first.request.tenant]
+            yield first
+
+    def prefill_order(self, active: Seq[Sequence]) -> Seq[Sequence]:
+        """Return the admitted sequences in the order in which their prompts are computed."""
+        if not self.contended:
+            return active
+        return sorted(active, key=lambda one: (-one.request.priority, self._served[one.request.tenant]))
+
+    def makes_room(
+        self, waiting: Sequence, active: Iterable[Sequence], admitted: Seq[Sequence]
+    ) -> Sequence | None:
+        """Return the sequence that makes room for a waiting one, or None.
+
+        This is the youngest sequence of the lowest priority below that of the waiting one. If there is none,
+        it is the youngest one of the same priority of the tenant with the most slots, if that tenant was
+        served as many tokens, and has at least two more slots. The oldest sequence of the highest priority is
+        therefore never chosen.
+
+        Args:
+            waiting: The sequence that is to be admitted next.
+            active: The admitted sequences.
+            admitted: Sequences that were admitted in this step. They are not chosen.
+        """
+        mine = waiting.request
+        slots = slots_of(active)
+        others = [one for one in active if one not in admitted and one.request.priority <= mine.priority]
+        lower = [one for one in others if one.request.priority < mine.priority]
+        if lower:
+            return max(lower, key=lambda one: _latest(one, slots if self.contended else None))
+        above = [
+            one
+            for one in others
+            if self.contended
+            and slots[one.request.tenant] >= slots[mine.tenant] + 2
+            and self._served[one.request.tenant] >= self._served[mine.tenant]
+        ]
+        return max(above, key=lambda one: _latest(one, slots), default=None)
+
+    def victim(self, active: Iterable[Sequence]) -> Sequence:
+        """Return the sequence to retract if a running sequence finds no page.
+
+        This is a paused sequence, or else the youngest of the lowest priority, of the tenant with the most
+        slots.
+        """
+        slots = slots_of(active) if self.contended else None
+        return max(active, key=lambda one: (one.paused_at is not None, _latest(one, slots)))
+
+
+def slots_of(active: Iterable[Sequence]) -> Counter[str]:
+    """Return the number of admitted sequences of each tenant."""
+    return Counter(sequence.request.tenant for sequence in active)
+
+
+def _latest(sequence: Sequence, slots: Counter[str] | None) -> tuple[int, int, int]:
+    """Return a key that is largest for the sequence to retract first."""
+    request = sequence.request
+    return (-request.priority, slots[request.tenant] if slots else 0, sequence.arrival)

@@ -1,0 +1,241 @@
+"""The tree of stored pages: adds, pins, removes and evicts nodes. Each node is one full page of tokens.
+
+Each salt has a tree of its own. A node's path from the root is the prefix that the page ends.
+
+    root ── tokens 0-15 ──┬── tokens 16-31 ── tokens 32-47
+                          └── tokens 16-31 (other tokens)
+
+Leases *pin* the nodes that their sequences read. The nodes of a lease form a path from the root, so a node
+that is not pinned has no pinned descendant and can be evicted. A pinned node that is removed stays outside
+the tree until its last lease ends.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+from outrider.shared.kv.pages import PageAllocator, PageLease, PageStore
+
+TOKEN_CODE = "I"
+TOKEN_BYTES = array(TOKEN_CODE).itemsize
+ENTRIES_PER_NODE = 2
+SPARE_ENTRIES = 64
+"""The list of leaves is cleaned when it has more than `ENTRIES_PER_NODE` entries per node and this many."""
+
+
+class PrefixNode:
+    """One stored page.
+
+    Attributes:
+        key: The tokens of the page; the salt for a root.
+        page: The page number; -1 for a root.
+        parent: The node of the page before. None for a root, and for a node outside the tree.
+        children: Nodes by their keys.
+        pins: Number of leases that read the page.
+        promised_by: The lease whose sequence is computing the page. None once others may read the page.
+        has_features: True if the feature rows of the page are stored as well.
+        used: Time of the last use; see `PrefixTree.time`.
+    """
+
+    __slots__ = ("children", "has_features", "key", "page", "parent", "pins", "promised_by", "used")
+
+    def __init__(self, key: bytes, page: int, parent: PrefixNode | None) -> None:
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.children: dict[bytes, PrefixNode] = {}
+        self.pins = 0
+        self.promised_by: PageLease | None = None
+        self.has_features = False
+        self.used = 0
+
+    def __lt__(self, other: PrefixNode) -> bool:
+        return self.page < other.page
+
+
+class PrefixTree(PageStore):
+    """The trees of all salts over the pages of one pool. Not thread-safe: the allocator's thread owns them.
+
+    Args:
+        allocator: The pages. The tree becomes the allocator's store.
+        page_size: Tokens per page.
+
+    Attributes:
+        time: Counts the ended leases. A node that was used at a later time is evicted later.
+        num_nodes: Number of nodes in the trees.
+        evicted_pages: Number of pages that were evicted because other pages were needed.
+    """
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self.time = self.num_nodes = self.evicted_pages = 0
+        self._allocator = allocator
+        self._page_size = page_size
+        self._roots: dict[bytes, PrefixNode] = {}
+        self._outside: set[PrefixNode] = set()  # nodes that were removed but are still pinned
+        self._leaves: list[tuple[int, PrefixNode]] = []  # a heap; entries may be out of date
+        self._evictable = 0
+        allocator.store = self
+
+    @property
+    def evictable(self) -> int:
+        return self._evictable
+
+    def find_root(self, salt: str) -> PrefixNode | None:
+        """Return the root of a salt's tree, or None if the tree is empty."""
+        return self._roots.get(salt.encode())
+
+    def root(self, salt: str) -> PrefixNode:
+        """Return the root of a salt's tree. The caller adds a node if there is none."""
+        key = salt.encode()
+        if key not in self._roots:
+            self._roots[key] = PrefixNode(key, -1, None)
+        return self._roots[key]
+
+    def keys(self, tokens: Sequence[int], first: int, stop: int) -> Iterator[bytes]:
+        """Yield the keys of pages ``[first, stop)``, all of which must be full."""
+        data = array(TOKEN_CODE, tokens[first * self._page_size : stop * self._page_size]).tobytes()
+        width = self._page_size * TOKEN_BYTES
+        for start in range(0, len(data), width):
+            yield data[start : start + width]
+
+    def insert(self, parent: PrefixNode, key: bytes, page: int) -> PrefixNode:
+        """Add a page that is not pinned. If it stays a leaf, call `note_leaf` once it may be evicted."""
+        node = parent.children[key] = PrefixNode(key, page, parent)
+        node.used = self.time
+        self.num_nodes += 1
+        self._evictable += 1
+        return node
+
+    def remove(self, top: PrefixNode) -> None:
+        """Remove a node and its descendants, and free those that are not pinned.
+
+        A node outside the tree is left alone.
+        """
+        if top.parent is None:
+            return
+        parent, rest = top.parent, [top]
+        freed: list[int] = []
+        del parent.children[top.key]
+        while rest:
+            node = rest.pop()
+            rest.extend(node.children.values())
+            node.children = {}
+            node.parent = None
+            self.num_nodes -= 1
+            if node.pins:
+                self._outside.add(node)
+            else:
+                self._evictable -= 1
+                freed.append(node.page)
+        self._allocator.give_back(freed)
+        self.note_leaf(parent)
+        self._drop_if_empty(parent)
+
+    def clear(self) -> None:
+        """Remove all nodes."""
+        for root in list(self._roots.values()):
+            for child in list(root.children.values()):
+                self.remove(child)
+        self._leaves.clear()
+
+    def pin(self, nodes: Sequence[PrefixNode]) -> None:
+        """Keep nodes of the tree from eviction."""
+        for node in nodes:
+            if not node.pins:
+                self._evictable -= 1
+            node.pins += 1
+
+    def unpin(self, nodes: Sequence[PrefixNode]) -> None:
+        """Undo one `pin`. Nodes outside the tree are freed with their last pin."""
+        for node in reversed(nodes):
+            node.pins -= 1
+            if node.pins:
+                continue
+            if node in self._outside:
+                self._outside.remove(node)
+                self._allocator.give_back([node.page])
+            else:
+                self._evictable += 1
+                self.note_leaf(node)
+
+    def take_out(self, node: PrefixNode) -> bool:
+        """Give up a node outside the tree that has a single pin; the page becomes the caller's.
+
+        Return False for any other node.
+        """
+        if node.pins != 1 or node not in self._outside:
+            return False
+        self._outside.remove(node)
+        return True
+
+    def note_leaf(self, node: PrefixNode) -> None:
+        """Remember a node if it can be evicted now."""
+        if node.children or node.pins or node.parent is None:
+            return
+        if len(self._leaves) > ENTRIES_PER_NODE * self.num_nodes + SPARE_ENTRIES:
+            current = {id(one): (used, one) for used, one in self._leaves if one.used == used}
+            self._leaves = list(current.values())
+            heapify(self._leaves)
+        heappush(self._leaves, (node.used, node))
+
+    def trim(self) -> None:
+        """Evict pages if too few consecutive pages would be left for others."""
+        surplus = self._evictable - self._allocator.num_pages // 2
+        if self._allocator.prefers_runs and surplus > 0:
+            self._allocator.give_back(self.evict(surplus))
+
+    def evict(self, n: int) -> list[int]:
+        pages: list[int] = []
+        while len(pages) < n:
+            used, node = heappop(self._leaves)
+            parent = node.parent
+            if parent is None or node.pins or node.children or node.used != used:
+                continue
+            del parent.children[node.key]
+            node.parent = None
+            pages.append(node.page)
+            self.num_nodes -= 1
+            self._evictable -= 1
+            self.note_leaf(parent)
+            self._drop_if_empty(parent)
+        self.evicted_pages += n
+        return pages
+
+    def stored_pages(self) -> list[int]:
+        return [node.page for node in (*self.nodes(), *self._outside)]
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Yield all nodes in the trees."""
+        rest = list(self._roots.values())
+        while rest:
+            node = rest.pop()
+            rest.extend(node.children.values())
+            if node.page >= 0:
+                yield node
+
+    def check(self, pins: dict[PrefixNode, int]) -> None:
+        """Assert that nodes, pins and counts agree.
+
+        Args:
+            pins: The number of leases that read each pinned node.
+        """
+        nodes = list(self.nodes())
+        assert all(node.pins == pins.get(node, 0) for node in (*nodes, *self._outside))
+        assert pins.keys() <= {*nodes, *self._outside}, "a lease reads a page that is not stored"
+        for node in nodes:
+            assert node.pins or node.promised_by is None, "nobody computes a promised page"
+            assert all(child.parent is node and child.pins <= node.pins for child in node.children.values())
+        assert all(node.pins and node.parent is None for node in self._outside)
+        assert all(root.children for root in self._roots.values()), "an empty tree is left"
+        assert self.num_nodes == len(nodes)
+        assert self._evictable == sum(not node.pins for node in nodes)
+        noted = {id(node) for used, node in self._leaves if node.used == used}
+        for node in nodes:
+            assert node.pins or node.children or id(node) in noted, "a leaf cannot be found for eviction"
+
+    def _drop_if_empty(self, node: PrefixNode) -> None:
+        """Forget the tree of a salt that has no pages."""
+        if node.page < 0 and not node.children:
+            self._roots.pop(node.key, None)

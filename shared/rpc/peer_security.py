@@ -1,0 +1,164 @@
+"""TLS and the shared token between services. Both apply to TCP addresses, and never to unix sockets.
+
+The command line imports this file for its flags, so gRPC is imported only where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.shared.base.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import grpc
+
+TOKEN_KEY = "x-outrider-token"
+"""Metadata key of the token, which every call between services has."""
+MIN_TOKEN_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSecurity:
+    """What a service needs to trust its peers. Secrets are not part of the `repr`.
+
+    Attributes:
+        certificate: PEM certificate chain of this service. A server with a certificate accepts only TLS.
+        key: PEM private key of the certificate.
+        ca: PEM certificates of the authority that signed the peers' certificates. A server with a CA requires
+            client certificates (mTLS). A client with a CA connects by TLS.
+        token: Secret that all services share. A server with a token refuses calls without it.
+    """
+
+    certificate: bytes = field(default=b"", repr=False)
+    key: bytes = field(default=b"", repr=False)
+    ca: bytes = field(default=b"", repr=False)
+    token: str = field(default="", repr=False)
+
+    @property
+    def guards_servers(self) -> bool:
+        """True if a server is encrypted and refuses strangers, so that other hosts may reach it."""
+        return bool(self.certificate and (self.token or self.ca))
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """Return the credentials of a server, or None without a certificate."""
+        import grpc
+
+        if not self.certificate:
+            return None
+        return grpc.ssl_server_credentials([(self.key, self.certificate)], self.ca or None, bool(self.ca))
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """Return the credentials of a channel, which contain the token, or None without a CA."""
+        import grpc
+
+        if not self.ca:
+            return None
+        credentials = grpc.ssl_channel_credentials(self.ca, self.key or None, self.certificate or None)
+        if not self.token:
+            return credentials
+        metadata = self.metadata
+
+        def add_token(_context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
+            callback(metadata, None)
+
+        plugin: grpc.AuthMetadataPlugin = add_token  # type: ignore[assignment]  # grpc only calls it
+        return grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(plugin))
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of every call: the token, if there is one."""
+        return ((TOKEN_KEY, self.token),) if self.token else ()
+
+
+NO_SECURITY = PeerSecurity()
+_process = NO_SECURITY
+
+
+def use_in_this_process(security: PeerSecurity) -> None:
+    """Make `security` the default of the channels that this process opens."""
+    global _process
+    _process = security
+
+
+def of_this_process() -> PeerSecurity:
+    """Return the default of channels."""
+    return _process
+
+
+def load_security(
+    certificate: Path | None, key: Path | None, ca: Path | None, token: Path | None, prefix: str = "peer_"
+) -> PeerSecurity:
+    """Read the files of a service's settings.
+
+    Args:
+        certificate: PEM certificate chain.
+        key: PEM private key. Other users must not be able to read the file.
+        ca: PEM certificates of the authority.
+        token: File with the token. Other users must not be able to read the file.
+        prefix: Prefix of the settings in error messages.
+
+    Raises:
+        ConfigurationError: A file cannot be read, is not valid, or can be read by other users.
+    """
+    names = {"certificate": f"{prefix}tls_cert", "key": f"{prefix}tls_key", "ca": f"{prefix}tls_ca"}
+    if (certificate is None) != (key is None):
+        missing = names["key"] if key is None else names["certificate"]
+        raise ConfigurationError(
+            f"{missing}: set {names['certificate']} and {names['key']} together.", field=missing
+        )
+    security = PeerSecurity(
+        _read(certificate, names["certificate"]),
+        _read(key, names["key"], secret=True),
+        _read(ca, names["ca"]),
+        _token(token, f"{prefix}token_file"),
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if certificate is not None and key is not None:
+        try:
+            context.load_cert_chain(certificate, key)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigurationError(
+                f"{names['certificate']}: {certificate} and {key} are not a PEM certificate and its key: "
+                f"{error}.",
+                field=names["certificate"],
+            ) from None
+    if ca is not None:
+        try:
+            context.load_verify_locations(ca)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigurationError(
+                f"{names['ca']}: {ca} contains no PEM certificates: {error}.", field=names["ca"]
+            ) from None
+    return security
+
+
+def _read(file: Path | None, name: str, *, secret: bool = False) -> bytes:
+    if file is None:
+        return b""
+    try:
+        with file.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            content = opened.read(1 << 20)
+    except OSError as error:
+        raise ConfigurationError(f"{name}: {file} cannot be read: {error.strerror}.", field=name) from None
+    if secret and mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+        raise ConfigurationError(
+            f"{name}: other users can read or change {file}. Run: chmod go-w,o-r {file}", field=name
+        )
+    return content
+
+
+def _token(file: Path | None, name: str) -> str:
+    text = _read(file, name, secret=True).decode("ascii", "replace").strip()
+    if file is not None and (len(text) < MIN_TOKEN_CHARS or not text.isascii() or not text.isprintable()):
+        raise ConfigurationError(
+            f"{name}: {file} must contain one token of at least {MIN_TOKEN_CHARS} printable ASCII "
+            "characters. Make one by: openssl rand -hex 32",
+            field=name,
+        )
+    return text

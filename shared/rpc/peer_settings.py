@@ -1,0 +1,58 @@
+"""The settings that all services share: certificates and the token between services."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from outrider.shared.base.settings import TracedSettings
+from outrider.shared.rpc.address import check_listen_address
+from outrider.shared.rpc.peer_security import PeerSecurity, load_security, use_in_this_process
+
+
+class PeerSettings(TracedSettings):
+    """Base class of the settings of services that talk to each other."""
+
+    peer_tls_cert: Path | None = Field(
+        None, description="PEM certificate of this service, for TLS between services on TCP addresses."
+    )
+    peer_tls_key: Path | None = Field(None, description="PEM private key of --peer-tls-cert.")
+    peer_tls_ca: Path | None = Field(
+        None,
+        description="PEM certificates of the authority of the other services. Connections then use TLS, and "
+        "callers of this service need a certificate.",
+    )
+    peer_token_file: Path | None = Field(
+        None, description="File with a token that all services share; calls over TCP need it."
+    )
+
+    def peer_security(self) -> PeerSecurity:
+        """Read the files.
+
+        Raises:
+            ConfigurationError: A file cannot be read, is not valid, or can be read by other users.
+        """
+        return load_security(self.peer_tls_cert, self.peer_tls_key, self.peer_tls_ca, self.peer_token_file)
+
+    def secure_process(self) -> None:
+        """Use these files for all channels and servers of this process. Raises as `peer_security` does."""
+        use_in_this_process(self.peer_security())
+
+
+class ListenerSettings(PeerSettings):
+    """Base class of the settings of target and draft, which only other services call."""
+
+    insecure: bool = Field(
+        False, description="Allow addresses that other hosts can reach, without TLS and a token."
+    )
+
+    def check_listen(self, address: str) -> None:
+        """Check the address of this service, and the files.
+
+        Raises:
+            ConfigurationError: As `peer_security`, or if other hosts could reach the address, but there is no
+                certificate or no token.
+        """
+        trusted = self.peer_security().guards_servers
+        check_listen_address(address, "listen", allow_remote=self.insecure or trusted)

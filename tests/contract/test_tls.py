@@ -1,0 +1,131 @@
+"""TLS and client certificates at the front, and TLS with a token towards the target."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from fake_target import TARGET_SERVICE, FakeTarget
+from gateway_thread import GatewayThread, free_port
+from support.throwaway_ca import Certificate, ThrowawayCa
+from test_process import TIMEOUT_S, process, wait_ready
+from tokenizers import Tokenizer
+
+from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+from outrider.services.gateway.settings import GatewaySettings
+from outrider.services.stack.options import StackOptions
+from outrider.services.stack.service_checks import check_gateway_flags
+from outrider.shared.base.errors import ConfigurationError
+from outrider.shared.rpc.peer_security import load_security
+from outrider.shared.rpc.server import sync_server
+from outrider.target.v1 import target_pb2_grpc
+
+TOKEN = "0123456789abcdef-the-token"
+BODY = {"prompt": [9, 9], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory: pytest.TempPathFactory) -> ThrowawayCa:
+    return ThrowawayCa(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def front(ca: ThrowawayCa) -> Certificate:
+    return ca.issue("front")
+
+
+def https(gateway: GatewayThread, ca: ThrowawayCa, client: Certificate | None = None) -> httpx.Client:
+    context = ssl.create_default_context(cafile=ca.cert)
+    if client is not None:
+        context.load_cert_chain(client.cert, client.key)
+    return httpx.Client(
+        base_url=f"https://127.0.0.1:{gateway.server.port}",
+        verify=context,
+        timeout=TIMEOUT_S,
+        trust_env=False,
+    )
+
+
+def list_models(gateway: GatewayThread, credentials: grpc.ChannelCredentials) -> int:
+    with grpc.secure_channel(gateway.stack.grpc_address, credentials) as channel:
+        stub = gateway_pb2_grpc.InferenceStub(channel)
+        return len(stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=TIMEOUT_S).models)
+
+
+def test_rest_and_grpc_speak_only_tls(
+    make_gateway: Callable[..., GatewayThread], ca: ThrowawayCa, front: Certificate
+) -> None:
+    gateway = make_gateway(tls_cert=front.cert, tls_key=front.key)
+    with https(gateway, ca) as http:
+        assert http.post("/v1/completions", json=BODY).status_code == 200
+        with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
+            assert [line for line in stream.iter_lines() if line][-1] == "data: [DONE]"
+    assert list_models(gateway, grpc.ssl_channel_credentials(ca.cert.read_bytes())) == 1
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{gateway.server.port}/health", timeout=TIMEOUT_S)
+    with pytest.raises(grpc.RpcError), grpc.insecure_channel(gateway.stack.grpc_address) as channel:
+        gateway_pb2_grpc.InferenceStub(channel).ListModels(gateway_pb2.ListModelsRequest(), timeout=TIMEOUT_S)
+
+
+def test_clients_need_a_certificate_if_the_gateway_has_a_ca(
+    make_gateway: Callable[..., GatewayThread], ca: ThrowawayCa, front: Certificate
+) -> None:
+    gateway = make_gateway(tls_cert=front.cert, tls_key=front.key, tls_ca=ca.cert)
+    client = ca.issue("client")
+    with https(gateway, ca, client) as http:
+        assert http.get("/health").status_code == 200
+    with https(gateway, ca) as http, pytest.raises(httpx.TransportError):
+        http.get("/health")
+    root = ca.cert.read_bytes()
+    trusted = grpc.ssl_channel_credentials(root, client.key.read_bytes(), client.cert.read_bytes())
+    assert list_models(gateway, trusted) == 1
+    with pytest.raises(grpc.RpcError):
+        list_models(gateway, grpc.ssl_channel_credentials(root))
+
+
+def test_the_gateway_reaches_its_target_by_mutual_tls_with_a_token(
+    tokenizer: Tokenizer, tokenizer_dir: Path, ca: ThrowawayCa, tmp_path: Path
+) -> None:
+    own, token = ca.issue("gateway"), tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN)
+    target = FakeTarget(tokenizer.get_vocab_size())
+    peer = ca.issue("target")
+    server = sync_server(
+        "127.0.0.1:0",
+        [(target_pb2_grpc.add_TargetServicer_to_server, target)],
+        [TARGET_SERVICE],
+        max_workers=4,
+        security=load_security(peer.cert, peer.key, ca.cert, token),
+    )
+    server.start()
+    server.set_serving(True)
+    port = free_port()
+    files = {"peer_tls_cert": own.cert, "peer_tls_key": own.key, "peer_tls_ca": ca.cert}
+    settings = {"port": port, "target": server.address, "tokenizer": tokenizer_dir}
+    try:
+        with process(**settings, **files, peer_token_file=token) as child:
+            wait_ready(child)
+            reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=BODY, timeout=TIMEOUT_S)
+            assert reply.status_code == 200
+            child.terminate()
+            output, _ = child.communicate(timeout=TIMEOUT_S)
+        assert child.returncode == 0
+        assert TOKEN not in output
+    finally:
+        target.stop()
+        server.stop(0)
+
+
+def test_settings_that_make_no_sense_are_refused(ca: ThrowawayCa, front: Certificate) -> None:
+    with pytest.raises(ConfigurationError, match="tls_key: set tls_cert and tls_key"):
+        GatewaySettings(tls_cert=front.cert).check()
+    with pytest.raises(ConfigurationError, match="tls_ca: set tls_cert"):
+        GatewaySettings(tls_ca=ca.cert).check()
+    files = {"tls_cert": front.cert, "tls_key": front.key, "tls_ca": ca.cert}
+    with pytest.raises(ConfigurationError, match="outrider serve gateway"):
+        check_gateway_flags(StackOptions(gateway_settings=files))

@@ -1,0 +1,286 @@
+"""Mixed rounds with a draft in another process stay on the device, and every tree is the right one.
+
+Requests of different shapes and modes join and leave while others draft. Each of their trees must be the tree
+that a new request for the same tokens gets in its first round, in the target's process and through the host.
+The output cannot show a wrong tree, because verification corrects wrong drafts.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from support.compute_device import DEVICE
+from support.draft_pairs import KINDS
+from support.draft_process import DraftProcess
+from support.target_harness import Harness, assert_same_tokens, generate_plain, load_toy, make_harness
+
+from outrider.services.draft.inproc import drafter_beside
+from outrider.services.draft.settings import DraftSettings
+from outrider.services.target.draft_client.link import TargetIdentity
+from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
+from outrider.services.target.draft_client.round_blobs import BoundedRound
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.services.target.policy.controller import RowBound
+from outrider.shared.base.generation import SamplingParams, SpeculationMode
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import DrafterState
+from outrider.shared.spec.tree import NO_DRAFT, DraftShape
+
+torch.set_num_threads(1)
+AHEAD = LoopPlan(lookahead=1, drafts_on_device=True, max_depth=5, max_nodes=16)
+AT_ONCE = LoopPlan(lookahead=0, drafts_on_device=True, max_depth=5, max_nodes=16)
+BOUND_S = 20.0
+"""Time limit of a run with a fault. A run delayed by more than a few fault deadlines is considered hung."""
+PATIENT_S = 16.0
+"""Fault deadline of the draft. No row is then given up because the machine is busy."""
+ON, AUTO, OFF = SpeculationMode.ON, SpeculationMode.AUTO, SpeculationMode.OFF
+GREEDY = SamplingParams(temperature=0.0)
+REQUESTS: list[tuple[list[int], int, SamplingParams, SpeculationMode, tuple[int, int, int]]] = [
+    ([1, 2, 3, 4], 40, GREEDY, ON, (4, 3, 12)),
+    ([9, 8, 7] * 6, 60, SamplingParams(temperature=1.0, seed=9), AUTO, (3, 1, 4)),
+    ([5], 30, SamplingParams(temperature=0.8, top_p=0.9, seed=4), ON, (3, 1, 4)),
+    ([6, 1], 35, GREEDY, OFF, (3, 1, 4)),
+    ([3, 3, 3, 2], 50, GREEDY, AUTO, (4, 3, 12)),
+    ([8, 2, 5] * 9, 30, SamplingParams(temperature=0.7, seed=(1 << 64) - 3), ON, (5, 1, 6)),
+    ([7, 7], 25, GREEDY, AUTO, (2, 2, 5)),
+    ([4, 6, 4], 12, GREEDY, ON, (4, 3, 12)),
+]
+"""Prompt, number of tokens, sampling parameters, mode and shape of each request."""
+
+
+HEADS = [("EAGLE3", "ipc://"), ("EAGLE3", "unix:")]
+"""Kinds of drafts, and schemes of their addresses."""
+
+
+@pytest.fixture(scope="module", params=[*HEADS, ("MTP", "ipc://")], ids=str)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folders(kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return KINDS[kind[0]](tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def decoder(folders: tuple[Path, Path]) -> Decoder:
+    return load_toy(folders[0])
+
+
+@pytest.fixture(scope="module")
+def draft(
+    kind: tuple[str, str], folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DraftProcess]:
+    process = DraftProcess(tmp_path_factory.mktemp("draft"), kind[1], *folders)
+    yield process
+    assert process.stop() == 0, process.output()
+
+
+def follow(draft: DraftProcess, decoder: Decoder, fault_s: float) -> RemoteDrafter:
+    """Return a drafter whose draft has accepted its slots."""
+    made = RemoteDrafter(
+        draft.address,
+        TargetIdentity.of(decoder),
+        decoder.weight,
+        DEVICE,
+        fault_deadline_s=fault_s,
+        rounds=True,
+    )
+    deadline, pause = time.monotonic() + 120, threading.Event()
+    while made.state() is not DrafterState.ON or not made.slots._accepted:
+        assert time.monotonic() < deadline, draft.output()
+        made.feature_spec()
+        pause.wait(0.005)
+    return made
+
+
+@pytest.fixture
+def drafter(draft: DraftProcess, decoder: Decoder) -> Iterator[RemoteDrafter]:
+    made = follow(draft, decoder, PATIENT_S)
+    yield made
+    made.shutdown()
+
+
+class Gaps:
+    """Chooses for `auto` rows, at random, to draft or not, in phases of several rounds."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._left: dict[int, int] = {}
+        self._drafts: dict[int, bool] = {}
+
+    def choose(self, rows: Sequence[RowBound], *_: object) -> list[DraftShape]:
+        return [row.bound if self._turn(id(row.state)) else NO_DRAFT for row in rows]
+
+    def _turn(self, row: int) -> bool:
+        if not self._left.get(row):
+            self._left[row] = self._rng.randint(1, 4)
+            self._drafts[row] = not self._drafts.get(row, self._rng.random() < 0.5)
+        self._left[row] -= 1
+        return self._drafts[row]
+
+
+class Watch:
+    """Counts the groups of every exchanged round.
+
+    Args:
+        patient: True to wait for all trees, so that none is late because the machine is busy.
+    """
+
+    def __init__(self, patient: bool = True) -> None:
+        self.groups: list[int] = []
+        self._patient = patient
+
+    def __enter__(self) -> Watch:
+        exchange = BoundedRound.exchange
+
+        def watching(started: BoundedRound, limit_s: float | None, ahead: bool) -> None:
+            self.groups.append(len(started.states))
+            exchange(started, None if self._patient else limit_s, ahead)
+
+        self._patch = mock.patch.object(BoundedRound, "exchange", watching)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def serve(harness: Harness, seed: int) -> None:
+    """Submit all requests at random moments, and run them to their end."""
+    rng = random.Random(seed)
+    waiting = list(enumerate(REQUESTS))
+    rng.shuffle(waiting)
+    while waiting or harness.engine.has_work():
+        if waiting and (rng.random() < 0.6 or not harness.engine.has_work()):
+            index, (prompt, count, sampling, mode, shape) = waiting.pop()
+            harness.submit(
+                prompt, count, request_id=str(index), sampling=sampling, mode=mode, shape=shape, trace=True
+            )
+        harness.step()
+    harness.check_idle()
+
+
+def check(decoder: Decoder, folders: tuple[Path, Path], kind: str, harness: Harness) -> int:
+    """Compare outputs and trees. Return the number of trees that were compared."""
+    settings = {
+        "draft": folders[1],
+        "target_weights": folders[0],
+        "speculative_algorithm": kind,
+        "device": str(DEVICE),
+        "dtype": "float32",
+        "threads": 1,
+        "kv_tokens": 8192,
+    }
+    beside = drafter_beside(decoder, DraftSettings.load(settings))
+    fresh = make_harness(decoder, beside, max_running=64)
+    found: dict[str, list[tuple[int, int]]] = {}
+    for index, (prompt, count, sampling, _, shape) in enumerate(REQUESTS):
+        plain = generate_plain(decoder, NoDrafter(), prompt, count, sampling=sampling)
+        tokens = harness.sink.tokens[str(index)]
+        assert_same_tokens(decoder, prompt, plain, tokens, sampling)
+        known = [*prompt, *tokens]
+        for one in harness.sink.rounds[str(index)]:
+            if len(one.nodes) > 1:
+                name = f"{index}-{one.base_len}"
+                found[name] = [(node.token, node.parent) for node in one.nodes]
+                start = known[: one.base_len - 1]
+                fresh.submit(start, 3, request_id=name, sampling=sampling, shape=shape, trace=True)
+    fresh.run()
+    for name, tree in found.items():
+        first = fresh.sink.rounds[name][0]
+        assert first.base_len == int(name.split("-")[1])
+        assert tree == [(node.token, node.parent) for node in first.nodes], name
+    beside.shutdown()
+    drafted = {int(name.split("-")[0]) for name in found}
+    modes = [request[3] for request in REQUESTS]
+    assert drafted >= {index for index, mode in enumerate(modes) if mode is ON}
+    assert any(modes[index] is AUTO for index in drafted)
+    return len(found)
+
+
+@pytest.mark.parametrize(("plan", "seed"), [(AT_ONCE, 0), (AHEAD, 1)], ids=["at once", "ahead"])
+def test_mixed_rounds_stay_on_the_device_and_have_the_right_trees(
+    decoder: Decoder,
+    drafter: RemoteDrafter,
+    folders: tuple[Path, Path],
+    kind: tuple[str, str],
+    plan: LoopPlan,
+    seed: int,
+) -> None:
+    harness = make_harness(decoder, drafter, plan=plan, max_running=7, prefill_chunk=16)
+    with (
+        mock.patch.object(harness.engine.controller, "choose", Gaps(seed).choose),
+        mock.patch.object(drafter, "propose", wraps=drafter.propose) as proposed,
+        Watch() as watch,
+    ):
+        serve(harness, seed)
+    assert not proposed.call_count, "no round may go through the host"
+    assert harness.engine._sessions.num_resyncs == 0, "no session may be opened again"
+    assert max(watch.groups) >= 2, "rounds must have several shapes"
+    reasons = {
+        harness.sink.finished[str(index)].speculation.fallback_reason for index in range(len(REQUESTS))
+    }
+    # Rows in mode `auto` decode plainly until the draft has their prompt.
+    assert reasons <= {"", "user", "warming"}
+    assert check(decoder, folders, kind[0], harness) > 20
+
+
+def crowd(harness: Harness, fault: Callable[[], bool]) -> None:
+    """Serve all requests together. Call `fault` after every step until it returns True."""
+    for index, (prompt, count, sampling, mode, shape) in enumerate(REQUESTS):
+        harness.submit(prompt, count, request_id=str(index), sampling=sampling, mode=mode, shape=shape)
+    done = False
+    while harness.engine.has_work():
+        harness.step()
+        done = done or fault()
+    harness.check_idle()
+    assert done, "the fault must happen while requests draft"
+
+
+def check_output(decoder: Decoder, harness: Harness) -> None:
+    assert not harness.sink.failed
+    for index, (prompt, count, sampling, _, _) in enumerate(REQUESTS):
+        plain = generate_plain(decoder, NoDrafter(), prompt, count, sampling=sampling)
+        assert_same_tokens(decoder, prompt, plain, harness.sink.tokens[str(index)], sampling)
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=str, indirect=True, scope="module")
+@pytest.mark.parametrize("fault", ["killed", "stopped", "garbage"])
+def test_a_fault_in_mixed_rounds_costs_no_token(
+    kind: tuple[str, str], decoder: Decoder, folders: tuple[Path, Path], tmp_path: Path, fault: str
+) -> None:
+    draft = DraftProcess(tmp_path, kind[1], *folders, spoils=fault == "garbage")
+    drafter = follow(draft, decoder, fault_s=1.0)
+    try:
+        harness = make_harness(decoder, drafter, plan=AHEAD, max_running=7, prefill_chunk=16)
+        number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}.get(fault)
+        started = time.monotonic()
+        with (
+            mock.patch.object(harness.engine.controller, "choose", Gaps(1).choose),
+            Watch(patient=False) as watch,
+        ):
+
+            def strike() -> bool:
+                mixed = max(watch.groups, default=0) > 1
+                if mixed and number is not None:
+                    draft.send_signal(number)
+                return mixed
+
+            crowd(harness, strike)
+        # A stall is bounded by a few fault deadlines.
+        assert time.monotonic() - started < BOUND_S
+        check_output(decoder, harness)
+    finally:
+        draft.popen.kill()  # a stopped process does not handle other signals
+        drafter.shutdown()
+        draft.stop()

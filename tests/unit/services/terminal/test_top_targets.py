@@ -1,0 +1,62 @@
+"""`outrider top` with several targets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from outrider.services.terminal.top import render
+
+
+def stats(running: int) -> dict[str, Any]:
+    return {
+        "running": running,
+        "waiting": 1,
+        "max_running_requests": 16,
+        "generated_tokens": 0,
+        "kv_pages": {"total": 100, "free": 75, "held": 25},
+        "draft": {"state": "on", "algorithm": "EAGLE3"},
+        "accept_length": 2.5,
+    }
+
+
+def shown(targets: list[dict[str, Any]]) -> str:
+    answering = [one["stats"] for one in targets if one["stats"]]
+    status = {
+        "at": 1.0,
+        "version": "9.9",
+        "uptime_s": 5.0,
+        "draining": False,
+        "gateway": {"waiting": 0, "max_queued_requests": 512},
+        "model": {"names": ["m"], "device": "cpu", "dtype": "float32"} if answering else None,
+        "target": answering[0] if answering else None,
+        "targets": targets,
+        "metrics": {},
+        "errors": [],
+    }
+    console = Console(width=100, color_system=None)
+    with console.capture() as capture:
+        console.print(render(status, None))
+    return capture.get()
+
+
+def test_each_target_has_a_line() -> None:
+    up = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
+    down = {"address": "10.0.0.2:7001", "model": None, "ready": False, "load_tokens": 0, "stats": None}
+    text = shown([up, down])
+    assert "1 of 2 ready" in text
+    [line] = [line for line in text.splitlines() if "10.0.0.1:7001" in line]
+    assert all(part in line for part in ("m", "ready", "3 of 16", "25%", "2.50", "on"))
+    [line] = [line for line in text.splitlines() if "10.0.0.2:7001" in line]
+    assert "not ready" in line
+
+
+def test_one_target_needs_no_list() -> None:
+    one = {"address": "10.0.0.1:7001", "model": "m", "ready": True, "load_tokens": 9, "stats": stats(3)}
+    assert "10.0.0.1:7001" not in shown([one])
+
+
+def test_without_any_answer_this_is_said() -> None:
+    down = {"address": "a:1", "model": None, "ready": False, "load_tokens": 0, "stats": None}
+    assert "No target answers." in shown([down, down])

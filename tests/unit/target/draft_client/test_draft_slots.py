@@ -1,0 +1,343 @@
+"""Slots at a remote draft: joins, reports and leaves on the wire; refusals, late trees, ended connections."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.draft.v1 import draft_pb2
+from outrider.services.target.draft_client import slotted_rounds
+from outrider.services.target.draft_client.deadlines import AnswerDeadlines
+from outrider.services.target.draft_client.session import DraftSession
+from outrider.services.target.draft_client.slotted_rounds import SlottedRounds
+from outrider.shared.spec.drafter import AWAITED, FeatureSpec
+from outrider.shared.spec.exchange_drafter import ExchangedGroup, ExchangedRound
+from outrider.shared.spec.fence import Fence
+from outrider.shared.spec.resident import GroupSize, StateBlob
+from outrider.shared.spec.tree import DraftShape
+
+CPU = torch.device("cpu")
+SHAPE, CHAIN = DraftShape(3, 2, 8), DraftShape(2, 1, 3)
+VOCAB, WIDTH, COLUMNS = 64, 4, 6
+SIZE = GroupSize(2, COLUMNS, SHAPE.max_nodes)
+FAULT_S = 2.0
+
+
+class Channel:
+    """Carries nothing; records the limits."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.room = True
+        self.mends = True
+        self.messages: list[draft_pb2.RoundsNext] = []
+        self.limits: list[float] = []
+
+    def fits(self, state: torch.Tensor, trees: torch.Tensor) -> bool:
+        return self.room
+
+    def mend(self) -> bool:
+        self.broken = self.broken and not self.mends
+        return self.mends
+
+    def exchange(
+        self,
+        message: draft_pb2.RoundsNext,
+        state: StateBlob,
+        trees: torch.Tensor,
+        expected: torch.Tensor,
+        limit_s: float,
+        ahead: bool,
+    ) -> None:
+        self.messages.append(message)
+        self.limits.append(limit_s)
+        expected.fill_(message.number)
+
+
+class Draft:
+    """A connection whose peer is the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.late: list[tuple[float, bool]] = []
+        monkeypatch.setattr(slotted_rounds.time, "monotonic", lambda: self.now)
+        self.channel = Channel()
+        self.sent: list[draft_pb2.SessionRequest] = []
+        self.sessions: dict[int, DraftSession] = {}
+        self.connection = self.connect()
+        self.slots = SlottedRounds(
+            CPU,
+            VOCAB,
+            torch.float32,
+            self.sessions,
+            AnswerDeadlines(FAULT_S),
+            lambda: self.connection,
+            lambda _connection, _timeout_s: True,
+            lambda waited_s, patient: self.late.append((waited_s, patient)),
+        )
+        self.slots.connected(self.connection)
+        self.accept()
+
+    def connect(self) -> Any:
+        ended = threading.Event()
+        return SimpleNamespace(
+            carrier=SimpleNamespace(rounds=self.channel),
+            send=self.sent.append,
+            ended=ended,
+            close=ended.set,
+            spec=FeatureSpec(feature_size=WIDTH),
+            hello=draft_pb2.HelloAck(max_steps=5),
+            last_sign_s=0.0,
+        )
+
+    def accept(self, reason: str = "") -> None:
+        opened = draft_pb2.SlotsOpened(accepted=not reason, reason=reason)
+        self.slots.hear(draft_pb2.SessionReply(slots_opened=opened))
+
+    def open(self, session_id: int, *, ready: bool = True, epoch: int = 1) -> DraftSession:
+        made = self.sessions[session_id] = DraftSession(Fence(session_id, epoch, 6, 1234))
+        made.live = made.acked = True
+        if ready:
+            self.report(session_id, epoch)
+        return made
+
+    def report(self, session_id: int, epoch: int = 1) -> None:
+        ready = draft_pb2.SlotReady(session_id=session_id, epoch=epoch)
+        self.slots.hear(draft_pb2.SessionReply(slot_ready=ready))
+
+    def round(self, *session_ids: int, limit_s: float | None = None) -> ExchangedRound | None:
+        assert self.slots.fits([SIZE])
+        group = ExchangedGroup(SHAPE, 2, COLUMNS, session_ids, [9] * len(session_ids))
+        started = self.slots.begin([group])
+        if started is not None:
+            started.exchange(limit_s, False)
+        return started
+
+    @property
+    def last(self) -> draft_pb2.RoundsNext:
+        return self.channel.messages[-1]
+
+    @property
+    def kinds(self) -> list[str | None]:
+        return [message.WhichOneof("message") for message in self.sent]
+
+    @property
+    def is_open(self) -> bool:
+        return self.slots.is_open(self.connection)
+
+
+@pytest.fixture
+def draft(monkeypatch: pytest.MonkeyPatch) -> Draft:
+    return Draft(monkeypatch)
+
+
+def test_sessions_join_are_reported_and_leave(draft: Draft) -> None:
+    for session_id in (7, 8):
+        draft.open(session_id)
+    # 1. Both join.
+    first = draft.round(7, 8)
+    assert first is not None
+    slots = {join.session_id: join.slot for join in draft.last.joins}
+    assert set(slots) == {7, 8}
+    (group,) = draft.last.groups
+    assert (list(group.slots), list(group.committed_upper)) == ([slots[7], slots[8]], [9, 9])
+    # 2. One is told of the round, and the other one leaves.
+    draft.slots.chosen(7, first.number, 6, [11, 12])
+    draft.slots.chosen(8, first.number, 6, [13])
+    draft.slots.left([8])
+    draft.slots.chosen(8, 0, 7, [14])  # in a commit, because the session has left
+    second = draft.round(7)
+    assert second is not None
+    assert second.number > first.number
+    told = [(one.slot, one.number, one.base_len, list(one.token_ids)) for one in draft.last.update.told]
+    assert told == [(slots[7], first.number, 6, [11, 12]), (slots[8], first.number, 6, [13])]
+    assert list(draft.last.update.left) == [slots[8]]
+    assert not draft.last.joins
+    # 3. Nothing is sent twice.
+    draft.round(7)
+    assert not draft.last.update.told
+    draft.slots.flush()
+    assert draft.kinds == ["slots_open"]
+
+
+def test_a_report_precedes_the_commits_of_joining_sessions(draft: Draft) -> None:
+    draft.open(7)
+    first = draft.round(7)
+    assert first is not None
+    draft.slots.chosen(7, first.number, 6, [11])
+    draft.slots.left([7])
+    session = draft.sessions[7]
+    session.base_len, session.token_ids = 6, [11, 12]
+    draft.round(7)
+    assert draft.kinds == ["slots_open", "slots_update", "frame"]
+    (commit,) = draft.sent[-1].frame.commits
+    assert (commit.base_len, list(commit.token_ids), commit.want) == (6, [11, 12], draft_pb2.WANT_NOTHING)
+    assert not session.token_ids
+    assert [join.session_id for join in draft.last.joins] == [7]
+
+
+def test_a_session_that_was_lost_or_opened_again_has_no_slot(draft: Draft) -> None:
+    for session_id in (7, 8):
+        draft.open(session_id)
+    first = draft.round(7, 8)
+    assert first is not None
+    draft.sessions[7].lose("resync")
+    second = draft.round(7, 8)
+    assert second is not None
+    assert list(second.refused) == [7]
+    assert len(draft.last.groups[0].slots) == 1
+    draft.open(7, epoch=2)
+    draft.slots.chosen(7, first.number, 6, [11])
+    draft.round(7, 8)
+    assert [(join.session_id, join.epoch) for join in draft.last.joins] == [(7, 2)]
+    assert not draft.last.update.told
+
+
+def test_a_session_waits_for_the_report_of_its_rows(draft: Draft) -> None:
+    session = draft.open(7, ready=False)
+    assert draft.slots.obstacle(7, SHAPE, must_wait=False) == "warming"
+    assert draft.slots.obstacle(7, SHAPE, must_wait=True) == AWAITED
+    draft.report(7, epoch=2)
+    draft.now += FAULT_S - 0.1
+    assert draft.slots.obstacle(7, SHAPE, must_wait=True) == AWAITED
+    draft.report(7)
+    assert draft.slots.obstacle(7, SHAPE, must_wait=True) == ""
+    assert not draft.late
+    assert draft.slots.obstacle(7, DraftShape(6, 1, 7), must_wait=True) == "shape_above_draft"
+    assert draft.slots.obstacle(9, SHAPE, must_wait=True) == "not_followed"
+    session.lose("resync")
+    assert draft.slots.obstacle(7, SHAPE, must_wait=True) == "resync"
+    draft.connection = None
+    assert draft.slots.obstacle(7, SHAPE, must_wait=True) == "draft_down"
+
+
+def test_a_draft_that_never_reports_is_faulty_after_the_deadline(draft: Draft) -> None:
+    draft.open(7, ready=False)
+    assert draft.slots.obstacle(7, SHAPE, must_wait=True) == AWAITED
+    draft.now += FAULT_S
+    assert draft.slots.obstacle(7, SHAPE, must_wait=True) == "warming"
+    assert draft.late == [(FAULT_S, True)]
+
+
+@pytest.mark.parametrize("limit_s", [None, 0.5])
+def test_late_trees_end_the_series_and_open_its_sessions_again(draft: Draft, limit_s: float | None) -> None:
+    for session_id in (7, 8, 9):
+        draft.open(session_id)
+    draft.round(7, 8, limit_s=limit_s)
+    series = draft.last.rounds
+    draft.channel.broken = True
+    assert not draft.is_open
+    assert draft.late == [(FAULT_S, True) if limit_s is None else (limit_s, False)]
+    assert [draft.sessions[one].lost for one in (7, 8, 9)] == [True, True, False]
+    draft.slots.flush()
+    assert draft.kinds == ["slots_open"], "nothing of the old series is sent"
+    # The next series begins after a pause, when the old waits are over.
+    draft.now += slotted_rounds.FIRST_PAUSE_S
+    assert draft.is_open
+    draft.channel.broken, draft.channel.mends = True, False
+    assert not draft.slots.fits([SIZE])
+    draft.channel.mends = True
+    draft.open(7, epoch=2)
+    draft.round(7)
+    assert draft.last.rounds > series
+    assert len(draft.last.joins) == 1
+
+
+def test_pauses_grow_until_rounds_were_in_time(draft: Draft) -> None:
+    pauses = []
+    for epoch in range(1, 9):
+        draft.open(7, epoch=epoch)
+        draft.round(7)
+        ended = draft_pb2.RoundsEnded(rounds=draft.last.rounds, reason="busy")
+        draft.slots.hear(draft_pb2.SessionReply(rounds_ended=ended))
+        pause = next(step for step in range(1, 100) if open_after(draft, step / 10))
+        pauses.append(pause / 10)
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    draft.open(7, epoch=9)
+    for _ in range(slotted_rounds.GOOD_ROUNDS):
+        draft.round(7)
+        draft.slots.measure(exchanged=True)
+    draft.channel.broken = True
+    assert not draft.is_open
+    assert open_after(draft, slotted_rounds.FIRST_PAUSE_S)
+
+
+def open_after(draft: Draft, seconds: float) -> bool:
+    """Return True if rounds may begin `seconds` after now, and wait until then in this case."""
+    before, draft.now = draft.now, draft.now + seconds + 1e-6
+    if draft.is_open:
+        return True
+    draft.now = before
+    return False
+
+
+def test_the_end_of_an_earlier_series_is_ignored(draft: Draft) -> None:
+    draft.open(7)
+    draft.round(7)
+    ended = draft_pb2.RoundsEnded(rounds=draft.last.rounds - 1, reason="late")
+    draft.slots.hear(draft_pb2.SessionReply(rounds_ended=ended))
+    assert draft.is_open
+    assert draft.sessions[7].live
+
+
+def test_an_ended_connection_is_no_late_round(draft: Draft) -> None:
+    draft.open(7)
+    draft.round(7)
+    draft.connection.close()
+    draft.channel.broken = True
+    assert not draft.is_open
+    assert not draft.late
+    draft.slots.lost()
+    draft.channel.broken = False
+    draft.connection = draft.connect()
+    draft.slots.connected(draft.connection)
+    assert not draft.is_open, "the draft has not accepted the slots"
+    draft.accept()
+    assert draft.is_open
+
+
+def test_a_draft_that_refuses_slots_or_has_no_room_is_left_to_the_host(draft: Draft) -> None:
+    draft.channel.room = False
+    assert not draft.slots.fits([SIZE])
+    draft.accept("no_rounds")
+    assert not draft.is_open
+
+
+def test_the_first_round_of_a_combination_of_sizes_may_take_longer(draft: Draft) -> None:
+    draft.open(7)
+    for _ in range(2):
+        draft.round(7, limit_s=0.01)
+    draft.round(7, limit_s=60.0)
+    assert draft.channel.limits == [slotted_rounds.FIRST_LIMIT_S, 0.01, FAULT_S]
+
+
+def test_recorded_sizes_are_announced_to_every_draft(draft: Draft) -> None:
+    for _ in range(2):
+        draft.slots.record(SIZE, SHAPE)
+    assert draft.kinds == ["slots_open", "rounds_prepare"]
+    size = draft.sent[-1].rounds_prepare
+    assert (size.batch, size.columns, size.shape.max_nodes) == (2, COLUMNS, SHAPE.max_nodes)
+    draft.slots.connected(draft.connection)
+    assert draft.kinds[2:] == ["slots_open", "rounds_prepare"]
+
+
+def test_numbers_start_again_over_a_new_connection(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slotted_rounds, "MAX_ROUND_NUMBER", 3)
+    draft.open(7)
+    for number in (2, 3):
+        assert draft.is_open
+        draft.round(7)
+        assert draft.last.number == number
+    assert not draft.is_open
+    assert draft.connection.ended.is_set()
+    draft.connection = draft.connect()
+    draft.slots.connected(draft.connection)
+    draft.accept()
+    draft.open(7)
+    assert draft.is_open
+    draft.round(7)
+    assert draft.last.number == 2
