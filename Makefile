@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := $(BIN)/python -m pytest -q
 STUBS := $(BIN)/python scripts/stubs.py
 
-.PHONY: demo test test-law test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser test-clients screenshots pictures bench setup dev links clean
+.PHONY: demo test test-law test-schemas test-unit test-kernels test-services test-gpu test-law-gpu test-flashinfer test-multi-gpu lint typecheck imports stubs stubs-check package-test test-compose test-browser test-clients screenshots pictures bench setup dev links clean
 
 demo: $(SERVE_STAMP)
 	$(BIN)/outrider demo
@@ -41,6 +41,10 @@ test: $(DEV_STAMP)
 
 test-law: $(DEV_STAMP)
 	$(PYTEST) tests/law
+
+# 1,000 random JSON schemas on the embedded pair, which takes about six minutes.
+test-schemas: $(DEV_STAMP)
+	OUTRIDER_SCHEMAS=1000 $(PYTEST) tests/law/test_schema_corpus.py
 
 test-unit: $(DEV_STAMP)
 	$(PYTEST) tests/unit

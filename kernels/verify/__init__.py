@@ -19,6 +19,7 @@ import torch
 from outrider.kernels._dispatch import use_triton
 from outrider.kernels._launch import expect
 from outrider.kernels.logit_rules import apply_rules
+from outrider.kernels.token_masks import mask_tokens
 from outrider.kernels.verify import reference
 from outrider.kernels.verify.types import SamplingTensors, VerifiedTree
 
@@ -39,7 +40,7 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     - min-p keeps the tokens with at least min_p times the best token's probability.
 
     Every filter keeps the best token. If `sampling.rules` is set, `logit_rules.apply_rules` changes the
-    logits first.
+    logits first. If `sampling.allowed` is set, all other tokens are forbidden.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16. -inf is allowed (a masked token).
@@ -85,6 +86,8 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     expect("sampling.choices", sampling.choices, (rows,), torch.int32)
     if sampling.rules is not None:
         logits, sampling = apply_rules(logits, sampling.rules, positions), replace(sampling, rules=None)
+    if sampling.allowed is not None:
+        logits, sampling = mask_tokens(logits, sampling.allowed), replace(sampling, allowed=None)
     if use_triton(logits):
         from outrider.kernels.verify import triton as compiled
 

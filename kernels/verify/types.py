@@ -25,6 +25,8 @@ class SamplingTensors:
         any_filter: True if a row with a temperature above 0 has top_k, top_p or min_p on.
         rules: Penalties, biases and forbidden tokens of the rows (`kernels/logit_rules`), which change the
             logits first. None if no row has any.
+        allowed: ``[rows, ceil(V / 32)] int32``, one bit per token that may be chosen (`kernels/token_masks`).
+            None allows all tokens.
     """
 
     temperature: torch.Tensor
@@ -36,6 +38,7 @@ class SamplingTensors:
     all_greedy: bool
     any_filter: bool
     rules: RuleRows | None = None
+    allowed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

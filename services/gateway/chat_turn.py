@@ -10,10 +10,12 @@ from typing import Any
 from outrider.services.gateway.core import GatewayCore, Job
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.parsers.answer import Answer, AnswerReader
+from outrider.services.gateway.parsers.forced import CallFormat, calls_constraint
 from outrider.services.gateway.parsers.pieces import Piece, ToolOptions
 from outrider.services.gateway.render import check_not_aborted
 from outrider.services.gateway.request import Chunk, Finished, Started
 from outrider.services.gateway.tokenizer import ChatEnding, TextCodec
+from outrider.shared.base.constraint import Constraint, ConstraintKind
 from outrider.shared.base.errors import InvalidRequestError
 
 # Number of tokens at the end of the prompt that may open the reasoning.
@@ -63,6 +65,7 @@ class ChatTurn:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        forced: Sequence[Mapping[str, Any]] = (),
         parallel: bool = True,
         options: Mapping[str, Any] | None = None,
         ending: ChatEnding | None = None,
@@ -76,6 +79,7 @@ class ChatTurn:
             parameters: Sampling parameters of the request.
             messages: Messages for the chat template.
             tools: Tools for the chat template. Empty if the answer must not call any.
+            forced: The tools of which the answer must call one. Empty if no call is forced.
             parallel: Whether an answer may contain several tool calls.
             options: Variables of the chat template that the client set.
             ending: How the prompt ends. None ends with the header of the assistant's answer.
@@ -98,6 +102,13 @@ class ChatTurn:
         if tools:
             variables["tools"] = list(tools)
             allowed = ToolOptions(frozenset(str(tool["function"]["name"]) for tool in tools), parallel)
+            calls = CallFormat(core.parsers.tools, codec.special_tokens, codec.template_source, parallel)
+            asked = _of_calls(parameters.constraint, tools, forced, calls)
+            parameters = replace(parameters, constraint=asked)
+        if parameters.constraint is not None:
+            after, opening = core.parsers.markers(split_reasoning, calls=bool(tools))
+            form = replace(parameters.constraint, begins_after=after, opening=opening)
+            parameters = replace(parameters, constraint=form)
         if core.parsers.needs_special_tokens(bool(tools)):
             parameters = replace(parameters, skip_special_tokens=False)
         return cls(
@@ -144,3 +155,25 @@ class ChatTurn:
                         for piece in reader.finish():
                             yield piece
                         yield TurnEnd(end, reader.answer)
+
+
+def _of_calls(
+    asked: Constraint | None,
+    tools: Sequence[Mapping[str, Any]],
+    forced: Sequence[Mapping[str, Any]],
+    form: CallFormat,
+) -> Constraint | None:
+    """Return the constraint of an answer that may call tools.
+
+    Args:
+        asked: The form of the answer that the client demands.
+        tools: The tools that the answer may call.
+        forced: The tools of which the answer must call one. Empty if no call is forced.
+        form: How the model writes calls.
+    """
+    if asked is None:
+        return calls_constraint(forced, form) if forced else None
+    if forced or asked.kind is not ConstraintKind.JSON_SCHEMA:
+        reason = "a forced tool call" if forced else "tools, unless it is a JSON schema"
+        raise InvalidRequestError(f"{asked.field} cannot be combined with {reason}.", field=asked.field)
+    return calls_constraint(tools, form, asked)

@@ -15,6 +15,7 @@ from outrider.shared.base.generation import (
     SpeculationReport,
     TraceNode,
 )
+from outrider.shared.rpc.convert_constraint import constraint_to_proto
 from outrider.shared.rpc.convert_logprobs import logprob_from_proto, logprobs_to_proto, set_rules
 from outrider.shared.rpc.target_version import TargetFeature, agree_with_target
 from outrider.target.v1 import target_pb2
@@ -71,6 +72,7 @@ def request_to_proto(request: GenerationRequest, timeout_s: float) -> target_pb2
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         logprobs=logprobs_to_proto(request.logprobs),
+        constraint=constraint_to_proto(request.constraint),
         traceparent=request.traceparent,
         resume_ids=request.resume_ids,
     )
@@ -127,6 +129,7 @@ def info_from_proto(reply: target_pb2.GetInfoReply) -> ServedTarget:
         max_nodes=speculation.max_nodes,
         speculation_state=speculation.state,
         resumes=TargetFeature.RESUME in features,
+        constrains=TargetFeature.CONSTRAINT in features,
     )
 
 

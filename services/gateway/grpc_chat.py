@@ -10,13 +10,12 @@ from outrider.gateway.v1 import gateway_pb2
 from outrider.services.gateway.core import GatewayCore
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.template_options import template_options
-from outrider.services.gateway.schemas.tools import Tool, template_tools
+from outrider.services.gateway.schemas.tools import NamedTool, Tool, forced_tools, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-TOOL_CHOICES = ("", "auto", "none")
 
 
 def template_messages(messages: Sequence[gateway_pb2.Message]) -> list[dict[str, Any]]:
@@ -54,15 +53,11 @@ def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[
 
     Args:
         tools: The tools.
-        choice: One of `TOOL_CHOICES`.
+        choice: ``auto``, ``none``, ``required``, or the name of a tool. Empty means ``auto``.
 
     Raises:
-        InvalidRequestError: If a tool or the choice is invalid.
+        InvalidRequestError: If a tool is invalid.
     """
-    if choice not in TOOL_CHOICES:
-        raise InvalidRequestError(
-            f"tool_choice must be 'auto' or 'none', not {choice[:32]!r}.", field="tool_choice"
-        )
     made = []
     for number, tool in enumerate(tools):
         field = f"tools.{number}"
@@ -77,6 +72,18 @@ def callable_tools(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[
             ) from None
     shown = template_tools(made)
     return [] if choice == "none" else shown
+
+
+def forced_calls(tools: Sequence[gateway_pb2.Tool], choice: str) -> list[dict[str, Any]]:
+    """Return the tools of which the answer must call one; see `callable_tools`. Empty if no call is forced.
+
+    Raises:
+        InvalidRequestError: If a tool or the choice is invalid.
+    """
+    if choice in ("", "auto", "none"):
+        return []
+    named = NamedTool.model_construct(type="tool", name=choice, function=None)
+    return forced_tools("required" if choice == "required" else named, callable_tools(tools, choice))
 
 
 def template_variables(prompt: gateway_pb2.ChatPrompt) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from outrider.services.gateway.requested_rules import (
 from outrider.services.gateway.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from outrider.services.gateway.served_target import ServedTarget, unknown_model
 from outrider.services.gateway.settings import GatewaySettings
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SamplingParams
 from outrider.shared.base.logit_rules import LogitRules
@@ -36,8 +37,7 @@ from outrider.shared.base.logit_rules import LogitRules
 MAX_STOP_TOKEN_IDS = 256
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = (1 << 31) - 1
-# Lower temperatures are treated as greedy, as in SGLang. At such temperatures, sampling always picks the
-# largest logit.
+# Lower temperatures are greedy, as in SGLang, because sampling would always pick the largest logit.
 GREEDY_TEMPERATURE = 1e-6
 MAX_SALT_CHARS = 256
 # Clients may read JSON numbers as doubles. A double represents every integer of up to 53 bits exactly.
@@ -86,8 +86,8 @@ class Parameters:
     """Unchecked parameters of a client's request. None means absent.
 
     Fields that accept one value or several, such as `stop`, are tuples here. For a request without a
-    `speculation` object, `speculation` is the default `RequestedSpeculation`, whose mode is AUTO.
-    `may_be_empty` allows `max_tokens` to be 0, if the reply contains the prompt or its logprobs.
+    `speculation` object, `speculation` has mode AUTO. `may_be_empty` allows `max_tokens` to be 0, if the
+    reply contains the prompt or its logprobs. `constraint` demands a form of the output.
     """
 
     max_tokens: int | None = None
@@ -108,6 +108,7 @@ class Parameters:
     rules: RequestedRules = NO_REQUESTED_RULES
     logprobs: RequestedLogprobs = NO_REQUESTED_LOGPROBS
     may_be_empty: bool = False
+    constraint: Constraint | None = None
 
 
 class RequestBuilder:
@@ -156,10 +157,8 @@ class RequestBuilder:
         """
         name = surface.prefix
         p = parameters
-        n = 1 if p.n is None else p.n
-        _check(
-            1 <= n <= self._settings.max_choices, f"{name}n", f"between 1 and {self._settings.max_choices}", n
-        )
+        n, most = 1 if p.n is None else p.n, self._settings.max_choices
+        _check(1 <= n <= most, f"{name}n", f"between 1 and {most}", n)
         if not 1 <= num_prompts <= self._settings.max_batch:
             raise InvalidRequestError(
                 f"{surface.prompt} must contain 1 to {self._settings.max_batch} prompts, not {num_prompts}.",
@@ -260,6 +259,9 @@ class RequestBuilder:
                 speculation option exceeds the target's limit.
         """
         self._check_speculation(parameters.speculation, surface, info)
+        if parameters.constraint is not None and not info.constrains:
+            field = parameters.constraint.field
+            raise InvalidRequestError(f"{field} is not supported by this server's target.", field=field)
         parameters = _with_defaults(parameters, self._defaults)
         for token_id in parameters.stop_token_ids:
             _check(
@@ -303,6 +305,7 @@ class RequestBuilder:
                         cache_salt=parameters.cache_salt,
                         logprobs=parameters.logprobs.wanted,
                         prompt_only=parameters.max_tokens == 0,
+                        constraint=parameters.constraint,
                     )
                 )
         return requests

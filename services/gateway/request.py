@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.generation import (
     FinishReason,
     RoundTrace,
@@ -78,6 +79,7 @@ class GenerationRequest:
         logprobs: The log-probabilities to report.
         tenant: Name of the API key. Tenants share the target fairly. Empty if there are no keys.
         prompt_only: Whether to drop the output, because the client wants only logprobs of the prompt.
+        constraint: The form that the output must have. None allows any output.
         traceparent: The span of the request, for the target. Empty if the request is not traced.
         resume_ids: Tokens that a lost target has emitted for this request. They count as output.
     """
@@ -94,6 +96,7 @@ class GenerationRequest:
     logprobs: LogprobParams = NO_LOGPROBS
     prompt_only: bool = False
     tenant: str = ""
+    constraint: Constraint | None = None
     traceparent: str = ""
     resume_ids: tuple[int, ...] = ()
 

@@ -14,7 +14,7 @@ class ServedTarget:
 
     `num_steps`, `topk` and `num_draft_tokens` are the default tree shape. `max_steps`, `max_topk` and
     `max_nodes` limit the speculation options of requests. `resumes` is whether the target can go on with an
-    answer that another target has begun.
+    answer that another target has begun, and `constrains` whether it can enforce a form of the output.
     """
 
     model_id: str
@@ -37,6 +37,7 @@ class ServedTarget:
     max_nodes: int
     speculation_state: str
     resumes: bool = False
+    constrains: bool = False
 
 
 @dataclass(frozen=True, slots=True)

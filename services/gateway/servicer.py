@@ -19,6 +19,7 @@ from outrider.services.gateway.grpc_chat import (
     callable_tools,
     chat_ending,
     encode_chat,
+    forced_calls,
     template_messages,
     template_variables,
 )
@@ -31,10 +32,12 @@ from outrider.services.gateway.parsers.pieces import Piece, Reasoning, Text, Too
 from outrider.services.gateway.request import ChoiceEvent, Chunk, Finished, RequestedSpeculation, Started
 from outrider.services.gateway.request_note import RequestNote, current_note
 from outrider.services.gateway.requested_rules import RequestedLogprobs, RequestedRules
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.obs.logging import get_logger
 from outrider.shared.obs.tracing import TRACEPARENT, checked_traceparent
 from outrider.shared.rpc.convert import report_to_proto, round_to_proto
+from outrider.shared.rpc.convert_constraint import constraint_from_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto
 
 SERVICE_NAME = "outrider.gateway.v1.Inference"
@@ -77,6 +80,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             _parameters(request.options),
             template_messages(request.messages),
             tools=callable_tools(request.tools, request.tool_choice),
+            forced=forced_calls(request.tools, request.tool_choice),
             parallel=request.parallel_tool_calls if request.HasField("parallel_tool_calls") else True,
             options=template_variables(request.prompt),
             ending=chat_ending(request.prompt),
@@ -338,7 +342,18 @@ def _parameters(options: gateway_pb2.GenerationOptions) -> Parameters:
         rules=_rules(options),
         logprobs=RequestedLogprobs(logprobs_from_proto(options.logprobs)),
         may_be_empty=options.logprobs.HasField("prompt_top"),
+        constraint=_constraint(options),
     )
+
+
+def _constraint(options: gateway_pb2.GenerationOptions) -> Constraint | None:
+    if not options.HasField("constraint"):
+        return None
+    asked = common_pb2.Constraint()
+    asked.CopyFrom(options.constraint)
+    asked.field = "options.constraint"
+    asked.begins_after = asked.opening = ""
+    return constraint_from_proto(asked)
 
 
 def _rules(options: gateway_pb2.GenerationOptions) -> RequestedRules:

@@ -92,6 +92,12 @@ class TextCodec:
         source = _template_source(folder, config)
         return cls(tokenizer, ChatTemplate(source, special) if source else None, source or "")
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens of the tokenizer, with their ids."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {str(token.content): number for number, token in added.items() if token.special}
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the token ids of `text`.
 

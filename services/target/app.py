@@ -18,6 +18,7 @@ from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
 from outrider.services.target.drafting.no_drafter import NoDrafter
 from outrider.services.target.engine.engine import TargetEngine
 from outrider.services.target.engine.status_line import log_status
+from outrider.services.target.grammar.compiler import GrammarCompiler
 from outrider.services.target.model.model_runner import ModelRunner
 from outrider.services.target.model.synthetic_acceptance import SyntheticAcceptance
 from outrider.services.target.parallel.group import Order, RankGroup, end_soon, run_rank, start_group
@@ -264,15 +265,11 @@ class Target:
             model_id=settings.served_model_id or model_name(settings.model),
             max_running_requests=settings.running_requests,
             describe_draft=self._describe_draft,
+            grammars=GrammarCompiler.of(settings.model, decoder.config),
         )
         stages.log()
-        _log.info(
-            "engine started",
-            pages=memory.pages,
-            page_size=settings.page_size,
-            device=str(device),
-            dtype=str(decoder.dtype),
-        )
+        sizes = {"pages": memory.pages, "page_size": settings.page_size}
+        _log.info("engine started", **sizes, device=str(device), dtype=str(decoder.dtype))
 
     def _load(self, settings: TargetSettings, on_rank_lost: FailureHandler) -> Decoder:
         """Load the model. With tensor parallelism, load it on all ranks."""
@@ -346,6 +343,7 @@ class Target:
         """Stop the engine thread, close the drafter's connection, and then end the other ranks."""
         try:
             self._thread.stop()
+            self.serving.grammars.close()
             self.drafter.shutdown()
             forget_graphs(self._graphs, self.serving.decoder)
         finally:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from outrider.services.target.grammar.matcher import Grammar
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError
 from outrider.shared.base.generation import (
     FinishReason,
@@ -134,6 +136,8 @@ class GenerationRequest:
         priority: Requests with higher values are admitted first, and may take the place of others.
         tenant: Name of the party whose requests share a part of the server. Empty if there is only one.
         logprobs: The log-probabilities that the client wants.
+        constraint: The form that the output must have. None allows any output.
+        grammar: The compiled constraint. None without a constraint.
         cache_salt: Only requests with the same salt share stored prefixes.
         traceparent: The target's span of this request, for the draft. Empty if the request is not traced.
         resume_ids: Tokens that another target has emitted for this request. They count as output.
@@ -149,6 +153,8 @@ class GenerationRequest:
     deadline: float | None = None
     priority: int = 0
     logprobs: LogprobParams = NO_LOGPROBS
+    constraint: Constraint | None = None
+    grammar: Grammar | None = None
     cache_salt: str = ""
     tenant: str = ""
     traceparent: str = ""

@@ -204,6 +204,7 @@ def sampling_rows(sampling: SamplingTensors, rows: slice | torch.Tensor) -> Samp
         seeds=sampling.seeds[rows],
         choices=sampling.choices[rows],
         rules=None if sampling.rules is None else sampling.rules.select(rows),
+        allowed=None if sampling.allowed is None else sampling.allowed[rows].contiguous(),
     )
 
 

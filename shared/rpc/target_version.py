@@ -24,6 +24,7 @@ class TargetFeature(IntEnum):
     """Optional parts of the service. `target.proto` describes each one."""
 
     RESUME = target_pb2.TARGET_FEATURE_RESUME
+    CONSTRAINT = target_pb2.TARGET_FEATURE_CONSTRAINT
 
 
 TARGET_FEATURES = frozenset(TargetFeature)

@@ -78,7 +78,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
     ) -> None:
         self.model_id = model_id
         self.fingerprint = fingerprint
-        self.features = [target_pb2.TARGET_FEATURE_RESUME]
+        self.features = [target_pb2.TARGET_FEATURE_RESUME, target_pb2.TARGET_FEATURE_CONSTRAINT]
         self.address = ""
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len

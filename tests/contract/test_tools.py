@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import openai
 import pytest
 from fake_target import FakeTarget
@@ -287,3 +288,75 @@ def test_grpc_has_tools_reasoning_and_several_answers(
     assert prompt_of(fake, tokenizer).endswith(
         '<tool_call>{"name": "get_weather", "arguments": {"city": "Lima"}}</tool_call><|tool|>20<|assistant|>'
     )
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str
+)
+def test_a_forced_call_is_a_constraint_of_the_target(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer, choice: Any
+) -> None:
+    answer_with(fake, tokenizer, CALL)
+    other = {"type": "function", "function": {"name": "other"}}
+    assert chat(client, tools=[*TOOLS, other], tool_choice=choice).choices[0].message.tool_calls
+    constraint = fake.seen[-1].constraint
+    assert constraint.WhichOneof("source") == "grammar"
+    assert "<tool_call>" in constraint.grammar
+    assert ("other" in constraint.grammar) == (choice == "required")
+    assert (constraint.opening, constraint.begins_after) == ("<think>", "</think>")
+
+
+def test_a_schema_beside_tools_allows_calls_too(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, CALL)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["blue"]}}}
+    assert chat(client, response_format=form).choices[0].message.tool_calls
+    constraint = fake.seen[-1].constraint
+    assert "start: calls | answer" in constraint.grammar
+    assert "blue" in constraint.grammar
+    assert constraint.field == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"regex": "a"}}, "regex"),
+        ({"extra_body": {"regex": "a", "ebnf": "b"}}, "ebnf"),
+    ],
+)
+def test_constraints_that_exclude_each_other_are_refused(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, **fields)
+    assert caught.value.param == param
+
+
+def test_reasoning_that_is_not_split_has_the_form_too(
+    client: openai.OpenAI, fake: FakeTarget, tokenizer: Tokenizer
+) -> None:
+    answer_with(fake, tokenizer, "{}")
+    for split in (True, False):
+        body = {"separate_reasoning": split}
+        chat(client, tools=[], response_format={"type": "json_object"}, extra_body=body)
+        assert fake.seen[-1].constraint.begins_after == ("</think>" if split else "")
+
+
+def test_a_target_that_cannot_enforce_a_form_gets_no_such_request(
+    shared_fake: FakeTarget, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_fake, "features", [])
+    folder = make_tool_tokenizer(tmp_path_factory.mktemp("old"))
+    gateway = GatewayThread(target=shared_fake.address, tokenizer=folder)
+    gateway.wait_ready()
+    body = {"model": "toy", "messages": MESSAGES, "response_format": {"type": "json_object"}}
+    try:
+        answer = httpx.post(f"{gateway.stack.base_url}/v1/chat/completions", json=body, timeout=30)
+    finally:
+        gateway.close()
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")

@@ -18,6 +18,7 @@ from support.target_harness import (
     oracle_plan,
     random_plan,
 )
+from support.toy_grammar import ToyGrammar
 from support.toys import make_toy_eagle3, make_toy_target
 
 from outrider.services.draft.inproc import drafter_beside
@@ -190,3 +191,19 @@ def test_heads_that_do_not_divide_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigurationError, match=field):
         start_group(TargetSettings(model=folder, device="cpu", tp=tp))
+
+
+def test_forms_of_outputs_hold_on_two_ranks(whole: Decoder, group: RankGroup) -> None:
+    grammars = [ToyGrammar(VOCAB, (5, 9), seed) for seed in range(3)]
+    expected = []
+    for prompt, grammar in zip(prompts(), grammars, strict=True):
+        alone = make_harness(whole, NoDrafter())
+        alone.submit(prompt, 20, request_id="plain", mode=SpeculationMode.OFF, grammar=grammar)
+        alone.run()
+        expected.append(alone.sink.tokens["plain"])
+    spec = FeatureSpec(aux_layer_ids=(1,), feature_size=HIDDEN)
+    harness = make_harness(group.decoder, FakeDrafter(random_plan(VOCAB), spec), num_pages=64)
+    for index, (prompt, grammar) in enumerate(zip(prompts(), grammars, strict=True)):
+        harness.submit(prompt, 20, request_id=str(index), shape=(5, 3, 12), grammar=grammar)
+    harness.run()
+    assert list(harness.sink.tokens.values()) == expected

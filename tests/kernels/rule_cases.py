@@ -1,4 +1,4 @@
-"""Checks of logit_rules and token_logprobs, for interpreted tests on a CPU and compiled ones on a GPU."""
+"""Checks of logit_rules, token_logprobs and token_masks, interpreted on a CPU and compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from outrider.kernels.logit_rules import (
     record_outputs,
 )
 from outrider.kernels.token_logprobs import MAX_TOP, token_logprobs
+from outrider.kernels.token_masks import mask_tokens
 
 SLOTS, COLUMNS = 5, 4
 
@@ -183,6 +184,24 @@ def check_logprobs(device: str, dtype: torch.dtype, vocab: int, guards: Guards) 
     for part in (slice(0, 1), slice(1 + MAX_TOP, None)):
         values = [one[wanted, part].contiguous().view(torch.float32) for one in (found, expected)]
         torch.testing.assert_close(*values, rtol=1e-5, atol=1e-5)
+
+
+def check_masks(device: str, dtype: torch.dtype, vocab: int, guards: Guards) -> None:
+    """Compare masked logits with the reference: random bits, all bits and no bits."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(4, vocab, generator=generator).to(dtype)
+    allowed = torch.randint(-(1 << 31), 1 << 31, (4, -(-vocab // 32)), generator=generator).int()
+    allowed[1], allowed[2] = -1, 0
+    with reference_version():
+        expected = mask_tokens(logits, allowed)
+    bits = allowed[0].tolist()
+    assert [bool(value > -torch.inf) for value in expected[0]] == [
+        bool(bits[token // 32] >> token % 32 & 1) for token in range(vocab)
+    ]
+    assert torch.equal(expected[1], logits[1].float())
+    with triton_version(guards):
+        found = mask_tokens(guards.put(logits.to(device)), guards.put(allowed.to(device))).cpu()
+    assert torch.equal(found, expected)
 
 
 def check_choice_with_rules(device: str, vocab: int, guards: Guards, seed: int) -> None:

@@ -286,6 +286,7 @@ def test_sequences_with_mode_off_are_never_sent_to_the_draft(
         check_done(harness, plain, 1, 30)
         assert fake.opens == []
         assert harness.runner.pool.features is not None
-        assert harness.runner.pool.features.abs().sum() == 0, "no features were captured"
+        rows = harness.runner.pool.features.abs().sum(-1) > 0
+        assert rows.sum() == len(PROMPT), "the features of the prompt are cached, and rounds capture none"
     finally:
         server.stop(0)

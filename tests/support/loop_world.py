@@ -52,7 +52,7 @@ class LoopWorld:
         self.traces: list[RoundTrace] = []
         self.pool = KVPool(256, 4, 1, 1, 2, torch.float32, "cpu")
         self._launched = 0
-        self.table = SimpleNamespace(hold=lambda one: self.log.append(f"hold {one.session_id}"))
+        self.table = SimpleNamespace(columns=17, hold=lambda one: self.log.append(f"hold {one.session_id}"))
         neighbours: Any = self
         metrics: Any = SimpleNamespace(observe_round=lambda *given: self.log.append("metrics"))
         prefill: Any = Prompts(self)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -148,10 +149,7 @@ def trees_to_batch(trees: Sequence[tuple[int, list[Node]]]) -> DraftBatch:
 def oracle_plan(
     answers: Sequence[Sequence[int]], vocab_size: int, accuracy: float = 1.0, seed: int = 0
 ) -> Callable[[list[int], ProposalRow], list[Node]]:
-    """Propose trees that contain the true continuation among `topk` siblings.
-
-    Each level contains the true token with probability `accuracy`. The trees have the requested shape.
-    """
+    """Propose trees of the requested shape whose levels contain the true token with a probability."""
     rng = random.Random(seed)
 
     def plan(tokens: list[int], row: ProposalRow) -> list[Node]:
@@ -219,6 +217,7 @@ class Harness:
         logprobs: LogprobParams = NO_LOGPROBS,
         salt: str = "",
         resume: Sequence[int] = (),
+        **form: Any,
     ) -> int:
         depth, topk, max_nodes = shape or (None, None, None)
         request = GenerationRequest(
@@ -234,6 +233,7 @@ class Harness:
             logprobs=logprobs,
             cache_salt=salt,
             resume_ids=tuple(resume),
+            **form,
         )
         return self.engine.submit(request, self.sink)
 
@@ -270,10 +270,9 @@ def make_harness(
     prefill_sizes: Sequence[int] = (),
     **limits: int,
 ) -> Harness:
-    """Make an engine that has no thread of its own.
+    """Make an engine without a thread, which reads each round before it launches the next by default.
 
-    By default, the engine reads each round before it launches the next. Every row of a fixed shape gets its
-    tree, because the times of toy rounds, which would bound the trees, differ from run to run.
+    Every row of a fixed shape gets its tree, because the times of toy rounds differ from run to run.
     """
     pool = decoder.make_pool(num_pages, page_size)
     attention = attention or create_backend("auto", decoder.device)

@@ -28,6 +28,8 @@ REASONING_TAGS = {"think": THINK, "think-open": THINK, MISTRAL: BRACKETS}
 """Tags of each reasoning parser. With ``think-open``, every answer begins with reasoning, without a tag."""
 
 _WITH_SPECIAL_TOKENS = frozenset(["deepseek-v3", "llama3-json", MISTRAL, "pythonic"])
+HARMONY_ANSWER = "<|channel|>final<|message|>"
+"""Text after which the answer begins in the harmony format."""
 TOOL_NAMES = (AUTO, NONE, *TOOL_PARSERS)
 REASONING_NAMES = (AUTO, NONE, HARMONY, *REASONING_TAGS)
 
@@ -74,6 +76,21 @@ class ParserNames:
         if HARMONY in (self.tools, self.reasoning) or self.reasoning == MISTRAL:
             return True
         return with_tools and self.tools in _WITH_SPECIAL_TOKENS
+
+    def markers(self, split_reasoning: bool, *, calls: bool) -> tuple[str, str]:
+        """Return where the form of an answer begins: `begins_after` and `opening` of a constraint.
+
+        Args:
+            split_reasoning: Whether the answer has a part for the reasoning, which has no form.
+            calls: Whether the form includes tool calls. In the harmony format, such a form includes the
+                reasoning too.
+        """
+        if HARMONY in (self.tools, self.reasoning):
+            return "" if calls else HARMONY_ANSWER, ""
+        tags = REASONING_TAGS.get(self.reasoning) if split_reasoning else None
+        if tags is None:
+            return "", ""
+        return tags[1], "" if self.reasoning == "think-open" else tags[0]
 
     def create(
         self, options: ToolOptions | None, split_reasoning: bool, prompt_end: str

@@ -66,6 +66,7 @@ def _turn(core: GatewayCore, body: CountTokensRequest, parameters: Parameters) -
         parameters,
         body.template_messages(core.settings.max_messages),
         tools=body.template_tools(),
+        forced=body.forced_tools(),
         parallel=body.parallel,
         options=body.template_options(),
     )

@@ -57,6 +57,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         parameters,
         messages,
         tools=body.template_tools(),
+        forced=body.forced_tools(),
         parallel=body.parallel_tool_calls is not False,
         options=body.template_options(),
         ending=body.ending(),

@@ -27,6 +27,7 @@ from outrider.services.gateway.routes.context import (
 )
 from outrider.services.gateway.routes.response_items import ItemWriter
 from outrider.services.gateway.schemas.responses import ResponsesRequest
+from outrider.services.gateway.schemas.tools import NamedTool
 from outrider.services.gateway.sse import NamedEventStream, run_until_disconnect
 from outrider.shared.base.errors import OutriderError
 from outrider.shared.base.generation import FinishReason
@@ -47,6 +48,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         parameters,
         body.template_messages(core.settings.max_messages),
         tools=body.template_tools(),
+        forced=body.forced_tools(),
         parallel=body.parallel_tool_calls is not False,
         options=body.template_options(),
         truncate=body.truncate_prompt_tokens,
@@ -142,7 +144,7 @@ class _Response:
             "store": False,
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "none" if body.tool_choice == "none" else "auto",
+            "tool_choice": _choice_object(body),
             "tools": [{"strict": False, **tool.model_dump(exclude_unset=True)} for tool in body.tools or []],
             "top_p": body.top_p,
             "truncation": "disabled",
@@ -160,3 +162,11 @@ class _Response:
             response["speculation"] = speculation_object(end.finished.speculation)
             response["seed"] = seed
         return response
+
+
+def _choice_object(body: ResponsesRequest) -> Any:
+    """Return the `tool_choice` of the response."""
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        return {"type": "function", "name": choice.name or (choice.function and choice.function.name)}
+    return choice or "auto"

@@ -10,8 +10,15 @@ from pydantic import Field
 from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel
 from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
-from outrider.services.gateway.schemas.common import Neutral, SpeculationOptions
-from outrider.services.gateway.schemas.tools import FunctionTool, Tool, check_choice, template_tools
+from outrider.services.gateway.schemas.common import SpeculationOptions
+from outrider.services.gateway.schemas.constraint_fields import TextFormat
+from outrider.services.gateway.schemas.tools import (
+    FunctionTool,
+    NamedTool,
+    Tool,
+    forced_tools,
+    template_tools,
+)
 from outrider.shared.base.errors import InvalidRequestError
 
 
@@ -101,6 +108,7 @@ class AnthropicChoice(OpenModel):
     """The `tool_choice` object."""
 
     type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -113,13 +121,14 @@ class Thinking(OpenModel):
     display: Any = None
 
 
-class OutputConfig(NeutralOnly):
-    """The `output_config` object. `effort` reaches the chat template as `reasoning_effort`."""
+class OutputConfig(OpenModel):
+    """The `output_config` object.
 
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {"format": ()}
+    `effort` reaches the chat template as `reasoning_effort`. `format` demands a form of the answer.
+    """
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: Neutral = None
+    format: TextFormat | None = None
 
 
 class CountTokensRequest(NeutralOnly):
@@ -157,7 +166,7 @@ class CountTokensRequest(NeutralOnly):
         """Return the tools that the answer may call, in the form that chat templates expect.
 
         Raises:
-            InvalidRequestError: If a tool is one of Anthropic's own, or the choice forces a call.
+            InvalidRequestError: If a tool is one of Anthropic's own.
         """
         tools = []
         for number, tool in enumerate(self.tools or []):
@@ -172,9 +181,17 @@ class CountTokensRequest(NeutralOnly):
             )
             tools.append(Tool.model_construct(type="function", function=function))
         shown = template_tools(tools)
-        choice = self.tool_choice.type if self.tool_choice else "auto"
-        may_call = check_choice("none" if choice == "none" else "auto" if choice == "auto" else "required")
-        return shown if may_call else []
+        return [] if self.tool_choice is not None and self.tool_choice.type == "none" else shown
+
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """Return the tools of which the answer must call one. Empty if no call is forced."""
+        choice = self.tool_choice
+        if choice is None or choice.type in ("auto", "none"):
+            return []
+        if choice.type == "any":
+            return forced_tools("required", self.template_tools())
+        named = NamedTool.model_construct(type="tool", name=choice.name, function=None)
+        return forced_tools(named, self.template_tools())
 
     def template_options(self) -> dict[str, Any]:
         """Return the template variables for `thinking` and `output_config`."""
@@ -216,8 +233,7 @@ class MessagesRequest(CountTokensRequest):
             InvalidRequestError: If an unsupported field is set.
         """
         self.refuse_unsupported()
-        if self.output_config is not None:
-            self.output_config.refuse_unsupported("output_config.")
+        given = self.output_config.format if self.output_config is not None else None
         return Parameters(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -227,6 +243,7 @@ class MessagesRequest(CountTokensRequest):
             seed=self.seed,
             stop=tuple(self.stop_sequences or ()),
             speculation=(self.speculation or SpeculationOptions()).params(),
+            constraint=given.constraint("output_config.format") if given is not None else None,
         )
 
     @property

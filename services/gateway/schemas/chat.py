@@ -10,7 +10,7 @@ from outrider.services.gateway.requested_rules import RequestedLogprobs, check_t
 from outrider.services.gateway.schemas.chat_messages import Message
 from outrider.services.gateway.schemas.common import PROMPT_LOGPROBS, Neutral, OpenAIRequest
 from outrider.services.gateway.schemas.template_options import TEMPLATE_OPTIONS, template_options
-from outrider.services.gateway.schemas.tools import Tool, ToolChoice, check_choice, template_tools
+from outrider.services.gateway.schemas.tools import Tool, ToolChoice, forced_tools, may_call, template_tools
 from outrider.services.gateway.tokenizer import ChatEnding
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
@@ -104,10 +104,14 @@ class ChatRequest(OpenAIRequest):
         """Return the tools that the answer may call, in the form that chat templates expect.
 
         Raises:
-            InvalidRequestError: If a tool is invalid, or the choice forces a call.
+            InvalidRequestError: If a tool is invalid.
         """
         tools = template_tools(self.tools or [])
-        return tools if check_choice(self.tool_choice) else []
+        return tools if may_call(self.tool_choice) else []
+
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """Return the tools of which the answer must call one. Empty if no call is forced."""
+        return forced_tools(self.tool_choice, self.template_tools())
 
     def ending(self) -> ChatEnding:
         """Return how the prompt ends.

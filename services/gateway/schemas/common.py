@@ -10,6 +10,7 @@ from outrider.services.gateway.parameters import Parameters
 from outrider.services.gateway.request import RequestedSpeculation
 from outrider.services.gateway.requested_rules import NO_REQUESTED_LOGPROBS, RequestedLogprobs, check_top
 from outrider.services.gateway.schemas.base import NeutralOnly, OpenModel, StrictModel
+from outrider.services.gateway.schemas.constraint_fields import OpenAIForms
 from outrider.services.gateway.schemas.sampling_fields import SamplingFields
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SpeculationMode
@@ -79,15 +80,9 @@ PROMPT_LOGPROBS = Field(
 )
 
 
-class OpenAIRequest(NeutralOnly, SamplingFields):
+class OpenAIRequest(NeutralOnly, SamplingFields, OpenAIForms):
     """Fields of the chat and text completions routes. None means that a field is absent."""
 
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": ({"type": "text"},),
-        "regex": (),
-        "ebnf": (),
-        "json_schema": (),
-    }
     # Fields that OpenAI defines, and that cannot change the answer of this server.
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
         [
@@ -149,11 +144,6 @@ class OpenAIRequest(NeutralOnly, SamplingFields):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
-    response_format: Neutral = None
-    regex: Neutral = None
-    ebnf: Neutral = None
-    json_schema: Neutral = None
-
     def parameters(self) -> Parameters:
         """Return the sampling, stopping and speculation parameters.
 
@@ -183,6 +173,7 @@ class OpenAIRequest(NeutralOnly, SamplingFields):
             cache_salt=self.cache_salt or "",
             rules=self.rules(self.min_tokens),
             logprobs=self.wanted_logprobs(),
+            constraint=self.constraint(),
         )
 
     def wanted_logprobs(self) -> RequestedLogprobs:

@@ -16,19 +16,17 @@ from outrider.services.gateway.schemas.common import (
     StopStrings,
     TokenIds,
 )
+from outrider.services.gateway.schemas.constraint_fields import SglangForms
 from outrider.services.gateway.schemas.sampling_fields import SamplingFields
 from outrider.services.gateway.schemas.tools import Tool
 from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.logit_rules import LogprobParams
 
 
-class NativeSamplingParams(NeutralOnly, SamplingFields):
+class NativeSamplingParams(NeutralOnly, SamplingFields, SglangForms):
     """The `sampling_params` object, with SGLang's names and defaults."""
 
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "json_schema": (),
-        "regex": (),
-        "ebnf": (),
         "structural_tag": (),
         "stop_regex": ([],),
         "spaces_between_special_tokens": (True,),
@@ -51,9 +49,6 @@ class NativeSamplingParams(NeutralOnly, SamplingFields):
     no_stop_trim: bool | None = None
 
     min_new_tokens: int | None = None
-    json_schema: Neutral = None
-    regex: Neutral = None
-    ebnf: Neutral = None
     structural_tag: Neutral = None
     stop_regex: Neutral = None
     spaces_between_special_tokens: Neutral = None
@@ -182,6 +177,7 @@ class NativeRequest(NeutralOnly):
             cache_salt=self.cache_salt or "",
             rules=given.rules(given.min_new_tokens),
             logprobs=self.wanted_logprobs(number),
+            constraint=given.constraint("sampling_params."),
             may_be_empty=True,
         )
 

@@ -9,14 +9,17 @@ from pydantic import Field
 from outrider.services.gateway.schemas.base import OpenModel
 from outrider.services.gateway.schemas.chat_messages import CalledFunction, Message, TextPart, ToolCall
 from outrider.services.gateway.schemas.common import Neutral, OpenAIRequest
+from outrider.services.gateway.schemas.constraint_fields import TextFormat, only_one
 from outrider.services.gateway.schemas.template_options import template_options
 from outrider.services.gateway.schemas.tools import (
     FunctionTool,
     Tool,
     ToolChoice,
-    check_choice,
+    forced_tools,
+    may_call,
     template_tools,
 )
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -35,6 +38,13 @@ class ReasoningOptions(OpenModel):
     """The `reasoning` object. `effort` reaches the chat template."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+
+class TextOptions(OpenModel):
+    """The `text` object. `format` demands a form of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: Any = None
 
 
 class InputItem(OpenModel):
@@ -96,7 +106,6 @@ class ResponsesRequest(OpenAIRequest):
         "conversation": (),
         "background": (),
         "prompt": (),
-        "text": ({"format": {"type": "text"}},),
         "top_logprobs": (0,),
     }
     NO_EFFECT: ClassVar[frozenset[str]] = OpenAIRequest.NO_EFFECT | {"include", "truncation"}
@@ -108,6 +117,7 @@ class ResponsesRequest(OpenAIRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include: Any = None
     truncation: Any = None
@@ -116,11 +126,16 @@ class ResponsesRequest(OpenAIRequest):
     conversation: Neutral = None
     background: Neutral = None
     prompt: Neutral = None
-    text: Neutral = None
     top_logprobs: Neutral = None
 
     # A response has one answer.
     n: int | None = Field(None, ge=1, le=1)
+
+    def constraint(self, prefix: str = "") -> Constraint | None:
+        """Return what `text.format`, or one of the fields of other APIs, demands."""
+        given = self.text.format if self.text is not None else None
+        asked = None if given is None else given.constraint("text.format")
+        return only_one(super().constraint(prefix), asked)
 
     def token_limit(self) -> int | None:
         """Return the client's limit of new tokens, or None."""
@@ -156,7 +171,7 @@ class ResponsesRequest(OpenAIRequest):
         """Return the tools that the answer may call, in the form that chat templates expect.
 
         Raises:
-            InvalidRequestError: If a tool is no function or is invalid, or the choice forces a call.
+            InvalidRequestError: If a tool is no function or is invalid.
         """
         tools = []
         for number, tool in enumerate(self.tools or []):
@@ -171,7 +186,11 @@ class ResponsesRequest(OpenAIRequest):
             )
             tools.append(Tool.model_construct(type="function", function=function))
         shown = template_tools(tools)
-        return shown if check_choice(self.tool_choice) else []
+        return shown if may_call(self.tool_choice) else []
+
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """Return the tools of which the answer must call one. Empty if no call is forced."""
+        return forced_tools(self.tool_choice, self.template_tools())
 
     def template_options(self) -> dict[str, Any]:
         """Return the template variables that the client set."""

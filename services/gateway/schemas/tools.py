@@ -33,10 +33,18 @@ class Tool(OpenModel):
     function: FunctionTool
 
 
+class NamedFunction(OpenModel):
+    """The function of a `NamedTool`."""
+
+    name: str
+
+
 class NamedTool(OpenModel):
-    """The `tool_choice` that names a function."""
+    """The `tool_choice` that names a function. Chats nest the name, and responses do not."""
 
     type: str
+    name: str | None = None
+    function: NamedFunction | None = None
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
@@ -67,20 +75,41 @@ def template_tools(tools: Sequence[Tool], field: str = "tools") -> list[dict[str
     return shown
 
 
-def check_choice(choice: ToolChoice | None, field: str = "tool_choice") -> bool:
-    """Return whether the answer may call tools.
+def may_call(choice: ToolChoice | None) -> bool:
+    """Return whether the answer may call tools."""
+    return choice != "none"
+
+
+def forced_tools(
+    choice: ToolChoice | None, tools: Sequence[dict[str, Any]], field: str = "tool_choice"
+) -> list[dict[str, Any]]:
+    """Return the tools of which the answer must call one. Empty if no call is forced.
+
+    Args:
+        choice: The client's choice.
+        tools: All tools of the request, from `template_tools`.
+        field: Name of the choice, for errors.
 
     Raises:
-        InvalidRequestError: If the choice forces a call. A forced call requires structured output.
+        InvalidRequestError: The choice names no tool of the request.
     """
-    if choice == "required" or isinstance(choice, NamedTool):
+    if choice in (None, "none", "auto"):
+        return []
+    if not tools:
+        raise InvalidRequestError(f"{field} requires tools.", field=field)
+    if not isinstance(choice, NamedTool):
+        return list(tools)
+    name = choice.function.name if choice.function is not None else choice.name
+    if choice.type not in ("function", "tool") or name is None:
         raise InvalidRequestError(
-            f"{field}: forcing a tool call requires structured output, which is not supported yet. "
-            "Use 'auto' or 'none'.",
+            f"{field} must be 'none', 'auto', 'required' or the name of a function.",
             field=field,
             reason="unsupported_parameter",
         )
-    return choice != "none"
+    named = [tool for tool in tools if tool["function"]["name"] == name]
+    if not named:
+        raise InvalidRequestError(f"{field} names {name[:128]!r}, which is not in tools.", field=field)
+    return named
 
 
 def check_json(value: object, field: str) -> None:

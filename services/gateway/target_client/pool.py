@@ -191,6 +191,7 @@ class TargetPool:
             and model_key in (None, one.model_key)
             and left.get(one) != one.client.connections
             and (not request.resume_ids or one.client.info.resumes)
+            and (request.constraint is None or one.client.info.constrains)
         ]
         if not found:
             return None

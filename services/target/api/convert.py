@@ -28,6 +28,7 @@ from outrider.shared.base.generation import (
 )
 from outrider.shared.kv.prefix_cache import PrefixStats
 from outrider.shared.rpc.convert import error_to_proto, report_to_proto, round_to_proto
+from outrider.shared.rpc.convert_constraint import constraint_from_proto
 from outrider.shared.rpc.convert_logprobs import logprob_to_proto, logprobs_from_proto, rules_from_proto
 from outrider.target.v1 import target_pb2
 
@@ -105,6 +106,7 @@ def request_from_proto(
         deadline=time.monotonic() + message.timeout_ms / 1e3 if message.timeout_ms else None,
         priority=message.priority,
         logprobs=logprobs_from_proto(message.logprobs),
+        constraint=constraint_from_proto(message.constraint) if message.HasField("constraint") else None,
         cache_salt=message.cache_salt,
         tenant=message.tenant,
         resume_ids=tuple(message.resume_ids),

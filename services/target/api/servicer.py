@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +21,21 @@ from outrider.services.target.api.convert import (
 )
 from outrider.services.target.api.draft_metrics import DraftMetrics
 from outrider.services.target.api.request_spans import RequestSpans
+from outrider.services.target.api.stream_sink import StreamSink
 from outrider.services.target.engine.engine import TargetEngine
-from outrider.services.target.request import Event, EventSink, FailedEvent, SpeculationLimits, TokensEvent
+from outrider.services.target.grammar.compiler import GrammarCompiler
+from outrider.services.target.request import (
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    GenerationRequest,
+    SpeculationLimits,
+    TokensEvent,
+)
 from outrider.services.target.settings import TargetSettings
+from outrider.shared.base.constraint import Constraint
 from outrider.shared.base.errors import InvalidRequestError, OutriderError, UnavailableError
+from outrider.shared.base.generation import FinishReason, SpeculationReport
 from outrider.shared.nn.decoder import Decoder
 from outrider.shared.obs.metrics import join_expositions
 from outrider.shared.obs.open_tracer import open_tracer
@@ -37,9 +47,6 @@ from outrider.shared.spec.drafter import DrafterState
 from outrider.target.v1 import target_pb2, target_pb2_grpc
 
 STARTING_RETRY_AFTER_S = 1.0
-MAX_UNREAD_BYTES = 64 * 1024
-TOKEN_BYTES = 8
-"""Approximate size of one token in an unread message."""
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["Target"].full_name
 
@@ -55,6 +62,7 @@ class Serving:
         model_id: Name of the model as reported to clients.
         max_running_requests: Maximum number of sequences processed at the same time.
         describe_draft: Function that returns the draft's algorithm and model id.
+        grammars: Compiles the constraints of requests.
     """
 
     engine: TargetEngine
@@ -63,63 +71,12 @@ class Serving:
     model_id: str
     max_running_requests: int
     describe_draft: Callable[[], tuple[str, str]]
+    grammars: GrammarCompiler
 
 
 def register(servicer: TargetServicer, server: grpc.aio.Server) -> None:
     """Add `servicer` to `server`."""
     target_pb2_grpc.add_TargetServicer_to_server(servicer, server)
-
-
-class StreamSink(EventSink):
-    """Passes events from the engine thread to the coroutine of one call.
-
-    Wakes the event loop at most once per engine step.
-
-    Args:
-        on_backlog: Called with True when more than 64 KiB are unread, and with False once at most 32 KiB are
-            unread.
-    """
-
-    def __init__(self, on_backlog: Callable[[bool], None] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Seq[Event]] = asyncio.Queue()
-        self._closed = False
-        self._on_backlog = on_backlog
-        self._unread = 0
-        self._backlog = False
-
-    def deliver(self, events: Seq[Event]) -> None:
-        """Queue the events of one engine step. May be called from any thread."""
-        # A closed event loop has no reader left, so the events can be dropped.
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.put, events)
-
-    def put(self, events: Seq[Event]) -> None:
-        """Queue events. Call on the event loop only."""
-        self._unread += _size(events)
-        self._queue.put_nowait(events)
-        if self._on_backlog and not self._backlog and self._unread > MAX_UNREAD_BYTES:
-            self._backlog = True
-            self._on_backlog(True)
-
-    def close(self) -> None:
-        """End `batches` once the queued events are read. Call on the event loop only."""
-        self._closed = True
-        self._queue.put_nowait(())
-
-    async def batches(self) -> AsyncIterator[Seq[Event]]:
-        """Yield events in order, in lists of all events that arrived since the previous list."""
-        while not self._closed or not self._queue.empty():
-            merged: list[Event] = list(await self._queue.get())
-            while not self._queue.empty():
-                merged.extend(self._queue.get_nowait())
-            if not merged:
-                continue
-            self._unread -= _size(merged)
-            yield merged
-            if self._on_backlog and self._backlog and self._unread <= MAX_UNREAD_BYTES // 2:
-                self._backlog = False
-                self._on_backlog(False)
 
 
 class TargetServicer(target_pb2_grpc.TargetServicer):
@@ -182,6 +139,8 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
         serving = self._get()
         engine = serving.engine
         parsed = request_from_proto(request, serving.limits, engine.limits.vocab_size)
+        if parsed.constraint is not None:
+            parsed = replace(parsed, grammar=await serving.grammars.compile(parsed.constraint))
         # The call and the message may each set a deadline; the earlier deadline applies.
         remaining = context.time_remaining()
         if remaining is not None:
@@ -296,6 +255,8 @@ class _Session:
         self._spans = spans
         self._serving = serving
         self._handles: dict[str, int] = {}
+        # Requests whose constraints are being compiled, before they reach the engine.
+        self._compiling: dict[str, asyncio.Task[None]] = {}
         self._refused: set[int] = set()  # object ids of queued events whose requests never reached the engine
         self._half_closed = False
 
@@ -305,6 +266,8 @@ class _Session:
             kind = message.WhichOneof("message")
             if kind == "generate":
                 self._generate(message.generate)
+            elif kind == "cancel" and message.cancel.request_id in self._compiling:
+                self._compiling[message.cancel.request_id].cancel()
             elif kind == "cancel" and message.cancel.request_id in self._handles:
                 keep = message.cancel.keep_tokens if message.cancel.HasField("keep_tokens") else None
                 self._serving.engine.cancel(self._handles[message.cancel.request_id], keep)
@@ -327,6 +290,8 @@ class _Session:
 
     def cancel_all(self) -> None:
         """Cancel every live request."""
+        for task in self._compiling.values():
+            task.cancel()
         for handle in self._handles.values():
             self._serving.engine.cancel(handle)
         self._handles.clear()
@@ -335,35 +300,66 @@ class _Session:
     def _generate(self, message: target_pb2.GenerateRequest) -> None:
         engine = self._serving.engine
         try:
-            if message.request_id in self._handles:
+            if message.request_id in self._handles or message.request_id in self._compiling:
                 raise InvalidRequestError(
                     f"request_id {message.request_id!r} is already in use on this stream.", field="request_id"
                 )
             request = request_from_proto(message, self._serving.limits, engine.limits.vocab_size)
             request = self._spans.begin(request, message.traceparent)
-            self._handles[message.request_id] = engine.submit(request, self.sink)
+            if request.constraint is None:
+                self._handles[message.request_id] = engine.submit(request, self.sink)
+            else:
+                task = asyncio.create_task(self._compile(request, request.constraint))
+                self._compiling[message.request_id] = task
         except OutriderError as error:
             event = FailedEvent(message.request_id, error)
-            if message.request_id not in self._handles:
+            if message.request_id not in self._handles and message.request_id not in self._compiling:
                 self._spans.end(event)
-            # Events are matched by object id, because a live request may have the same request id.
-            self._refused.add(id(event))
-            self.sink.put([event])
+            self._refuse(event)
+
+    async def _compile(self, request: GenerationRequest, constraint: Constraint) -> None:
+        """Compile the constraint of a request, then submit the request."""
+        event: Event | None = None
+        try:
+            grammar = await self._serving.grammars.compile(constraint)
+            compiled = replace(request, grammar=grammar)
+            self._handles[request.request_id] = self._serving.engine.submit(compiled, self.sink)
+        except OutriderError as error:
+            event = FailedEvent(request.request_id, error)
+        except asyncio.CancelledError:
+            event = _cancelled(request)
+        finally:
+            del self._compiling[request.request_id]
+        if event is not None:
+            self._spans.end(event)
+            self._refuse(event)
+
+    def _refuse(self, event: Event) -> None:
+        """Queue the last event of a request that has not reached the engine."""
+        # Events are matched by object id, because a live request may have the same request id.
+        self._refused.add(id(event))
+        self.sink.put([event])
 
     def _close_if_done(self) -> None:
-        if self._half_closed and not self._handles and not self._refused:
+        if self._half_closed and not self._handles and not self._refused and not self._compiling:
             self.sink.close()
+
+
+def _cancelled(request: GenerationRequest) -> FinishedEvent:
+    """Return the end of a request that was cancelled before it reached the engine."""
+    return FinishedEvent(
+        request.request_id,
+        FinishReason.CANCELLED,
+        matched_token=None,
+        prompt_tokens=len(request.prompt_ids),
+        completion_tokens=0,
+        speculation=SpeculationReport(),
+        queue_s=0.0,
+        prefill_s=0.0,
+        decode_s=0.0,
+    )
 
 
 def _traceparent(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return the caller's span from the metadata of a call, or an empty text."""
     return checked_traceparent(dict(context.invocation_metadata() or ()).get(TRACEPARENT))
-
-
-def _size(events: Iterable[Event]) -> int:
-    return sum(
-        TOKEN_BYTES * len(event.token_ids)
-        + sum(TOKEN_BYTES * (1 + len(one.top)) for one in (*event.logprobs, *event.prompt_logprobs))
-        for event in events
-        if isinstance(event, TokensEvent)
-    )

@@ -97,13 +97,16 @@ class ExchangeSource(DraftSource):
 
     def waits_for_host(self, entries: Seq[Entry]) -> bool:
         drafting = [entry for entry in entries if entry.shape.drafts]
+        # The host must see trees before they are verified if an output has a form.
+        formed = any(entry.sequence.form is not None for entry in entries)
         self._exchanges = (
             bool(drafting)
+            and not formed
             and not self._host.awaits_trees
             and self._drafter.device_resident
             and self._slots.fits([group.size for group in self._groups(drafting)])
         )
-        return not self._exchanges and self._host.waits_for_host(entries)
+        return formed or (not self._exchanges and self._host.waits_for_host(entries))
 
     def postponed(self, entries: Seq[Entry]) -> None:
         self._host.postponed(entries)

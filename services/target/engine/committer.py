@@ -58,6 +58,14 @@ class Committer:
 
 def no_token_error(sequence: Sequence) -> OutriderError:
     """Return the error of a sequence for which no token could be chosen."""
+    if sequence.form is not None:
+        constraint = sequence.request.constraint
+        field = "constraint" if constraint is None else constraint.field
+        message = (
+            f"No token is left to choose: {field}, min_tokens, bad_words and allowed_token_ids together "
+            "forbid every token whose logit is finite. Other requests are not affected."
+        )
+        return InvalidRequestError(message, field=field)
     if sequence.request.sampling.rules.forbids:
         message = (
             "No token is left to choose: allowed_token_ids, bad_words and min_tokens forbid every token "

@@ -95,6 +95,11 @@ class DecodeLoop:
             launched = self._prefill.launch(plan.prefills)
             self._in_flight.append(launched)
             decodes = [*decodes, *self._joining(launched)]
+        if any(sequence.form is not None for sequence in decodes):
+            # The host finds the tokens that a form allows, so it must know all earlier tokens.
+            if any(isinstance(one, Round) for one in self._in_flight):
+                return
+            decodes = [sequence for sequence in decodes if not sequence.passes_ahead]
         entries = self._entries(decodes)
         if self._drafts.waits_for_host(entries):
             # The trees depend on tokens that the host must know.
@@ -122,7 +127,7 @@ class DecodeLoop:
             sequence.tokens_ahead += entry.columns
             sequence.passes_ahead += 1
             sequence.fresh_columns = entry.columns
-        if prepared.may_run_ahead:
+        if prepared.may_run_ahead and all(entry.sequence.form is None for entry in prepared.entries):
             self._ahead = self._lookahead
 
     def finish(self) -> None:
@@ -160,8 +165,9 @@ class DecodeLoop:
         if not decodes:
             return []
         shapes = self._planner.shapes(decodes, self._drafts.planned(decodes))
+        columns = self._rounds.table.columns
         return [
-            Entry(sequence, sequence.residence, shape, sequence.epoch)
+            Entry(sequence, sequence.residence, shape, sequence.epoch, columns)
             for sequence, shape in zip(decodes, shapes, strict=True)
         ]
 

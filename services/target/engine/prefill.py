@@ -19,6 +19,7 @@ from outrider.services.target.model.model_runner import ChosenTokens, ModelRunne
 from outrider.services.target.model.scores import ScoredPrompt, unpack_logprobs
 from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.model.slot_table import SlotTable
+from outrider.services.target.model.tree_forms import prompt_masks
 from outrider.services.target.policy.prefill_budget import PrefillBudget
 from outrider.services.target.scheduling.scheduler import PrefillChunk, Scheduler
 from outrider.services.target.scheduling.sequence import Sequence, SequenceStatus
@@ -86,7 +87,9 @@ class Prefill:
         """Enqueue prompt chunks without waiting for them. Completed sequences can take part in rounds."""
         enqueued_at = time.monotonic()
         completed = [chunk.sequence for chunk in chunks if chunk.is_last]
-        chosen = self._runner.begin_prefill(chunks, self._rules_of(completed))
+        formed = any(sequence.form is not None for sequence in completed)
+        allowed = prompt_masks(completed, self._runner.device) if formed else None
+        chosen = self._runner.begin_prefill(chunks, self._rules_of(completed), allowed)
         for chunk in chunks:
             self._stored(chunk)
         for sequence in completed:

@@ -158,7 +158,12 @@ class ModelRunner:
         return self.begin_prefill(chunks).wait()
 
     @torch.inference_mode()
-    def begin_prefill(self, chunks: Seq[PrefillChunk], rules: SlotRules | None = None) -> ChosenTokens:
+    def begin_prefill(
+        self,
+        chunks: Seq[PrefillChunk],
+        rules: SlotRules | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> ChosenTokens:
         """Enqueue prompt chunks in one pass without waiting for rounds in flight.
 
         Attention is causal within each chunk. The pass stores K/V, and feature rows for sequences that want
@@ -168,6 +173,7 @@ class ModelRunner:
             chunks: The chunks, at most one per sequence.
             rules: The rules of the slots. The rules of sequences whose prompts end must be written. None if
                 no sequence has rules.
+            allowed: The tokens that may be chosen after each prompt that ends, as in `SamplingTensors`.
 
         Returns:
             The token at index committed_len for each chunk that completes its prompt, in order.
@@ -181,7 +187,7 @@ class ModelRunner:
             hidden, prompts = self._unrecorded(chunks, capture)
         if not finished:
             return ChosenTokens.of(self._int64([]), None, prompts)
-        return self._choose(hidden, finished, rules, prompts)
+        return self._choose(hidden, finished, rules, prompts, allowed)
 
     def _choose(
         self,
@@ -189,13 +195,14 @@ class ModelRunner:
         finished: list[Sequence],
         rules: SlotRules | None,
         prompts: Seq[ScoredPrompt],
+        allowed: torch.Tensor | None,
     ) -> ChosenTokens:
         """Choose the first token after each prompt, from ``hidden [n, hidden_size]``."""
         sampling = self._sampling.rows(finished, [1] * len(finished))
         positions = self._int64([sequence.committed_len for sequence in finished])
         if rules is None or not any(sequence.ruled for sequence in finished):
             return ChosenTokens.of(self.decoder.choose(hidden, sampling, positions), None, prompts)
-        sampling = replace(sampling, all_greedy=False, rules=rules.prompt_rows(finished))
+        sampling = replace(sampling, all_greedy=False, rules=rules.prompt_rows(finished), allowed=allowed)
         logits = self.decoder.logits(hidden)
         chosen = self.decoder.choose_from(logits, sampling, positions)
         tops = [-1 if one.request.logprobs.top is None else one.request.logprobs.top for one in finished]

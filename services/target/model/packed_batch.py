@@ -59,12 +59,15 @@ class Entry:
         shape: The bounded shape of the tree to draft; `NO_DRAFT` verifies the root alone.
         epoch: The sequence's epoch when the round was planned. If the epoch has changed, the drafter's
             session was reopened and has not drafted in this round.
+        most_columns: Largest number of tokens that a round may choose for a slot. Text that a form forces may
+            be longer than the tree that was drafted is deep.
     """
 
     sequence: Sequence
     residence: int
     shape: DraftShape
     epoch: int = 0
+    most_columns: int = 1
 
     @property
     def rows(self) -> int:
@@ -74,7 +77,10 @@ class Entry:
     @property
     def columns(self) -> int:
         """Largest number of tokens that the round can choose."""
-        return min(self.shape.depth, self.shape.max_nodes - 1) + 1 if self.shape.drafts else 1
+        if not self.shape.drafts:
+            return 1
+        most = self.shape.depth + 1
+        return min(most if self.sequence.form is None else max(most, self.most_columns), self.shape.max_nodes)
 
     @property
     def void(self) -> bool:

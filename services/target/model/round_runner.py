@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -33,6 +34,7 @@ from outrider.services.target.model.packed_batch import (
 from outrider.services.target.model.result_ring import ResultRing
 from outrider.services.target.model.scores import unpack_logprobs
 from outrider.services.target.model.slot_table import SlotTable
+from outrider.services.target.model.tree_forms import Masks, TreeForms
 from outrider.services.target.model.verify_pass import PassSize, verify_pass
 from outrider.shared.base.generation import TraceNode
 from outrider.shared.base.logit_rules import TokenLogprob
@@ -73,8 +75,8 @@ class Round:
         nodes: ``[4, M] int32`` in host memory: tokens, parents, depths and log-probabilities of the trees.
             None if no client wants a trace.
         marks: Times of the round.
-        provisional: True if a piece ran kernel by kernel that will soon be recorded, so that later rounds of
-            the same kind take less time.
+        provisional: True if a piece ran kernel by kernel that is otherwise recorded, so that other rounds of
+            the same size take less time.
         logprobs: ``[M, WORDS] int32`` in host memory, as in `PassResult`. None if no client wants logprobs.
     """
 
@@ -159,6 +161,7 @@ class RoundRunner:
         runner.use_slots(self.table)
         self.buckets = RowBuckets.up_to(max_rows)
         self.batch = PackedBatch(max_rows, slots, columns, max_nodes, runner.device)
+        self._forms = TreeForms(self.batch, runner.decoder.config.vocab_size)
         self._runner = runner
         self._graphs = runner.graphs
         self.recorded_entries = slots if recorded_entries is None else recorded_entries
@@ -188,6 +191,8 @@ class RoundRunner:
 
     def replays(self, entries: Seq[Entry]) -> bool:
         """Return True if the verify pass of these entries is a recorded graph, or if graphs are disabled."""
+        if any(entry.sequence.form is not None for entry in entries):
+            return not self._graphs.enabled
         size = self._recorded_size(self.size_of(entries))
         return not self._graphs.enabled or (size is not None and len(entries) <= self.recorded_entries)
 
@@ -204,7 +209,9 @@ class RoundRunner:
             draft: Enqueues the drafts, which `PackedBatch.trees` then contains. None without drafts.
         """
         launched_at, size, graphs = time.monotonic(), self.size_of(entries), self._graphs
-        recorded, provisional_runs = len(entries) <= self.recorded_entries, graphs.provisional_runs
+        formed = any(entry.sequence.form is not None for entry in entries)
+        recorded = len(entries) <= self.recorded_entries and not formed
+        provisional_runs = graphs.provisional_runs
         if recorded:
             if graphs.due(self._key(size)) and not graphs.holds(self._key(size)):
                 self.capture(size)  # before the entries are loaded, because a recording runs the pass
@@ -215,11 +222,14 @@ class RoundRunner:
         begun, self._begun = self._begun, None
         if draft is not None:
             draft()
+        starts = [0, *accumulate(entry.rows for entry in entries)][: len(entries)]
+        # The host needs the drafted trees to find the tokens that a form allows.
+        allowed = self._forms.fit(entries, starts, size.rows) if formed else None
         drafted = self._mark()
         if draft is None or begun is None:
             begun = drafted
         if not recorded:
-            self._verify(size)
+            self._verify(size, allowed)
         elif graphs.replays(key):
             graphs.run(key, lambda: self._verify(size))
         else:
@@ -228,14 +238,10 @@ class RoundRunner:
         nodes = self._post_nodes(size.rows) if traced else None
         scored = size.mode is SamplingMode.FULL
         self._count += 1
-        starts, total = [], 0
-        for entry in entries:
-            starts.append(total)
-            total += entry.rows
         result = self._ring(size.rows).take()
         logprobs = self._logprobs_ring(size.rows).take() if scored else None
         marks = Marks(begun, drafted, self._mark())
-        provisional = graphs.provisional_runs > provisional_runs
+        provisional = formed or graphs.provisional_runs > provisional_runs
         return Round(
             self._count, tuple(entries), starts, launched_at, result, nodes, marks, provisional, logprobs
         )
@@ -274,8 +280,9 @@ class RoundRunner:
                 return padded
         return None
 
-    def _verify(self, size: PassSize) -> None:
-        result = verify_pass(self._runner.step_model(size.capture), self.table, self.batch, size)
+    def _verify(self, size: PassSize, allowed: Masks | None = None) -> None:
+        model = self._runner.step_model(size.capture)
+        result = verify_pass(model, self.table, self.batch, size, allowed)
         self._ring(size.rows).post(result.packed)
         if result.logprobs is not None:
             self._logprobs_ring(size.rows).post(result.logprobs)

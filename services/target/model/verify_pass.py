@@ -6,6 +6,7 @@ directly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,7 +67,13 @@ class PassResult:
     logprobs: torch.Tensor | None
 
 
-def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: PassSize) -> PassResult:
+def verify_pass(
+    model: StepModel,
+    table: SlotTable,
+    batch: PackedBatch,
+    size: PassSize,
+    allowed: Callable[[], torch.Tensor] | None = None,
+) -> PassResult:
     """Verify the trees of a round, compact the accepted K/V, store features, and update the slots.
 
     Args:
@@ -74,6 +81,9 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
         table: The slots.
         batch: Entries and drafted trees of the round.
         size: Sizes of the pass.
+        allowed: Returns the tokens that may be chosen after each row, ``[M, ceil(V / 32)] int32``
+            (`kernels/token_masks`). Called once the forward pass has been enqueued. None allows all tokens. A
+            pass with this argument cannot be recorded, and its sampling mode is `FULL`.
 
     Returns:
         The result for the host.
@@ -105,6 +115,8 @@ def verify_pass(model: StepModel, table: SlotTable, batch: PackedBatch, size: Pa
     if size.mode is SamplingMode.FULL:
         sampling = replace(sampling, rules=_rules(table, entries.starts, trees, placed))
         logits = model.decoder.logits(output.hidden)
+        if allowed is not None:
+            sampling = replace(sampling, allowed=allowed())
         chosen = model.decoder.choose_from(logits, sampling, placed.next_positions)
     else:
         chosen = model.decoder.choose(output.hidden, sampling, placed.next_positions)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from enum import Enum
 
+from outrider.services.target.grammar.form import OutputForm
 from outrider.services.target.policy.controller import RowState
 from outrider.services.target.policy.speculation_stats import SpeculationStats
 from outrider.services.target.request import EventSink, GenerationRequest
@@ -69,7 +70,9 @@ class Sequence:
         passes_ahead: Number of passes in flight that add at least one token.
         fresh_columns: Largest number of tokens that the last enqueued pass may have chosen.
         charged_len: Number of committed tokens that were charged to the tenant (`TokenShares`).
-        ruled: Whether the slot has rules or wants logprobs, so that its rounds need the full sampling mode.
+        ruled: Whether the slot has rules or a form, or wants logprobs, so that its rounds need the full
+            sampling mode.
+        form: The form that the output must have, for requests with a constraint. Otherwise None.
         prompt_scored: Index of the next prompt token whose logprob the client has not received.
     """
 
@@ -86,6 +89,7 @@ class Sequence:
         "epoch",
         "feature_len",
         "first_token_at",
+        "form",
         "found_len",
         "fresh_columns",
         "last_emit_at",
@@ -154,10 +158,17 @@ class Sequence:
         self.fresh_columns = 1
         self.node_bound = request.speculation.most_nodes if self.wants_drafts else 1
         self.max_len = self.prompt_len + request.max_new_tokens + self.node_bound
+        self.form: OutputForm | None = None
         self.stop_ids = (
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | eos_token_ids
         )
-        self.ruled = not request.sampling.rules.neutral or request.logprobs.top is not None
+        if request.grammar is not None:
+            self.form = OutputForm(request.grammar, request.constraint, request.prompt_ids)
+            # The end of a form ends the output even with `ignore_eos`.
+            self.stop_ids |= frozenset(request.grammar.ends())
+        self.ruled = (
+            not request.sampling.rules.neutral or request.logprobs.top is not None or self.form is not None
+        )
         self.prompt_scored = max(1, request.logprobs.prompt_start)
         self.stats = SpeculationStats()
         self.pending_tokens: list[int] = []

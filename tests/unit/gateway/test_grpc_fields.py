@@ -17,7 +17,15 @@ from outrider.services.gateway.schemas.completions import CompletionRequest
 from outrider.services.gateway.schemas.native import NativeRequest, NativeSamplingParams
 
 ROOT = Path(__file__).resolve().parents[3]
-WHOLE = ("SpeculationOptions", "Message", "Tool", "TokenIds", "TokenSequence", "LogitBiasEntry")
+WHOLE = (
+    "Constraint",
+    "LogitBiasEntry",
+    "Message",
+    "SpeculationOptions",
+    "TokenIds",
+    "TokenSequence",
+    "Tool",
+)
 """Messages whose fields are not options, or have the same names in REST."""
 
 

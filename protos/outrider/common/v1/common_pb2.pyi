@@ -522,6 +522,54 @@ class SamplingOptions(_message.Message):
 Global___SamplingOptions: _TypeAlias = SamplingOptions  # noqa: Y015
 
 @_typing.final
+class Constraint(_message.Message):
+    """The form that the output must have. Exactly one source is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    BEGINS_AFTER_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, as JSON text."""
+    regex: _builtins.str
+    """A regular expression that the whole output matches."""
+    grammar: _builtins.str
+    """A grammar in EBNF or in Lark."""
+    choice: _builtins.str
+    """A JSON list of texts, one of which is the output."""
+    begins_after: _builtins.str
+    """The form begins after this text. Everything before it is free, but does not end the output."""
+    opening: _builtins.str
+    """A text that may begin the output instead of the form, which then begins after `begins_after`."""
+    field: _builtins.str
+    """Name of the client's field, for errors."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choice: _builtins.str = ...,
+        begins_after: _builtins.str = ...,
+        opening: _builtins.str = ...,
+        field: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_after", b"begins_after", "choice", b"choice", "field", b"field", "grammar", b"grammar", "json_schema", b"json_schema", "opening", b"opening", "regex", b"regex", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "choice"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
+
+@_typing.final
 class LogprobOptions(_message.Message):
     """Which log-probabilities to report. They are those of the model's own distribution, i.e. of the softmax of
     the logits before penalties, temperature and filters.

@@ -150,6 +150,7 @@ class GenerationOptions(_message.Message):
     INCLUDE_STOP_STRING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     RID_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     ignore_eos: _builtins.bool
@@ -177,6 +178,10 @@ class GenerationOptions(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _common_pb2.LogprobOptions: ...
+    @_builtins.property
+    def constraint(self) -> _common_pb2.Constraint:
+        """The form of the answer. The gateway sets begins_after, opening and field."""
+
     def __init__(
         self,
         *,
@@ -194,11 +199,12 @@ class GenerationOptions(_message.Message):
         include_stop_string: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         rid: _builtins.str = ...,
+        constraint: _common_pb2.Constraint | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "constraint", b"constraint", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "priority", b"priority", "rid", b"rid", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "_skip_special_tokens", b"_skip_special_tokens", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "n", b"n", "priority", b"priority", "rid", b"rid", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -278,7 +284,7 @@ class ChatRequest(_message.Message):
     omit_reasoning: _builtins.bool
     """Leaves reasoning out of the answer."""
     tool_choice: _builtins.str
-    """auto or none. Empty means auto."""
+    """auto, none, required, or the name of a tool. Empty means auto."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]: ...
     @_builtins.property

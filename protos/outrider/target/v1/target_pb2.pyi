@@ -29,6 +29,8 @@ class _TargetFeatureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TargetF
     TARGET_FEATURE_UNSPECIFIED: _TargetFeature.ValueType  # 0
     TARGET_FEATURE_RESUME: _TargetFeature.ValueType  # 1
     """GenerateRequest.resume_ids."""
+    TARGET_FEATURE_CONSTRAINT: _TargetFeature.ValueType  # 2
+    """GenerateRequest.constraint."""
 
 class TargetFeature(_TargetFeature, metaclass=_TargetFeatureEnumTypeWrapper):
     """Optional parts of this service."""
@@ -36,6 +38,8 @@ class TargetFeature(_TargetFeature, metaclass=_TargetFeatureEnumTypeWrapper):
 TARGET_FEATURE_UNSPECIFIED: TargetFeature.ValueType  # 0
 TARGET_FEATURE_RESUME: TargetFeature.ValueType  # 1
 """GenerateRequest.resume_ids."""
+TARGET_FEATURE_CONSTRAINT: TargetFeature.ValueType  # 2
+"""GenerateRequest.constraint."""
 Global___TargetFeature: _TypeAlias = TargetFeature  # noqa: Y015
 
 @_typing.final
@@ -56,6 +60,7 @@ class GenerateRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     RESUME_IDS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_new_tokens: _builtins.int
     ignore_eos: _builtins.bool
@@ -86,6 +91,10 @@ class GenerateRequest(_message.Message):
         TARGET_FEATURE_RESUME.
         """
 
+    @_builtins.property
+    def constraint(self) -> _common_pb2.Constraint:
+        """The form that the output must have. Only for targets with TARGET_FEATURE_CONSTRAINT."""
+
     def __init__(
         self,
         *,
@@ -103,10 +112,11 @@ class GenerateRequest(_message.Message):
         traceparent: _builtins.str = ...,
         resume_ids: _abc.Iterable[_builtins.int] | None = ...,
         tenant: _builtins.str = ...,
+        constraint: _common_pb2.Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["constraint", b"constraint", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resume_ids", b"resume_ids", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "constraint", b"constraint", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "priority", b"priority", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "resume_ids", b"resume_ids", "sampling", b"sampling", "speculation", b"speculation", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,7 +71,7 @@ class Kitchen:
     def _recorded_rows(self, most: int) -> int | None:
         return None if self.recorded is None or self.recorded > most else self.recorded
 
-    def _begin(self, chunks: list[PrefillChunk], rules: None) -> Chosen:
+    def _begin(self, chunks: list[PrefillChunk], rules: None, allowed: None) -> Chosen:
         self.log.append("begin")
         return Chosen(self, self.tokens)
 
@@ -202,9 +202,9 @@ def test_the_first_chunk_of_a_prompt_keeps_to_the_budget_too(
     monkeypatch.setattr(harness.engine._budget, "tokens", lambda context: 5)
     begin, spans = harness.runner.begin_prefill, []
 
-    def noted(chunks: list[PrefillChunk], rules: Any) -> Any:
+    def noted(chunks: list[PrefillChunk], rules: Any, allowed: Any) -> Any:
         spans.append([(chunk.start, chunk.stop) for chunk in chunks])
-        return begin(chunks, rules)
+        return begin(chunks, rules, allowed)
 
     monkeypatch.setattr(harness.runner, "begin_prefill", noted)
     harness.submit([1] * 20, 30, request_id="first")

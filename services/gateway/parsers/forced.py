@@ -1,0 +1,193 @@
+"""Grammars of forced tool calls, in Lark: what each parser's format of calls allows for some tools."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.services.gateway.parsers.deepseek_v3 import (
+    CALL_BEGIN,
+    CALL_END,
+    CALLS_BEGIN,
+    CALLS_END,
+    FENCE,
+    SEPARATOR,
+)
+from outrider.services.gateway.parsers.harmony import FUNCTIONS, MESSAGE
+from outrider.services.gateway.parsers.hermes import CLOSE, OPEN
+from outrider.services.gateway.parsers.mistral import MARKER
+from outrider.shared.base.constraint import JSON_STYLE, Constraint, ConstraintKind
+
+ARGS = "[ARGS]"
+CHANNEL, CONSTRAIN = "<|channel|>", "<|constrain|>"
+MOST_OPTIONAL = 24
+"""Number of optional arguments that a pythonic call may have."""
+Tool = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a model writes tool calls.
+
+    Attributes:
+        parser: A key of `TOOL_PARSERS`.
+        special: The special tokens of the model's tokenizer, with their ids.
+        template: The text of the model's chat template.
+        parallel: Whether an answer may contain several calls.
+    """
+
+    parser: str
+    special: Mapping[str, int]
+    template: str = ""
+    parallel: bool = True
+
+    def literal(self, text: str) -> str:
+        """Return the Lark expression of a text, in which special tokens are tokens."""
+        names = [re.escape(name) for name in sorted(self.special, key=len, reverse=True) if name in text]
+        parts = re.split(f"({'|'.join(names)})", text) if names else [text]
+        return " ".join(
+            f"<[{self.special[part]}]>" if part in self.special else json.dumps(part)
+            for part in parts
+            if part
+        )
+
+    def repeated(self, separator: str = "") -> str:
+        """Return the Lark expression of one call, or of several if the answer may contain several."""
+        more = f"({self.literal(separator)} call)*" if separator else "call*"
+        return f"call {more}" if self.parallel else "call"
+
+
+def calls_constraint(tools: Sequence[Tool], form: CallFormat, answer: Constraint | None = None) -> Constraint:
+    """Return the constraint of an answer that consists of tool calls.
+
+    Args:
+        tools: The tools that the answer may call, as chat templates get them.
+        form: How the model writes calls.
+        answer: The form of an answer without calls, a JSON schema. None if the answer must call a tool.
+    """
+    lines = _FORMATS[form.parser](tools, form)
+    lines[0] = f"start: {lines[0]}" if answer is None else f"start: calls | answer\ncalls: {lines[0]}"
+    if answer is not None:
+        before = _final(form) if form.parser == HARMONY else ""
+        lines.append(f"answer: {before}{_json(json.loads(answer.source))}")
+    field = "tool_choice" if answer is None else answer.field
+    return Constraint(ConstraintKind.GRAMMAR, "\n".join(lines), field=field)
+
+
+def _hermes(tools: Sequence[Tool], form: CallFormat) -> list[str]:
+    begin, end = form.literal(OPEN), form.literal(CLOSE)
+    lines = [form.repeated("\n"), f'call: {begin} "\\n" object "\\n" {end}']
+    return [*lines, *_objects(tools, "arguments")]
+
+
+def _llama3_json(tools: Sequence[Tool], form: CallFormat) -> list[str]:
+    return [form.repeated("; "), "call: object", *_objects(tools, "parameters")]
+
+
+def _mistral(tools: Sequence[Tool], form: CallFormat) -> list[str]:
+    marker = form.literal(MARKER)
+    if ARGS not in form.special:
+        return [f'{marker} "[" {form.repeated(", ")} "]"', "call: object", *_objects(tools, "arguments")]
+    between = form.literal(ARGS)
+    calls = [f"{marker} {_name(tool)} {between} {_json(_schema(tool))}" for tool in tools]
+    return [form.repeated(), *_alternatives(calls)]
+
+
+def _deepseek_v3(tools: Sequence[Tool], form: CallFormat) -> list[str]:
+    begin, end, middle = (form.literal(text) for text in (CALL_BEGIN, CALL_END, SEPARATOR))
+    calls = []
+    for tool in tools:
+        arguments = _json(_schema(tool))
+        if FENCE.strip() in form.template or json.dumps(FENCE)[1:-1] in form.template:
+            calls.append(
+                f'{begin} "function" {middle} {_name(tool, f"{chr(10)}{FENCE}")} {arguments} "\\n```" {end}'
+            )
+        else:
+            calls.append(f"{begin} {_name(tool)} {middle} {arguments} {end}")
+    whole = f"{form.literal(CALLS_BEGIN)} {form.repeated()} {form.literal(CALLS_END)}"
+    return [whole, *_alternatives(calls)]
+
+
+def _harmony(tools: Sequence[Tool], form: CallFormat) -> list[str]:
+    channel, constrain, message = (form.literal(text) for text in (CHANNEL, CONSTRAIN, MESSAGE))
+    calls = []
+    for tool in tools:
+        header = json.dumps(f"commentary to={FUNCTIONS}{tool['function']['name']} ")
+        calls.append(f'{channel} {header} {constrain} "json" {message} {_json(_schema(tool))}')
+    begin, end = form.literal("<|start|>assistant"), form.literal("<|end|>")
+    reasoning = f'reasoning: {channel} "analysis" {message} /(.|\\n)*/ {end} {begin}'
+    return ["reasoning* call", reasoning, *_alternatives(calls)]
+
+
+def _final(form: CallFormat) -> str:
+    """Return the Lark expression of everything before an answer in the harmony format."""
+    return f'reasoning* {form.literal(CHANNEL)} "final" {form.literal(MESSAGE)} '
+
+
+def _pythonic(tools: Sequence[Tool], form: CallFormat) -> list[str]:
+    calls = [f'{_name(tool, "(")} {_keywords(_schema(tool))} ")"' for tool in tools]
+    return [f'"[" {form.repeated(", ")} "]"', *_alternatives(calls)]
+
+
+HARMONY = "harmony"
+_FORMATS: dict[str, Callable[[Sequence[Tool], CallFormat], list[str]]] = {
+    "deepseek-v3": _deepseek_v3,
+    HARMONY: _harmony,
+    "hermes": _hermes,
+    "llama3-json": _llama3_json,
+    "mistral": _mistral,
+    "pythonic": _pythonic,
+}
+
+
+def _objects(tools: Sequence[Tool], key: str) -> list[str]:
+    """Return the rule ``object``: a name and arguments under `key`, in JSON."""
+    made = []
+    for tool in tools:
+        head = f'{{"name": {json.dumps(tool["function"]["name"])}, "{key}": '
+        made.append(f'{json.dumps(head)} {_json(_schema(tool))} "}}"')
+    return _alternatives(made, "object")
+
+
+def _alternatives(made: Sequence[str], rule: str = "call") -> list[str]:
+    names = [f"{rule}_{number}" for number in range(len(made))]
+    return [
+        f"{rule}: {' | '.join(names)}",
+        *[f"{name}: {one}" for name, one in zip(names, made, strict=True)],
+    ]
+
+
+def _name(tool: Tool, end: str = "") -> str:
+    return json.dumps(tool["function"]["name"] + end)
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of the arguments. A tool without parameters takes none."""
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object"} | dict(tool["function"].get("parameters") or nothing)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}"
+
+
+def _keywords(schema: Mapping[str, Any]) -> str:
+    """Return the Lark expression of keyword arguments: required ones first, then any of the others."""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    values = {
+        name: f"{json.dumps(f'{name}=')} {_json({**value, **shared} if isinstance(value, dict) else {})}"
+        for name, value in (schema.get("properties") or {}).items()
+        if name.isidentifier()
+    }
+    required = [values[name] for name in values if name in schema.get("required", ())]
+    optional = [values[name] for name in values if name not in schema.get("required", ())][:MOST_OPTIONAL]
+    if required:
+        return " ".join([' ", " '.join(required), *[f'(", " {one})?' for one in optional]])
+    chains = [
+        " ".join([one, *[f'(", " {other})?' for other in optional[number + 1 :]]])
+        for number, one in enumerate(optional)
+    ]
+    return f"({' | '.join(chains)})?" if chains else ""

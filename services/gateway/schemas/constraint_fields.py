@@ -1,0 +1,182 @@
+"""Request fields that demand a form of the answer, with the names of OpenAI, vLLM and SGLang."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from outrider.services.gateway.schemas.base import OpenModel
+from outrider.services.gateway.schemas.tools import check_json
+from outrider.shared.base.constraint import Constraint, ConstraintKind
+from outrider.shared.base.errors import InvalidRequestError
+
+JsonSchema = dict[str, Any] | bool
+ANY_OBJECT = '{"type": "object"}'
+
+
+class JsonSchemaFormat(OpenModel):
+    """OpenAI's `json_schema` object. Every schema is enforced exactly, with or without `strict`."""
+
+    name: str | None = None
+    description: Any = None
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(OpenModel):
+    """The `response_format` object of OpenAI's chats."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    def constraint(self, field: str) -> Constraint | None:
+        """Return the constraint. None for text."""
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise _missing(f"{field}.json_schema.schema")
+        if self.type != "json_schema" or self.json_schema is None:
+            return of_type(self.type, None, field)
+        return of_type(self.type, self.json_schema.schema_, f"{field}.json_schema.schema")
+
+
+class TextFormat(OpenModel):
+    """The `format` object of OpenAI's responses and of Anthropic's messages."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: Any = None
+    schema_: JsonSchema | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def constraint(self, field: str) -> Constraint | None:
+        """Return the constraint. None for text."""
+        if self.type == "json_schema" and self.schema_ is None:
+            raise _missing(f"{field}.schema")
+        return of_type(self.type, self.schema_, f"{field}.schema" if self.type == "json_schema" else field)
+
+
+class StructuredOutputs(OpenModel):
+    """vLLM's `structured_outputs` object. At most one field is set."""
+
+    json_: str | JsonSchema | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class SglangForms(BaseModel):
+    """SGLang's fields for the form of the answer."""
+
+    json_schema: str | JsonSchema | None = Field(
+        default=None, description="A JSON schema that the answer has to match, as JSON or as text."
+    )
+    regex: str | None = Field(
+        default=None, description="A regular expression that the whole answer has to match."
+    )
+    ebnf: str | None = Field(default=None, description="A grammar in EBNF that the answer has to follow.")
+
+    def constraint(self, prefix: str = "") -> Constraint | None:
+        """Return what the fields demand.
+
+        Args:
+            prefix: Prefix of the names in errors.
+
+        Raises:
+            InvalidRequestError: Two fields are set, or one is malformed. The error names a field.
+        """
+        return only_one(
+            _schema(self.json_schema, f"{prefix}json_schema"),
+            _text(ConstraintKind.REGEX, self.regex, f"{prefix}regex"),
+            _text(ConstraintKind.GRAMMAR, self.ebnf, f"{prefix}ebnf"),
+        )
+
+
+class OpenAIForms(SglangForms):
+    """The fields of all three for the form of the answer."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | JsonSchema | None = Field(
+        default=None, description="Older name of structured_outputs.json."
+    )
+    guided_regex: str | None = Field(default=None, description="Older name of structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(
+        default=None, description="Older name of structured_outputs.choice."
+    )
+    guided_grammar: str | None = Field(default=None, description="Older name of structured_outputs.grammar.")
+
+    def constraint(self, prefix: str = "") -> Constraint | None:
+        """Return what the fields demand; see `SglangForms.constraint`."""
+        form = self.response_format
+        given, name = self.structured_outputs or StructuredOutputs(), f"{prefix}structured_outputs."
+        return only_one(
+            super().constraint(prefix),
+            None if form is None else form.constraint(f"{prefix}response_format"),
+            _schema(given.json_, f"{name}json"),
+            of_type("json_object", None, f"{name}json_object") if given.json_object else None,
+            _text(ConstraintKind.REGEX, given.regex, f"{name}regex"),
+            _text(ConstraintKind.GRAMMAR, given.grammar, f"{name}grammar"),
+            _choice(given.choice, f"{name}choice"),
+            _schema(self.guided_json, f"{prefix}guided_json"),
+            _text(ConstraintKind.REGEX, self.guided_regex, f"{prefix}guided_regex"),
+            _text(ConstraintKind.GRAMMAR, self.guided_grammar, f"{prefix}guided_grammar"),
+            _choice(self.guided_choice, f"{prefix}guided_choice"),
+        )
+
+
+def only_one(*found: Constraint | None) -> Constraint | None:
+    """Return the only constraint.
+
+    Raises:
+        InvalidRequestError: There are several. The error names the second.
+    """
+    given = [one for one in found if one is not None]
+    if len(given) > 1:
+        raise InvalidRequestError(
+            f"{given[0].field} and {given[1].field} both demand a form of the answer. Set only one of them.",
+            field=given[1].field,
+        )
+    return given[0] if given else None
+
+
+def of_type(kind: str, schema: JsonSchema | None, field: str) -> Constraint | None:
+    """Return the constraint of a format ``text``, ``json_object`` or ``json_schema``."""
+    if kind == "json_object":
+        return Constraint(ConstraintKind.JSON_SCHEMA, ANY_OBJECT, field=field)
+    return _schema(schema, field) if kind == "json_schema" else None
+
+
+def _schema(value: str | JsonSchema | None, field: str) -> Constraint | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            value = None
+    if value is True:
+        value = {}
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{field} must be a JSON schema, i.e. a JSON object.", field=field)
+    check_json(value, field)
+    return _checked(ConstraintKind.JSON_SCHEMA, json.dumps(value, ensure_ascii=False), field)
+
+
+def _text(kind: ConstraintKind, value: str | None, field: str) -> Constraint | None:
+    return _checked(kind, value, field) if value else None
+
+
+def _choice(value: list[str] | None, field: str) -> Constraint | None:
+    return _checked(ConstraintKind.CHOICE, json.dumps(value), field) if value else None
+
+
+def _checked(kind: ConstraintKind, source: str, field: str) -> Constraint:
+    constraint = Constraint(kind, source, field=field)
+    constraint.check()
+    return constraint
+
+
+def _missing(field: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Missing field: {field}.", field=field, reason="missing_field")

@@ -1,0 +1,74 @@
+"""Passes the events of the engine thread to the coroutine of one call, and reports unread backlogs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Seq
+
+from outrider.services.target.request import Event, EventSink, TokensEvent
+
+MAX_UNREAD_BYTES = 64 * 1024
+TOKEN_BYTES = 8
+"""Approximate size of one token in an unread message."""
+
+
+class StreamSink(EventSink):
+    """Passes events from the engine thread to the coroutine of one call.
+
+    Wakes the event loop at most once per engine step.
+
+    Args:
+        on_backlog: Called with True when more than 64 KiB are unread, and with False once at most 32 KiB are
+            unread.
+    """
+
+    def __init__(self, on_backlog: Callable[[bool], None] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Seq[Event]] = asyncio.Queue()
+        self._closed = False
+        self._on_backlog = on_backlog
+        self._unread = 0
+        self._backlog = False
+
+    def deliver(self, events: Seq[Event]) -> None:
+        """Queue the events of one engine step. May be called from any thread."""
+        # A closed event loop has no reader left, so the events can be dropped.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.put, events)
+
+    def put(self, events: Seq[Event]) -> None:
+        """Queue events. Call on the event loop only."""
+        self._unread += _size(events)
+        self._queue.put_nowait(events)
+        if self._on_backlog and not self._backlog and self._unread > MAX_UNREAD_BYTES:
+            self._backlog = True
+            self._on_backlog(True)
+
+    def close(self) -> None:
+        """End `batches` once the queued events are read. Call on the event loop only."""
+        self._closed = True
+        self._queue.put_nowait(())
+
+    async def batches(self) -> AsyncIterator[Seq[Event]]:
+        """Yield events in order, in lists of all events that arrived since the previous list."""
+        while not self._closed or not self._queue.empty():
+            merged: list[Event] = list(await self._queue.get())
+            while not self._queue.empty():
+                merged.extend(self._queue.get_nowait())
+            if not merged:
+                continue
+            self._unread -= _size(merged)
+            yield merged
+            if self._on_backlog and self._backlog and self._unread <= MAX_UNREAD_BYTES // 2:
+                self._backlog = False
+                self._on_backlog(False)
+
+
+def _size(events: Iterable[Event]) -> int:
+    return sum(
+        TOKEN_BYTES * len(event.token_ids)
+        + sum(TOKEN_BYTES * (1 + len(one.top)) for one in (*event.logprobs, *event.prompt_logprobs))
+        for event in events
+        if isinstance(event, TokensEvent)
+    )

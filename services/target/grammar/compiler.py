@@ -1,0 +1,206 @@
+"""Compiles constraints: first in a process of its own, with caps on time and memory, then in the target.
+
+A constraint that the process has compiled is harmless, and is compiled again here, because a compiled grammar
+cannot be sent from one process to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from outrider.services.target.grammar.compile_process import error_of, request_line
+from outrider.services.target.grammar.guidance import Vocabulary, compile_grammar
+from outrider.services.target.grammar.matcher import Grammar
+from outrider.shared.base.constraint import Constraint
+from outrider.shared.base.errors import InvalidRequestError, OutriderError, OverloadedError
+from outrider.shared.nn.checkpoint.tokenizer_file import TOKENIZER_FILE
+from outrider.shared.nn.config.model_config import ModelConfig
+
+COMPILE_S = 5.0
+START_S = 60.0
+KEPT_GRAMMARS = 256
+MAX_STARTED = 64
+MODULE = "outrider.services.target.grammar.compile_process"
+
+
+class GrammarCompiler:
+    """Compiles constraints, and keeps the most recent grammars. Call on one event loop only.
+
+    Args:
+        tokenizer: The model's ``tokenizer.json``.
+        vocab_size: Number of logits of the model.
+        ends: The tokens that end an output.
+        compile_s: Largest time of one compilation, in seconds.
+    """
+
+    def __init__(
+        self, tokenizer: Path, vocab_size: int, ends: frozenset[int], compile_s: float = COMPILE_S
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._ends = tuple(sorted(ends))
+        self._compile_s = compile_s
+        self._vocabulary: Vocabulary | None = None
+        self._process: _CompileProcess | None = None
+        self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._started: dict[bytes, asyncio.Future[Grammar]] = {}
+        # One thread, because there is one process.
+        self._thread = ThreadPoolExecutor(1, "outrider-grammar")
+        self._closed = threading.Event()
+
+    @classmethod
+    def of(cls, model: Path, config: ModelConfig) -> GrammarCompiler:
+        """Return the compiler for a model's folder."""
+        return cls(model / TOKENIZER_FILE, config.vocab_size, frozenset(config.eos_token_ids))
+
+    async def compile(self, constraint: Constraint) -> Grammar:
+        """Return the grammar of a constraint. Constraints that are known already cost one look-up.
+
+        Raises:
+            InvalidRequestError: The constraint is malformed, too expensive, or cannot be enforced. The error
+                names the client's field.
+            OutriderError: This target cannot enforce constraints.
+        """
+        constraint.check()
+        self._check_model(constraint)
+        digest = hashlib.sha256(f"{constraint.kind.value}\n{constraint.source}".encode()).digest()
+        if (found := self._kept.get(digest)) is not None:
+            self._kept.move_to_end(digest)
+            return found
+        if (started := self._started.get(digest)) is None:
+            if len(self._started) >= MAX_STARTED:
+                raise OverloadedError(
+                    "Too many constraints are being compiled. Try again soon.", retry_after_s=1.0
+                )
+            loop = asyncio.get_running_loop()
+            started = self._started[digest] = loop.run_in_executor(self._thread, self._compile, constraint)
+            started.add_done_callback(lambda done: self._keep(digest, done))
+        # A client that leaves must not end the compilation for the others.
+        return await asyncio.shield(started)
+
+    def close(self) -> None:
+        """End the process."""
+        self._closed.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            self._process.kill()
+
+    def _check_model(self, constraint: Constraint) -> None:
+        reason = None
+        if not self._tokenizer.is_file():
+            reason = f"the model's folder has no {self._tokenizer.name}"
+        elif not self._ends:
+            reason = "the model has no end-of-sequence token"
+        if reason is not None:
+            raise InvalidRequestError(
+                f"{constraint.field} cannot be enforced on this server, because {reason}.",
+                field=constraint.field,
+                reason="unsupported_parameter",
+            )
+
+    def _keep(self, digest: bytes, done: asyncio.Future[Grammar]) -> None:
+        del self._started[digest]
+        if not done.cancelled() and done.exception() is None:
+            self._kept[digest] = done.result()
+            while len(self._kept) > KEPT_GRAMMARS:
+                self._kept.popitem(last=False)
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        """Compile on the compiler's thread."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._ends)
+        if self._process is None or self._closed.is_set():
+            self._process = _CompileProcess(
+                [str(self._tokenizer), str(self._vocab_size), *[str(end) for end in self._ends]]
+            )
+        try:
+            error = self._process.ask(constraint, self._compile_s)
+        except _NoAnswerError as failure:
+            self._process.kill()
+            self._process = None
+            raise failure.error(constraint) from None
+        if error:
+            raise InvalidRequestError(error, field=constraint.field)
+        return compile_grammar(constraint, self._vocabulary)
+
+
+class _NoAnswerError(Exception):
+    """The process has not answered."""
+
+    def __init__(self, error: Callable[[Constraint], OutriderError]) -> None:
+        super().__init__()
+        self.error = error
+
+
+class _CompileProcess:
+    """A running `compile_process`. One thread only."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", MODULE, *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._buffer = b""
+        self._ready = False
+
+    def ask(self, constraint: Constraint, limit_s: float) -> str:
+        """Return the error of a constraint, or an empty text.
+
+        Raises:
+            _NoAnswerError: The process has not answered in time, or has ended.
+        """
+        if not self._ready:
+            self._line(START_S)
+            self._ready = True
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(request_line(constraint))
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise _NoAnswerError(_ended) from None
+        return error_of(self._line(limit_s))
+
+    def kill(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+    def _line(self, limit_s: float) -> bytes:
+        assert self._process.stdout is not None
+        output, due = self._process.stdout.fileno(), time.monotonic() + limit_s
+        while b"\n" not in self._buffer:
+            left = due - time.monotonic()
+            if left <= 0 or not select.select([output], [], [], left)[0]:
+                raise _NoAnswerError(lambda constraint: _late(constraint, limit_s))
+            part = os.read(output, 1 << 16)
+            if not part:
+                raise _NoAnswerError(_ended)
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+
+def _late(constraint: Constraint, limit_s: float) -> OutriderError:
+    return InvalidRequestError(
+        f"{constraint.field} takes longer than {limit_s:g} s to compile. Simplify it.", field=constraint.field
+    )
+
+
+def _ended(constraint: Constraint) -> OutriderError:
+    return InvalidRequestError(
+        f"{constraint.field} needs too much memory to compile. Simplify it.", field=constraint.field
+    )

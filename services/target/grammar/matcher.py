@@ -1,0 +1,67 @@
+"""The interface of a compiled grammar and of its matchers, which any grammar library can implement."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Mask = npt.NDArray[np.int32]
+"""``[words] int32``; bit j of word w is set if token ``32 w + j`` is allowed."""
+
+
+def words_of(vocab_size: int) -> int:
+    """Return the number of words of a mask."""
+    return -(-vocab_size // 32)
+
+
+class Matcher(Protocol):
+    """Follows the tokens of one output through a grammar. Not thread-safe.
+
+    The matcher counts a token that ends the output like any other token.
+    """
+
+    def accept(self, token: int) -> bool:
+        """Append a token if the grammar allows it there. Return False, and change nothing, otherwise."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Remove the last `count` tokens."""
+        ...
+
+    def fill(self, mask: Mask) -> None:
+        """Write the allowed next tokens. A matcher that cannot go on allows none."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Return tokens for the text that the grammar forces next, as a tokenizer would write it.
+
+        Other tokens for the same text may also be allowed.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar. Any number of sequences may share one, also on different threads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+        ...
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the begin of the output."""
+        ...
+
+    def text_of(self, token: int) -> bytes:
+        """Return the bytes of a token, including those of special tokens."""
+        ...
+
+    def ends(self) -> tuple[int, ...]:
+        """Return the tokens that end an output."""
+        ...
+
+    def token_of(self, text: str) -> int | None:
+        """Return the single token with exactly this text, or None."""
+        ...

@@ -1,0 +1,211 @@
+"""Fits the drafted trees of a round to the forms of their outputs, and finds the allowed tokens of each node.
+
+Nodes that the form of an output forbids are removed before the trees are verified. The rows that become free
+are filled with text that the form forces, such as the names of a JSON schema's properties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from outrider.kernels.packed_round import pack_trees
+from outrider.services.target.grammar.form import OutputForm
+from outrider.services.target.grammar.matcher import Mask, words_of
+from outrider.services.target.model.packed_batch import Entry, PackedBatch
+from outrider.services.target.scheduling.sequence import Sequence
+from outrider.shared.kv.upload import upload
+from outrider.shared.spec.trees import HostTree, pad_trees
+
+Masks = Callable[[], torch.Tensor]
+"""Returns the masks of a round, ``[rows, words] int32`` on the device.
+
+The host finds the allowed tokens in this call, while the device runs the forward pass.
+"""
+
+
+class TreeForms:
+    """Fits trees and makes masks. Engine thread only, under inference mode.
+
+    Args:
+        batch: The packed trees of the rounds.
+        vocab_size: Size of the vocabulary.
+    """
+
+    def __init__(self, batch: PackedBatch, vocab_size: int) -> None:
+        self._batch = batch
+        self._words = words_of(vocab_size)
+
+    def fit(self, entries: Seq[Entry], starts: Seq[int], rows: int) -> Masks | None:
+        """Fit the trees of a round that were enqueued before. All earlier rounds must have been read.
+
+        Args:
+            entries: The entries of the round.
+            starts: First packed row of each entry.
+            rows: Number of packed rows.
+
+        Returns:
+            Makes the masks of the fitted trees. None if no output has a form.
+        """
+        formed = [index for index, entry in enumerate(entries) if entry.sequence.form is not None]
+        if not formed:
+            return None
+        drafted = [index for index in formed if entries[index].shape.drafts]
+        trees = self._read(entries, starts, drafted) if drafted else {}
+        visits: list[tuple[OutputForm, HostTree, int]] = []
+        for index in formed:
+            sequence, entry = entries[index].sequence, entries[index]
+            form = settled_form(sequence)
+            tree = trees.get(index)
+            if tree is None:
+                tree = HostTree.of_root(sequence.tokens[-1])
+            else:
+                tree = trees[index] = fitted(form, tree, entry.rows, entry.columns - 1)
+            visits.append((form, tree, starts[index]))
+        if trees:
+            self._write(trees)
+        return lambda: self._masks(visits, rows)
+
+    def _read(self, entries: Seq[Entry], starts: Seq[int], drafted: Seq[int]) -> dict[int, HostTree]:
+        """Copy trees to the host. This waits until they have been drafted."""
+        batch = self._batch
+        last = drafted[-1]
+        nodes = batch.nodes[:, : starts[last] + entries[last].rows].cpu()
+        counts = batch.trees(batch.rows).num_nodes[: last + 1].tolist()
+        trees = {}
+        for index in drafted:
+            part = nodes[:, starts[index] : starts[index] + counts[index]]
+            tokens, parents, _ = part[:3].tolist()
+            logprobs = part[3].view(torch.float32).tolist()
+            tree = trees[index] = HostTree.of_root(tokens[0])
+            for token, parent, logprob in zip(tokens[1:], parents[1:], logprobs[1:], strict=True):
+                tree.add(token, parent, logprob)
+        return trees
+
+    def _write(self, trees: dict[int, HostTree]) -> None:
+        """Replace the packed trees of some entries."""
+        batch, device = self._batch, self._batch.nodes.device
+        packed = pad_trees(list(trees.values()), device)
+        pack_trees(
+            packed.tokens,
+            packed.parents,
+            packed.depths,
+            packed.ancestors,
+            packed.num_nodes,
+            packed.logprobs,
+            upload(list(trees), torch.int32, device),
+            batch.entries(batch.rows),
+            batch.trees(batch.rows),
+        )
+
+    def _masks(self, visits: Seq[tuple[OutputForm, HostTree, int]], rows: int) -> torch.Tensor:
+        masks = np.full((rows, self._words), -1, dtype=np.int32)
+        for form, tree, start in visits:
+            fill_masks(form, tree, masks[start : start + len(tree.tokens)])
+        flat = upload(masks.reshape(-1), torch.int32, self._batch.nodes.device)
+        return flat.view(rows, self._words)
+
+
+def settled_form(sequence: Sequence) -> OutputForm:
+    """Return the form of a sequence after all of its tokens."""
+    assert sequence.form is not None, "only sequences with a form are asked"
+    sequence.form.settle(sequence.tokens[sequence.prompt_len :])
+    return sequence.form
+
+
+def prompt_masks(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor:
+    """Return the masks of the first token after each prompt.
+
+    Args:
+        sequences: Sequences whose tokens are all known to the host. At least one has a form.
+        device: Device of the masks.
+
+    Returns:
+        ``[len(sequences), words] int32``.
+    """
+    words = max(words_of(one.form.vocab_size) for one in sequences if one.form is not None)
+    masks = np.full((len(sequences), words), -1, dtype=np.int32)
+    for mask, sequence in zip(masks, sequences, strict=True):
+        if sequence.form is not None:
+            settled_form(sequence).fill(mask)
+    return upload(masks.reshape(-1), torch.int32, device).view(masks.shape)
+
+
+def fitted(form: OutputForm, tree: HostTree, rows: int, depth: int) -> HostTree:
+    """Return a tree without the nodes that a form forbids, and with text that the form forces.
+
+    Tokens that end the output are left out too, because nothing follows them.
+
+    Args:
+        form: The form of the output, after the root.
+        tree: The drafted tree.
+        rows: Largest number of nodes.
+        depth: Largest depth of a node.
+    """
+    kept = HostTree.of_root(tree.tokens[0])
+    children = _children(tree)
+    grafts: list[tuple[int, int, list[int]]] = []
+
+    def visit(node: int, place: int) -> None:
+        if forced := form.forced():
+            grafts.append((kept.depths[place], place, forced))
+        for child in children[node]:
+            if tree.tokens[child] not in form.ends and form.accept(tree.tokens[child]):
+                visit(child, kept.add(tree.tokens[child], place, tree.logprobs[child]))
+                form.rollback()
+
+    visit(0, 0)
+    for _, place, forced in sorted(grafts):
+        _graft(kept, place, [token for token in forced if token not in form.ends], rows, depth)
+    return kept
+
+
+def _graft(tree: HostTree, place: int, tokens: Seq[int], rows: int, depth: int) -> None:
+    """Add a path of tokens below a node, as far as there is room. Nodes with these tokens are reused."""
+    for token in tokens:
+        found = next(
+            (
+                node
+                for node, parent in enumerate(tree.parents)
+                if parent == place and tree.tokens[node] == token
+            ),
+            None,
+        )
+        if found is None:
+            if len(tree.tokens) >= rows or tree.depths[place] >= depth:
+                return
+            found = tree.add(token, place, 0.0)
+        place = found
+
+
+def fill_masks(form: OutputForm, tree: HostTree, masks: Mask) -> None:
+    """Write the allowed tokens after every node of a tree.
+
+    Args:
+        form: The form of the output, after the root.
+        tree: A tree from `fitted`.
+        masks: ``[nodes, words] int32``.
+    """
+    children = _children(tree)
+
+    def visit(node: int) -> None:
+        form.fill(masks[node])
+        for child in children[node]:
+            if form.accept(tree.tokens[child]):
+                visit(child)
+                form.rollback()
+            else:  # text that the form only seemed to force
+                masks[child].fill(0)
+
+    visit(0)
+
+
+def _children(tree: HostTree) -> list[list[int]]:
+    children: list[list[int]] = [[] for _ in tree.tokens]
+    for node, parent in enumerate(tree.parents):
+        if parent >= 0:
+            children[parent].append(node)
+    return children

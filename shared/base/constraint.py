@@ -1,0 +1,93 @@
+"""The form that a client demands of the output: a JSON schema, a regular expression, a grammar, a choice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+
+from outrider.shared.base.errors import InvalidRequestError
+
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON is written like Python's `json.dumps` writes it, so a model cannot lose itself in white space."""
+MAX_SOURCE_BYTES = 256 * 1024
+MAX_CHOICES = 1024
+MAX_MARKER_CHARS = 256
+
+
+class ConstraintKind(Enum):
+    """What the source of a constraint is.
+
+    Attributes:
+        JSON_SCHEMA: A JSON schema, as JSON text.
+        REGEX: A regular expression that the whole output matches.
+        GRAMMAR: A grammar in EBNF (GBNF) or in Lark.
+        CHOICE: A JSON list of texts, one of which is the output.
+    """
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form of an output. The defaults of the markers let the form begin with the first token.
+
+    Attributes:
+        kind: What the source is.
+        source: The schema, expression, grammar or choices, as text.
+        begins_after: Text after which the form begins, such as ``</think>``. Everything up to this text is
+            free, but does not end the output.
+        opening: Text that may begin the output instead of the form, such as ``<think>``. The form then begins
+            after `begins_after`. Without such a text, the output begins with the free part.
+        field: Name of the client's field, for errors.
+    """
+
+    kind: ConstraintKind
+    source: str
+    begins_after: str = ""
+    opening: str = ""
+    field: str = field(default="constraint", compare=False)
+
+    def check(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            InvalidRequestError: The constraint is empty or too large. The error names the field.
+        """
+        field = self.field
+        size = len(self.source.encode("utf-8", "surrogatepass"))
+        if not 1 <= size <= MAX_SOURCE_BYTES:
+            raise InvalidRequestError(
+                f"{field} must have 1 to {MAX_SOURCE_BYTES} bytes, not {size}.", field=field
+            )
+        if max(len(self.begins_after), len(self.opening)) > MAX_MARKER_CHARS:
+            raise InvalidRequestError(
+                f"The markers of {field} must have at most {MAX_MARKER_CHARS} characters.", field=field
+            )
+        if self.kind is ConstraintKind.CHOICE:
+            choices_of(self)
+
+
+def choices_of(constraint: Constraint) -> list[str]:
+    """Return the texts of a choice.
+
+    Raises:
+        InvalidRequestError: The source is no list of 1 to `MAX_CHOICES` texts. The error names the field.
+    """
+    try:
+        choices = json.loads(constraint.source)
+    except (ValueError, RecursionError):
+        choices = None
+    if (
+        not isinstance(choices, list)
+        or not 1 <= len(choices) <= MAX_CHOICES
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
+        raise InvalidRequestError(
+            f"{constraint.field} must be a list of 1 to {MAX_CHOICES} texts, none of them empty.",
+            field=constraint.field,
+        )
+    return choices

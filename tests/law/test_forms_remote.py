@@ -1,0 +1,85 @@
+"""Outputs with a form, drafted by another process, beside outputs whose rounds stay on the devices."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.compute_device import DEVICE
+from support.draft_process import DraftProcess
+from support.target_harness import assert_same_tokens, generate_plain, load_toy, make_harness
+from support.toy_grammar import ToyGrammar
+from support.toys import make_toy_eagle3, make_toy_target
+
+from outrider.services.target.draft_client.link import TargetIdentity
+from outrider.services.target.draft_client.remote_drafter import RemoteDrafter
+from outrider.services.target.drafting.no_drafter import NoDrafter
+from outrider.services.target.engine.loop_plan import LoopPlan
+from outrider.shared.base.generation import SamplingParams
+from outrider.shared.nn.decoder import Decoder
+from outrider.shared.spec.drafter import DrafterState
+
+torch.set_num_threads(1)
+VOCAB, ENDS = 64, (5, 9)
+PATIENT_S = 16.0
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_toy_target(folder / "target", vocab_size=VOCAB, seed=3, planted=3.0)
+    return target, make_toy_eagle3(folder / "head", target, planted=3.0, draft_vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def decoder(folders: tuple[Path, Path]) -> Decoder:
+    return load_toy(folders[0])
+
+
+@pytest.fixture(params=["ipc://", "unix:"], ids=["ipc", "grpc"])
+def drafter(
+    request: pytest.FixtureRequest, folders: tuple[Path, Path], decoder: Decoder, tmp_path: Path
+) -> Iterator[RemoteDrafter]:
+    process = DraftProcess(tmp_path, str(request.param), *folders)
+    identity = TargetIdentity.of(decoder)
+    made = RemoteDrafter(
+        process.address, identity, decoder.weight, DEVICE, fault_deadline_s=PATIENT_S, rounds=True
+    )
+    due, pause = time.monotonic() + 120, threading.Event()
+    while made.state() is not DrafterState.ON:
+        assert time.monotonic() < due, "the draft did not connect"
+        pause.wait(0.005)
+    yield made
+    made.shutdown()
+    assert process.stop() == 0, process.output()
+
+
+def test_a_request_with_a_form_joins_and_leaves_an_exchange(decoder: Decoder, drafter: RemoteDrafter) -> None:
+    plan = LoopPlan(lookahead=1, drafts_on_device=True)
+    harness = make_harness(decoder, drafter, plan=plan, max_running=4)
+    asked = []
+    for index in range(6):
+        grammar = ToyGrammar(VOCAB, ENDS, index) if index % 2 else None
+        asked.append(([1, 2, 3 + index], SamplingParams(0.5 * (index % 3), seed=index), grammar))
+    on_device = 0
+    for index, (prompt, sampling, grammar) in enumerate(asked):
+        harness.submit(prompt, 40, request_id=str(index), sampling=sampling, shape=(5, 1, 6), grammar=grammar)
+        for _ in range(8):
+            harness.step()
+            on_device += harness.engine.on_device
+    while harness.engine.has_work():
+        harness.step()
+        on_device += harness.engine.on_device
+    assert not harness.sink.failed
+    assert on_device > 0
+    for index, (prompt, sampling, grammar) in enumerate(asked):
+        plain = generate_plain(decoder, NoDrafter(), prompt, 40, sampling=sampling, grammar=grammar)
+        found = harness.sink.tokens[str(index)]
+        if grammar is None:
+            assert_same_tokens(decoder, prompt, plain, found, sampling)
+        else:
+            assert found == plain
