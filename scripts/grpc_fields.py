@@ -50,6 +50,15 @@ OPTIONS: dict[str, str] = {
     "logprob_start_len": "options.logprobs.prompt_start",
     "logprobs": "options.logprobs.top",
     "model": "model",
+    "ebnf": "options.constraint",
+    "guided_choice": "options.constraint",
+    "guided_grammar": "options.constraint",
+    "guided_json": "options.constraint",
+    "guided_regex": "options.constraint",
+    "json_schema": "options.constraint",
+    "regex": "options.constraint",
+    "response_format": "options.constraint",
+    "structured_outputs": "options.constraint",
 }
 """Fields of several routes."""
 CHAT = {
