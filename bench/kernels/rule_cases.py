@@ -1,4 +1,4 @@
-"""Cases of `outrider bench kernels` for sampling rules and logprobs, in rounds whose slots all have them."""
+"""Cases of `outrider bench kernels` for sampling rules, token masks and logprobs of all rows of a round."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from outrider.kernels.logit_rules import (
     record_outputs,
 )
 from outrider.kernels.token_logprobs import MAX_TOP, token_logprobs
+from outrider.kernels.token_masks import mask_tokens
 
 BIASES = 8
 """Number of biases per slot."""
 
 
 def rule_cases(sizes: Sizes, options: KernelOptions) -> Iterator[Case]:
-    """Yield the kernels of rules and logprobs. Each slot has a tree of `nodes` nodes."""
+    """Yield the kernels of rules, masks and logprobs. Each slot has a tree of `nodes` nodes."""
     for batch in sizes.batches:
         yield from _rules(sizes, options, batch)
+        yield _masks(sizes, options, batch)
         yield from _logprobs(sizes, options, batch)
 
 
@@ -80,6 +82,22 @@ def _state(sizes: Sizes, slots: int) -> RuleState:
 
 def _apply(rules: RuleRows, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return apply_rules(logits, rules, positions)
+
+
+def _masks(sizes: Sizes, options: KernelOptions, batch: int) -> Case:
+    logits = sizes.random(batch * sizes.nodes, sizes.vocab)
+    words = -(-sizes.vocab // 32)
+    allowed = torch.full((len(logits), words), -1, dtype=torch.int32, device=sizes.device)
+    copies = copies_for(logits.nbytes, options.small)
+    many = [logits.clone() for _ in range(copies)]
+    # The logits and the masks are read, and fp32 logits are written.
+    moved = logits.nbytes + allowed.nbytes + 4.0 * logits.numel()
+    name = f"mask_tokens, {batch} trees of {sizes.nodes} nodes"
+    return Case(name, over(many, partial(_mask, allowed)), Work(moved, 0.0), copies)
+
+
+def _mask(allowed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return mask_tokens(logits, allowed)
 
 
 def _logprobs(sizes: Sizes, options: KernelOptions, batch: int) -> Iterator[Case]:

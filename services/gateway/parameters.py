@@ -259,9 +259,8 @@ class RequestBuilder:
                 speculation option exceeds the target's limit.
         """
         self._check_speculation(parameters.speculation, surface, info)
-        if parameters.constraint is not None and not info.constrains:
-            field = parameters.constraint.field
-            raise InvalidRequestError(f"{field} is not supported by this server's target.", field=field)
+        if (form := parameters.constraint) is not None and not info.constrains:
+            raise InvalidRequestError(f"{form.field} needs a newer target.", field=form.field)
         parameters = _with_defaults(parameters, self._defaults)
         for token_id in parameters.stop_token_ids:
             _check(

@@ -14,7 +14,7 @@ from gateway_thread import GatewayThread
 from http_calls import CHAT, client_of
 from support.toy_text import make_tokenizer
 from tokenizers import Tokenizer
-from tool_chat import HERMES, WEATHER, answer_with
+from tool_chat import CALL, HERMES, WEATHER, answer_with
 
 from outrider.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -152,3 +152,13 @@ def test_wrong_options_are_named(
         list(stub.Chat(request, timeout=TIMEOUT_S))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize("choice", ["required", "get_weather"])
+def test_a_forced_call_is_a_constraint_of_the_target(
+    stub: gateway_pb2_grpc.InferenceStub, fake: FakeTarget, tokenizer: Tokenizer, choice: str
+) -> None:
+    answer_with(fake, tokenizer, CALL)
+    request = gateway_pb2.ChatRequest(messages=messages(), tools=[TOOL], tool_choice=choice)
+    assert list(stub.Chat(request, timeout=TIMEOUT_S))
+    assert "get_weather" in fake.seen[-1].constraint.grammar
