@@ -50,6 +50,15 @@ OPTIONS: dict[str, str] = {
     "logprob_start_len": "options.logprobs.prompt_start",
     "logprobs": "options.logprobs.top",
     "model": "model",
+    "ebnf": "options.constraint",
+    "guided_choice": "options.constraint",
+    "guided_grammar": "options.constraint",
+    "guided_json": "options.constraint",
+    "guided_regex": "options.constraint",
+    "json_schema": "options.constraint",
+    "regex": "options.constraint",
+    "response_format": "options.constraint",
+    "structured_outputs": "options.constraint",
 }
 """Fields of several routes."""
 CHAT = {
@@ -75,17 +84,17 @@ COMPLETE = {
     "text": "text",
 }
 NOT_NEEDED = {
-    "best_of": "not available in streams, and every reply of gRPC is a stream",
-    "echo": "the client has the prompt",
-    "return_text_in_logprobs": "the text of a token id does not change: `Detokenize`",
-    "return_token_ids": "always returned",
-    "return_tokens_as_token_ids": "logprobs have token ids",
+    "best_of": "`best_of` is not available in streams, and every reply of gRPC is a stream",
+    "echo": "the client already has the prompt",
+    "return_text_in_logprobs": "`Detokenize` returns the text of each token id",
+    "return_token_ids": "token ids are always returned",
+    "return_tokens_as_token_ids": "logprobs always have token ids",
     "stream": "every reply is a stream",
-    "stream_options": "the usage is always in `Finished`",
+    "stream_options": "`Finished` always contains the usage",
 }
 """Fields of REST without a field in gRPC, and why."""
 GRPC_ONLY = {
-    "options.sampling.bad_words": "like `bad_words`, as token ids",
+    "options.sampling.bad_words": "like `bad_words`, but as token ids",
     "options.sampling.choice_index": "set by the server",
 }
 """Fields of gRPC without a field in REST."""
@@ -104,10 +113,10 @@ def table() -> str:
     for path, rest in sorted(renamed.items()):
         rows.append(f"| {', '.join(f'`{name}`' for name in sorted(rest))} | `{path}` |")
     for name, reason in sorted(NOT_NEEDED.items()):
-        rows.append(f"| `{name}` | {reason} |")
+        rows.append(f"| `{name}` | no field: {reason} |")
     for path, reason in sorted(GRPC_ONLY.items()):
-        rows.append(f"| | `{path}`: {reason} |")
-    rows.append(f"| the same names | {', '.join(f'`{path}`' for path in sorted(same))} |")
+        rows.append(f"| no field | `{path}`: {reason} |")
+    rows.append(f"| fields of the same name | {', '.join(f'`{path}`' for path in sorted(same))} |")
     return "\n".join(rows) + "\n"
 
 

@@ -120,8 +120,14 @@ def table() -> str:
 
 
 def _marked(name: str, apis: dict[str, list[str]]) -> str:
-    """Return the name with the initials of the APIs that define the field on this route."""
-    initials = "".join(api[0].upper() for api, names in apis.items() if name in names)
+    """Return the name with the initials of the APIs that define the field on this route.
+
+    A field of OpenAI's API gets only OpenAI's initial, because vLLM and SGLang did not add it.
+    """
+    owners = [api for api, names in apis.items() if name in names]
+    if "OpenAI" in owners:
+        owners = ["OpenAI"]
+    initials = "".join(api[0].upper() for api in owners)
     return f"`{name}` {initials or '+'}"
 
 
