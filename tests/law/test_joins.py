@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle, product
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,7 +24,6 @@ from outrider.services.target.engine.loop_plan import LoopPlan
 from outrider.services.target.model.model_runner import ChosenTokens
 from outrider.services.target.model.packed_batch import Entry
 from outrider.services.target.model.round_runner import Round
-from outrider.services.target.model.slot_rules import SlotRules
 from outrider.services.target.policy.controller import RowBound
 from outrider.services.target.policy.cost_model import DraftPath
 from outrider.services.target.scheduling.scheduler import PrefillChunk
@@ -195,9 +195,9 @@ def test_a_prompt_is_enqueued_before_the_last_round_is_read(decoder: Decoder, fe
     begin, on_their_way = harness.runner.begin_prefill, []
     loop = harness.engine._loop
 
-    def noted(chunks: Sequence[PrefillChunk], rules: SlotRules | None = None) -> ChosenTokens:
+    def noted(chunks: Sequence[PrefillChunk], *rest: Any) -> ChosenTokens:
         on_their_way.append(len(loop._in_flight))
-        return begin(chunks, rules)
+        return begin(chunks, *rest)
 
     with mock.patch.object(harness.runner, "begin_prefill", side_effect=noted):
         for index in range(5):
