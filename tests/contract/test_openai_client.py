@@ -50,7 +50,7 @@ def test_a_chat_is_answered(client: openai.OpenAI, stack: Stack) -> None:
     assert reply.usage is not None
     assert 1 <= reply.usage.completion_tokens <= 8
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
-    assert reply.usage.prompt_tokens_details.cached_tokens == 0
+    assert 0 <= reply.usage.prompt_tokens_details.cached_tokens < reply.usage.prompt_tokens
     assert {
         "accept_length",
         "rounds",
