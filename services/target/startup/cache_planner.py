@@ -1,4 +1,4 @@
-"""Sizes the K/V caches of the target and of a draft in its process, and chooses the number of requests."""
+"""Sizes the K/V caches of the target and of an in-process draft; sets the number of running requests."""
 
 from __future__ import annotations
 

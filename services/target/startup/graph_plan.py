@@ -50,10 +50,9 @@ class GraphPlan:
         graphs: Whether graphs are recorded.
         loop: Configures the decode loop.
         batch_sizes: Batch sizes whose rounds are recorded, ascending.
-        shapes: The usual shapes of rounds.
-        forms: The largest tree and chain within which `auto` chooses its shapes. Empty if no request uses
-            `auto`.
-        prefills: Numbers of rows of the passes over prompts that are recorded.
+        shapes: The usual shapes of rounds: a plain round, the default tree, and a chain of the same depth.
+        forms: The largest tree and the largest chain that `auto` may choose. Empty if no request uses `auto`.
+        prefills: Sizes, in rows, of the passes over prompts that are recorded.
         waits: Whether the attention backend makes the host wait for the device.
     """
 
@@ -69,7 +68,7 @@ class GraphPlan:
     def first_batches(self) -> list[tuple[int, DraftShape]]:
         """Batch sizes and shapes of the rounds that are recorded before the server is ready.
 
-        A plain round without a graph of its own is padded to the next recorded one.
+        If no graph is recorded for the size of a plain round, the round is padded to the next recorded size.
         """
         sizes = [size for size in self.batch_sizes if size in FIRST_SIZES or size == self.batch_sizes[-1]]
         default = [(1, shape) for shape in self.shapes[1:2]]
@@ -158,7 +157,7 @@ def record_graphs(
     to_console: bool,
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Record the first graphs of `list_graphs`, and plan the further ones for when the engine is idle.
+    """Record the first graphs of `list_graphs`. The engine records the further graphs while it is idle.
 
     If a draft that needs other features connects later, the engine records the graphs again.
 
@@ -194,13 +193,12 @@ def record_graphs(
 def list_graphs(recordings: Recordings, plan: GraphPlan) -> RecordingList:
     """List the graphs that are recorded before the server is ready, and while it is idle.
 
-    Before the server is ready, only greedy rounds are recorded: plain rounds of a few sizes, and the default
     Before the server is ready, only greedy rounds are recorded, namely plain rounds of a few sizes and the
     default tree of a single request. All other recordings follow: rounds of equal requests, prompts, and
     rounds of mixed requests.
 
-    Larger graphs are recorded first, so that smaller graphs can reuse their memory. The largest graph of
-    all is therefore the first of the further graphs.
+    Larger graphs are recorded first, so that smaller graphs can reuse the memory of larger graphs. The
+    largest graph is therefore the first graph that is recorded while the server is idle.
     """
     plain = [(size, NO_DRAFT) for size in reversed(plan.batch_sizes)]
     mixed = recordings.mixed()
@@ -225,9 +223,9 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels that the start needs, in several processes.
 
-    These are the kernels of `more`, of the first graphs of `list_graphs`, and of the same rounds of sampled
-    requests. Kernels that were compiled already are skipped. Kernels are compiled even if no graphs are
-    recorded. The kernels of all further graphs are compiled while the engine is idle.
+    These kernels are used by the passes in `more`, by the first graphs of `list_graphs`, and by the same
+    rounds with sampled requests. Kernels that were compiled already are skipped. Kernels are compiled even if
+    no graphs are recorded. The kernels of all further graphs are compiled while the engine is idle.
 
     Kernels are found by a rehearsal, i.e. by running passes without launching kernels. A rehearsal is
     impossible if other ranks would have to take part, or if attention needs values that a rehearsal does not

@@ -104,10 +104,12 @@ class MemoryPlan:
     """The sizes of all parts in bytes, in the order of the diagram in the module docstring.
 
     Attributes:
-        memory: The memory that is already in use. None on a CPU, where only the K/V cache is sized.
+        memory: State of the GPU's memory before the K/V cache is allocated. None on a CPU, where only the K/V
+            cache is sized.
         reserve: Memory that is kept free for the work of a step.
         bytes_per_token: Bytes of the K/V cache per token, including feature rows.
-        page_size, pages: Tokens per page, and number of pages, of the K/V cache.
+        page_size: Tokens per page of the K/V cache.
+        pages: Number of pages of the K/V cache.
     """
 
     memory: Memory | None
@@ -160,8 +162,8 @@ def plan_memory(
         settings: The target's settings, of which `kv_tokens`, `mem_fraction_static`, `page_size` and
             `max_nodes` are used.
         bytes_per_token: Bytes of all planes of the cache per token, including feature rows.
-        max_model_len: Length of the longest sequence. On a CPU, the pool holds at least two such sequences if
-            the fixed limit of the pool allows.
+        max_model_len: Length of the longest sequence. On a CPU, the cache holds at least two such sequences,
+            unless that exceeds the cache's fixed limit.
         memory: The GPU's memory. None on a CPU, where the caches have a fixed limit.
         reserve: The result of `working_bytes`.
         draft: The draft's cache, if the draft is in this process and its cache is not allocated yet.

@@ -122,10 +122,10 @@ def prepare_rank(settings: TargetSettings, decoder: Decoder) -> AttentionBackend
 
 
 def prompt_library(settings: TargetSettings, decoder: Decoder, attention: AttentionBackend) -> Library | None:
-    """Return the library that may compute the attention of long prompts. None if it supports none of the
-    layers.
+    """Return the library that may compute the attention of long prompts.
 
-    Prepare the library on the thread that runs the passes.
+    Return None if the library supports none of the model's layers. Prepare the library on the
+    thread that runs the passes.
     """
     kept = decoder.cached
     if not isinstance(attention, KernelAttention) or decoder.device.type != "cuda":

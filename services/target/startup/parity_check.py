@@ -1,19 +1,27 @@
-"""The parity check at startup: verifying a tree must yield the logits of plain decoding, but for rounding.
+"""The parity check at startup: verifying a tree must yield the logits of plain decoding, except for rounding.
 
-Given tokens are decoded one at a time. Then the same tokens are verified as one path of a tree, among decoys
-that must not change them. Logits are compared instead of chosen tokens, because rounding decides which of two
-nearly equal logits is larger. The residual streams of all layers are compared too, because rounding grows
-from layer to layer, so that a fault stands out most where it starts.
+The check decodes given tokens one at a time (plain decoding). It then verifies the same tokens as one path of
+a tree. The other nodes of the tree are decoys, which must not change the results of the path.
 
-Three comparisons are made, each for every node of the path:
+The check compares logits instead of chosen tokens, because rounding may decide which of two nearly equal
+logits is larger. It also compares the residual stream after every layer. Rounding errors grow from layer to
+layer, so a fault is easiest to see in the layer where it first has an effect.
 
-1. The tree with plain decoding, at every stage.
-2. The tree with the same tree with other decoys, at every stage. Usually no rounding differs between them.
-3. The tree with a causal chunk of as many rows, after the first layer. Only attention may round differently.
+For every node of the path, the check makes three comparisons. A *stage* is the residual stream after a layer,
+or the logits.
 
-`rounding_bounds` says how large the errors may be. A prompt may be unlucky, for example if rounding exchanges
-an expert of a mixture. So the model is refused only if the same row exceeds its bound at the same stage for
-each of several prompts. A fault does so with every prompt. Deterministic kernels must give equal bits.
+1. At every stage, it compares the tree with plain decoding.
+2. At every stage, it compares the tree with a second tree that differs only in its decoys. The passes over
+   these two trees usually round in the same way.
+3. After the first layer, it compares the tree with a causal chunk that has as many rows as the tree. Up to
+   this stage, only attention may round differently in the two passes.
+
+`rounding_bounds.py` defines how large the errors may be. A correct model may exceed a bound with an unlucky
+prompt, for example if rounding selects another expert in a mixture of experts. The check therefore refuses a
+model (i.e. stops the start) only if the same row exceeds its bound at the same stage with each of several
+prompts. A fault exceeds its bound with every prompt.
+
+With deterministic kernels, the tree and plain decoding must yield equal bits.
 """
 
 from __future__ import annotations
@@ -41,11 +49,14 @@ from outrider.shared.spec.trees import HostTree, pad_trees
 TREE_DEPTH = 6
 PROMPTS = 3
 PROMPTS_OF_EXPERTS = 5
-"""Number of prompts to try before a model is refused, without and with experts to exchange."""
+"""Number of prompts to try before a mixture of experts is refused. For all other models, it is `PROMPTS`."""
 _PROMPT_LEN = 4
-"""A short prompt makes each ancestor count. With the tree, it still fills more than a page of 16 tokens."""
+"""Number of tokens of a prompt. With a short prompt, each ancestor of a node has much weight in attention.
+
+Prompt and tree together still need more than one page of 16 tokens.
+"""
 _PATH = [2 * depth for depth in range(TREE_DEPTH + 1)]
-"""Nodes of the path. At each level, the first child is a decoy."""
+"""Nodes of the path. At each level, the first child is a decoy, and the second child is on the path."""
 _NUM_NODES = 1 + 2 * TREE_DEPTH
 
 _log = get_logger("outrider.target")
@@ -56,10 +67,11 @@ class Parity:
     """Result of the check.
 
     Attributes:
-        error, bound: The error that is largest compared with its bound, and this bound.
-        stage: Where the error was found: a layer's index, or the number of layers for the logits.
+        error: Among all errors, the error with the largest ratio to its bound.
+        bound: The bound of `error`.
+        stage: Stage of `error`: the index of a layer, or the number of layers if the stage is the logits.
         depth: Depth of the node with this error.
-        limits: The limits of the model's types.
+        limits: The limits for the model's data types.
     """
 
     error: float
@@ -70,7 +82,7 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """True if rounding explains the error."""
+        """True if the error is at most its bound, so that rounding can be its cause."""
         return self.error <= self.bound
 
 
@@ -79,11 +91,12 @@ def check_parity(runner: ModelRunner) -> Parity | None:
     """Check that verifying a tree yields the logits of plain decoding, and log the margin.
 
     Returns:
-        The largest error with its bound. None with deterministic kernels, whose logits have equal bits.
+        The error that is largest in relation to its bound. With deterministic kernels, the check requires
+        equal bits and returns None.
 
     Raises:
-        UnavailableError: The logits differ more than rounding explains, or are NaN or infinite. The process
-            must not serve.
+        UnavailableError: The logits or a layer's output differ by more than rounding can explain, or logits
+            are NaN or infinite. The process must not serve.
         OutriderError: The KV cache is too small.
     """
     if isinstance(runner.attention, DeterministicAttention):
@@ -150,17 +163,17 @@ def _worst(found: torch.Tensor, bound: torch.Tensor, limits: Limits) -> Parity:
 
 
 def _tokens(runner: ModelRunner, prompt: int) -> list[int]:
-    """Return tokens that follow the prompt, one per row of a pass. They differ as far as possible.
+    """Return tokens that follow the prompt, one per row of a pass. If possible, all tokens are different.
 
-    The model does not choose these tokens, because models with random weights tend to repeat one token. An
-    invisible ancestor would then hardly be missed.
+    The model does not choose these tokens, because models with random weights tend to repeat one token. If
+    all tokens were equal, a mask that hides an ancestor would hardly change the results.
     """
     vocab_size = runner.decoder.config.vocab_size
     return [(3 + 17 * index + 29 * prompt) % vocab_size for index in range(_NUM_NODES)]
 
 
 def _plain(runner: ModelRunner, prompt: int, tokens: Seq[int]) -> Stages:
-    """Decode the path's tokens one at a time. Return their rows."""
+    """Decode the path's tokens one at a time. Return the rows of these tokens."""
     with _prefilled(runner, prompt) as lease:
         steps = [
             _run(runner, lease, _PROMPT_LEN + depth, [tokens[depth]], [_PROMPT_LEN + depth])
@@ -197,7 +210,7 @@ def _tree(runner: ModelRunner, prompt: int, tokens: Seq[int], decoy: int) -> Sta
 
 @contextmanager
 def _prefilled(runner: ModelRunner, prompt: int) -> Iterator[PageLease]:
-    """Lease pages with a prompt's K/V. Zero the pages afterwards, so that stale reads are seen."""
+    """Lease pages with a prompt's K/V. Zero the pages afterwards, to reveal later reads of stale data."""
     sequence = trial_sequence(runner, prompt, _PROMPT_LEN)
     try:
         if FAILED_TOKEN in runner.prefill([PrefillChunk(sequence, 0, _PROMPT_LEN)]):
@@ -217,7 +230,7 @@ def _run(
     positions: Seq[int],
     ancestors: torch.Tensor | None = None,
 ) -> Stages:
-    """Run one pass over rows of one sequence and return copies of what it computed."""
+    """Run one pass over rows of one sequence and return copies of its results."""
     decoder, pool, device = runner.decoder, runner.pool, runner.device
     runner.attention.plan(build_batch(pool, [lease], [start], [len(tokens)], ancestors=ancestors))
     output = decoder.forward(
@@ -241,7 +254,7 @@ def _damaged() -> UnavailableError:
 
 
 def _numbers(runner: ModelRunner, result: Parity) -> dict[str, object]:
-    """Return the fields of a log line. `margin` is the factor by which the error could grow."""
+    """Return the fields of a log line. `margin` is the bound divided by the error."""
     return {
         "error": f"{result.error:.2e}",
         "bound": f"{result.bound:.2e}",

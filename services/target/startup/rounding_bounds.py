@@ -1,36 +1,52 @@
-"""How far rounding may move the numbers of a model when the same token is computed in another pass.
+"""How much rounding may change the numbers of a model when the same token is computed in another pass.
 
-A pass over several rows adds in another order than a pass over one row, so the two passes round differently.
-An *error* is the root mean square of a row's difference, divided by the root mean square of the row. Errors
-are compared with a bound at each *stage*: the residual stream after each layer, and the logits.
+`parity_check.py` uses this module at startup. The check computes the same tokens in three ways: one at a time
+(plain decoding), as a path of a tree, and as an ordinary causal chunk with as many rows as the tree. A pass
+over several rows adds numbers in another order than a pass over one row, so the passes round differently.
 
-The bound has three parts (`bounds`):
+An *error* compares a row of one pass with the same row of another pass. It is the root mean square of the
+difference, divided by the root mean square of the row. The check compares errors with a *bound* at each
+*stage*. The stages are the residual stream after each layer, and the logits.
 
-- The measured part is `Limits.slack` times the error of a pass without a tree: the same tokens as a causal
-  chunk with as many rows as the tree. It follows the model's depth, its sensitivity and its kernels.
-- The floor is what one layer's rounding explains, even if the chunk happens to round like plain decoding.
-- The ceiling is what no rounding explains, even if the chunk has the same fault as the tree.
+The function `bounds` computes the bound of a stage in three steps:
 
-The floors and ceilings come from the model's types (`limits_of`). They were chosen from errors measured on a
-CPU, with random Llamas of 2 to 32 layers whose products enlarge a row 1.0 to 1.28 times. The first two
-columns are honest errors in per cent. The next two are errors as multiples of their bound, for the unluckiest
-honest prompt and for the fault that is hardest to see.
+- It multiplies the error of the causal chunk by `Limits.slack`. This error depends on the model's depth, its
+  sensitivity to rounding and its kernels, but the chunk involves no tree.
+- The bound is never below the *floor*, an error that rounding in a single layer can cause. Otherwise, a chunk
+  that happens to round exactly like plain decoding would make the bound 0.
+- The bound is never above the *ceiling*, because rounding does not cause larger errors. Otherwise, a fault
+  that the chunk shares with the tree would raise the bound and stay hidden.
 
-=============================  ==========  ==========  =======  ==============  =====  =======
-type                           layer 0     logits      honest   planted faults  floor  ceiling
-=============================  ==========  ==========  =======  ==============  =====  =======
-fp32                           0.0001      0.0002      0.1      ≥ 5,000         0.002  1
-bf16                           0.2 to 0.4  0.5 to 2.7  0.5      ≥ 4             1.5    25
-FP8 products, as on a CPU      0 to 2.4    0 to 12     1.3      ≥ 1.2           5      70
-FP8 products, as on a GPU      6 to 7      6 to 17     0.9      ≥ 1.1           5      70
-FP8 cache                      0 to 0.1    0 to 1.7    0.5      ≥ 2             5      70
-=============================  ==========  ==========  =======  ==============  =====  =======
+The floor and the ceiling depend on the data types of the model (`limits_of`). They were chosen from errors
+measured on a CPU, with random Llamas of 2 to 32 layers. In these models, each matrix product multiplies the
+size of a row by 1.0 to 1.28. The columns of the table are:
 
-"As on a GPU" means that plain decoding does not round its activations to 8 bits, but the tree does. The
-faults are a bit of the mask (visible decoy, invisible ancestor), a wrong position, doubled attention scores,
-two swapped layers and a stale page. In FP8, the faults near 1 are bits of tokens that get little attention,
-and layers swapped among 32. A refusal needs several prompts that exceed the bound in the same place.
-The limits of fp16, whose unit roundoff is an eighth of bf16's, were not measured.
+- *layer 0* and *logits*: errors of correct models at these two stages, in per cent.
+- *correct*: the largest error of a correct model with a single prompt, as a multiple of the bound.
+- *faulty*: the least error of a model with a planted fault, as a multiple of the bound.
+- *floor* and *ceiling*: the limits, in per cent.
+
+=============================  ==========  ==========  =======  =======  =====  =======
+type                           layer 0     logits      correct  faulty   floor  ceiling
+=============================  ==========  ==========  =======  =======  =====  =======
+fp32                           0.0001      0.0002      0.1      ≥ 5,000  0.002  1
+bf16                           0.2 to 0.4  0.5 to 2.7  0.5      ≥ 4      1.5    25
+FP8 products, as on a CPU      0 to 2.4    0 to 12     1.3      ≥ 1.2    5      70
+FP8 products, as on a GPU      6 to 7      6 to 17     0.9      ≥ 1.1    5      70
+FP8 cache                      0 to 0.1    0 to 1.7    0.5      ≥ 2      5      70
+=============================  ==========  ==========  =======  =======  =====  =======
+
+"As on a GPU" means that the tree's activations are rounded to 8 bits, but those of plain decoding are not.
+
+The planted faults are: one wrong bit in the attention mask (a node sees a node that is not its ancestor, or
+does not see an ancestor), a wrong position, doubled attention scores, two swapped layers, and a stale page.
+In FP8, two kinds of faults cause errors hardly above the bound: wrong mask bits for tokens that get little
+attention, and two swapped layers in a model of 32 layers.
+
+A correct model may exceed the bound with one prompt, as the value 1.3 shows. The check therefore refuses a
+model (i.e. stops the start) only if the same row exceeds the bound at the same stage with several prompts.
+
+The limits of fp16 were not measured. Its unit roundoff is an eighth of bf16's.
 """
 
 from __future__ import annotations
@@ -44,18 +60,24 @@ from outrider.shared.nn.decoder import Decoder
 from outrider.shared.nn.generic.layout import GenericConfig
 
 OFFSET_SHARE = 0.25
-"""Logits whose spread is below this share of their size are measured by their size, which sets rounding."""
+"""Least divisor of the error of a row's logits, as a share of the logits' root mean square.
+
+The usual divisor is the spread, i.e. the root mean square of the logits minus their mean. If all logits of a
+row are nearly equal, the spread is too small a divisor, because the size of the logits determines rounding.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Smallest and largest bound of a model, as errors.
+    """Limits of the bounds for a model. Errors and bounds are fractions, so 0.05 is 5%.
 
     Attributes:
-        name: The type that sets the bound, for messages.
-        floor, ceiling: Smallest and largest bound.
-        slack: Bound divided by the measured root mean square of honest errors.
-        may_route: True if rounding may exchange an expert.
+        name: Name of the data type that determines the limits, for messages.
+        floor: Smallest bound.
+        ceiling: Largest bound.
+        slack: Factor on the measured error of a causal chunk. Between floor and ceiling, the product is the
+            bound.
+        may_route: True if the model may be a mixture of experts, where rounding may select another expert.
     """
 
     name: str
@@ -72,12 +94,12 @@ _BY_TYPE = {
 }
 _FP8 = Limits("FP8", 5e-2, 0.7, 2.0)
 _OTHER_EXPERTS = 1.0
-"""Ceiling of a mixture of experts: rounding may exchange an expert, which changes most of a row."""
+"""Ceiling of a mixture of experts. If rounding selects another expert, most of a row changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a pass computed for some rows.
+    """Results of a pass for some rows, at all stages.
 
     Attributes:
         layers: ``[rows, layers, hidden] fp32``, the residual stream after each layer.
@@ -108,9 +130,10 @@ def limits_of(decoder: Decoder, pool: KVPool) -> Limits:
 
 
 def errors(expected: Stages, found: Stages) -> torch.Tensor:
-    """Return the error of each row at each stage, ``[rows, layers + 1] fp32``; the last stage is the logits.
+    """Return the error of each row at each stage, ``[rows, layers + 1] fp32``. The last stage is the logits.
 
-    A common offset of a row's logits does not count, because it does not change any probability.
+    Before logits are compared, the mean of each row's logits is subtracted, because a common offset does not
+    change any probability.
     """
     layers = _rms(found.layers - expected.layers) / _rms(expected.layers).clamp(min=_tiny())
     size, spread = _rms(expected.logits), _rms(_centred(expected.logits))
@@ -123,7 +146,7 @@ def bounds(chunk: torch.Tensor, limits: Limits) -> torch.Tensor:
     """Return the bound of each stage, ``[stages] fp32``.
 
     Args:
-        chunk: ``[rows, stages]``, the errors of a causal chunk against plain decoding.
+        chunk: ``[rows, stages]``, the errors of a causal chunk in comparison with plain decoding.
         limits: The model's limits.
     """
     return (limits.slack * _rms(chunk.T)).clamp(limits.floor, limits.ceiling)

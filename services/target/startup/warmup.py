@@ -26,7 +26,7 @@ from outrider.shared.base.errors import InvalidRequestError
 from outrider.shared.base.generation import SamplingParams, SpeculationMode
 
 REHEARSED_PROMPTS = ((300,), (2000,), (40, 50), (300, 400))
-"""Rehearsed passes, each as the lengths of its prompts."""
+"""Rehearsed passes. Each entry contains the lengths of the prompts of one pass, in tokens."""
 RUN_THROUGH_PROMPT = 48
 RUN_THROUGH_TOKENS = 32
 RUN_THROUGH_TIMEOUT_S = 5.0
@@ -48,8 +48,9 @@ class _EndSink(EventSink):
 def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
     """Run short requests through the running engine and its drafter, so that both are warm for real requests.
 
-    Greedy and sampled requests run with and without drafts. The controller keeps the costs that it learns,
-    and all counters are reset. Everything that exists then is exempted from garbage collection.
+    Greedy and sampled requests run with and without drafts. The controller of speculation keeps the
+    costs that it learns, and all counters are reset. Objects that exist afterwards are exempted from garbage
+    collection.
     """
     rounds = (
         (SpeculationMode.ON, 0.0),
@@ -81,7 +82,7 @@ def run_through(engine: TargetEngine, limits: SpeculationLimits) -> None:
 
 
 def prompt_rehearsals(runner: ModelRunner) -> list[Callable[[], object]]:
-    """Return passes over single prompts and pairs of prompts that are longer than any recorded pass.
+    """Return passes over one or two prompts (`REHEARSED_PROMPTS`), to find the kernels that prompts need.
 
     Passes that do not fit into the pool are left out. `compile_kernels` rehearses the returned passes.
     """
