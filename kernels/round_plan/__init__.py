@@ -37,17 +37,18 @@ def round_plan(
         tokens: ``[bs, columns] int32``, the fresh tokens, the root last. Columns from ``counts[b]`` on are
             ignored.
         max_nodes: ``[bs] int32``, largest number of nodes of each tree.
-        page_table: ``[bs, max_pages] int32``, the pages of each sequence. They must have room for every row
-            up to the last level.
+        page_table: ``[bs, max_pages] int32``, the pages of each sequence, with room for the rows of all
+            levels.
         rows: R, the number of rows that extend a sequence, at most `columns`.
         depth: Depth of the trees, at least 1.
         topk: Width of each level of the trees, at least 1.
         page_size: Tokens per page.
-        lead: Number of stable rows minus ``committed_lens - 1``: 0 if a row pairs a token with the feature of
-            the preceding token, 1 if a row represents a single token.
-        behind: Number of stable rows that are still missing at the end of a sequence. A later layer of a
-            chain of MTP layers reads tokens that are further ahead, so it has fewer rows. The rows of a
-            sequence move to the front by this number. Rows that would lie before position 0 have no slots.
+        lead: Number of stable rows (see `RoundPlan`) minus ``committed_lens - 1``, if `behind` is 0. It is
+            0 if a row pairs a token with the feature of the preceding token, and 1 if a row represents a
+            single token.
+        behind: Number of stable rows that are missing at the end of a sequence. In a chain of MTP layers, a
+            later layer reads tokens that are further ahead, so it has fewer stable rows. The positions of the
+            sequence's rows decrease by `behind`. Rows whose position would be below 0 have no slots.
 
     Returns:
         The plan.

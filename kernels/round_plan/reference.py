@@ -53,6 +53,6 @@ def round_plan(
 
 
 def _slots(page_table: torch.Tensor, index: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return the slots ``[bs, n] int64`` of token indices; -1 for those below 0."""
+    """Return the slots ``[bs, n] int64`` of token indices. An index below 0 has the slot -1."""
     pages = page_table.to(torch.int64).gather(1, index.clamp(min=0) // page_size)
     return torch.where(index >= 0, pages * page_size + index % page_size, -1)

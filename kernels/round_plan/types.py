@@ -13,9 +13,10 @@ class RoundPlan(NamedTuple):
     The stable rows of a sequence are the draft's cached rows of committed tokens. A round extends them by R
     rows, followed by ``depth - 1`` tree levels of `topk` rows each.
 
-    The c tokens that the last round committed have fresh rows, which are the **last** c of the R rows. With
-    this order, causal attention ends at the last stable row, and the state that the tree grows from is always
-    in row R - 1. The rows before the fresh rows are padding and store nothing.
+    The last round committed c tokens, which have no stable rows yet. Their rows are the fresh rows, which are
+    the **last** c of the R rows. With this order, causal attention ends at the last stable row, and the state
+    from which the tree grows is always in row R - 1. The rows before the fresh rows are padding and store
+    nothing.
 
     Attributes:
         tokens: ``[bs * R] int32``, tokens of the R rows of each sequence; 0 for padding.
@@ -25,7 +26,7 @@ class RoundPlan(NamedTuple):
             before position 0.
         level_slots: ``[depth - 1, bs * topk] int64``, slots of the levels' rows; -1 for idle sequences.
         positions: ``[bs * R + (depth - 1) * bs * topk] int32``, positions of the R rows of each sequence,
-            then of the levels' rows. Positions of padding are at least 0.
+            then positions of the levels' rows. Positions of padding are at least 0.
         lens: ``[1 + depth, bs] int32``: the number of stable rows before the extension, the number of stable
             rows after the extension, then the number of tokens that each level sees.
         root_tokens: ``[bs] int32``, token of each tree's root.

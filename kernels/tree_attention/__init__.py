@@ -49,7 +49,7 @@ def tree_attention(
     A row that sees nothing yields zeros. Rows of an idle sequence see nothing.
 
     Without `work`, the grid is sized for sequences of `max_query_len` rows and `max_kv_len` tokens. With
-    `work`, each sequence costs what its own rows and tokens cost.
+    `work`, the cost of each sequence depends on its own rows and tokens.
 
     Args:
         q: ``[rows, heads, dim]`` fp32/bf16/fp16; any strides with a dense last dimension.
@@ -57,27 +57,28 @@ def tree_attention(
             as it is read. heads is a multiple of kv_heads.
         v_plane: Like `k_plane`.
         page_table: ``[table rows, max_pages] int32``, pages of each sequence in token order. At least
-            ``ceil(kv_len / page_size)`` pages of each sequence are valid. It has bs rows if there are no
-            `table_rows`.
+            ``ceil(kv_len / page_size)`` pages of each sequence are valid. If `table_rows` is None, the page
+            table has bs rows.
         prefix_lens: ``[bs] int32``, number of tokens before each sequence's columns.
         kv_lens: ``[bs] int32``, number of cached tokens, including those of this step.
         query_start: ``[bs + 1] int32``; the rows of sequence b are ``query_start[b]:query_start[b + 1]``.
-        ancestors: ``[rows, words] int32`` or None. Bit j % 32 of word j // 32 is column j; columns past the
-            words are hidden.
+        ancestors: ``[rows, words] int32`` or None. Bit j % 32 of word j // 32 is column j; columns
+            beyond the last word are hidden.
         scale: Positive factor on the scores, usually dim ** -0.5.
-        max_query_len: Upper bound of the number of rows of a sequence, known on the host. It sets the grid.
+        max_query_len: Upper bound of the number of rows of a sequence, known on the host. This
+            bound determines the grid.
         max_kv_len: Upper bound of kv_lens, known on the host.
         window: If above 0, a row at position p sees only positions above p - window. On a tree row's path,
             these positions are the last `window` nodes by column, so an ancestor's column must precede the
             columns of its descendants.
         row_positions: ``[rows] int32``, position p of each tree row. If None, p is the row's prefix length
             plus the number of bits set in the row's mask, its own bit excluded. Not used for causal rows.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. None adds
-            no sinks.
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. With None,
+            there are no sinks.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; sinks are
             not capped.
         table_rows: ``[bs] int32``, row of `page_table` that belongs to each sequence, or -1 for an idle
-            sequence. None means that sequence b uses row b.
+            sequence. With None, sequence b uses row b.
         work: Result of `plan_attention` for the same lengths, rows, `table_rows`, heads and types, or None.
         out: ``[rows, heads, dim]``, contiguous, in q's dtype; allocated if None. Rows that belong to no
             sequence are not written.
@@ -147,7 +148,7 @@ def tree_attention(
 
 
 def _expect_same(work: WorkList, rows: int, heads: int, kv_heads: int) -> None:
-    """Raise ValueError unless the list was made for these rows and heads."""
+    """Raise ValueError unless the work list was made for these rows and heads."""
     planned = work.sizes.rows, work.sizes.group * work.sizes.kv_heads, work.sizes.kv_heads
     if planned != (rows, heads, kv_heads):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What attention may use of a device."""
+"""Limits of a device for attention: its number of multiprocessors and the shared memory of a program."""
 
 from __future__ import annotations
 

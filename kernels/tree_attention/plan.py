@@ -1,4 +1,7 @@
-"""Launch sizes of attention, from host integers only, so a captured CUDA graph is valid for any lengths."""
+"""Chooses the launch sizes of `tree_attention`.
+
+The choice uses host integers only, so a captured CUDA graph is valid for any lengths of the sequences.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from outrider.kernels._launch import ceil_div, next_power_of_2
 from outrider.kernels.stream import FEW_ROWS
 
 FEW_PAIRS, MANY_PAIRS = 16, 64
-"""Numbers of pairs per program: for batches with few pairs per sequence, and for all others."""
+"""Numbers of (row, head of the group) pairs per program.
+
+Batches with few pairs per sequence use `FEW_PAIRS`. Most other batches use `MANY_PAIRS`.
+"""
 _NARROW, _WIDE = 64, 256  # widths of a head, padded
 _MOST_SPLITS, _MOST_GATHERED = 32, 8
 SHARED_BYTES = 213 << 10
@@ -17,15 +23,18 @@ SHARED_BYTES = 213 << 10
 
 
 class Release(Enum):
-    """Earliest start of the next kernel. After its start, it waits or loads data that no kernel writes."""
+    """Earliest start of the next kernel.
+
+    Until this kernel has ended, the next kernel may only load data that no running kernel writes.
+    """
 
     LATE = 0
-    """Just before this kernel's last stores."""
+    """The next kernel may start just before this kernel's last stores."""
     WAITED = 1
-    """When all programs of this kernel have waited for the end of the previous kernel."""
+    """The next kernel may start once all programs of this kernel have waited for the kernel before it."""
     AT_ONCE = 2
-    """When all programs of this kernel run. The data that the next kernel reads before it waits must have
-    been written before the kernel that precedes this one."""
+    """The next kernel may start once all programs of this kernel run. The data that the next kernel reads
+    before it waits must have been written by kernels older than the kernel that precedes this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +47,10 @@ class Blocks:
         splits: Number of programs that share the token indices of a block of pairs.
         warps: Warps per program.
         stages: Pipeline stages of a program.
-        release: When this kernel and the kernel that merges splits release their next kernel.
+        release: When the attention kernel and the kernel that merges splits release the kernel after them.
         transposed: True if the pairs are the narrow side of the products; see `fold`.
-        gathers: True if the program of a block that ends last merges the splits. False if a second launch
-            does.
+        gathers: True if the last program of a block merges the block's splits. False if a second launch
+            merges the splits.
     """
 
     pairs: int
@@ -65,7 +74,7 @@ def choose_blocks(
 
     Args:
         bs: Number of sequences.
-        rows: Number of rows of all sequences.
+        rows: Total number of rows of the sequences.
         pairs: Largest number of (row, head of the group) pairs of a sequence.
         kv_heads: Heads of the planes.
         block_d: Width of a head, padded.
@@ -135,7 +144,7 @@ def is_measured(block_d: int, itemsize: int) -> bool:
 
 
 def _is_large(block_d: int, itemsize: int) -> bool:
-    """Return whether there is little room in shared memory and registers: wide latents, 4-byte elements."""
+    """Return whether heads are so wide or elements so large that shared memory and registers are short."""
     return block_d > _WIDE or itemsize > 2
 
 
@@ -149,7 +158,7 @@ def _modest(
     max_kv_len: int,
     processors: int,
 ) -> Blocks:
-    """Return sizes for unmeasured cases.
+    """Return sizes for heads and elements whose sizes were not measured.
 
     Pipelines are short. With many pairs, each share has at least two steps.
     """
@@ -166,7 +175,7 @@ def _power_of_2(n: int) -> int:
 
 
 def _release(bs: int, rows: int, splits: int) -> Release:
-    """Return when the product after attention may start.
+    """Return when the matrix product that follows attention may start.
 
     Early starts are limited to the cases in which they were faster in measurements of whole passes.
     """

@@ -1,11 +1,13 @@
 """Triton version of tree_attention. The package documents the contract.
 
 One program handles a block of (row, head of the group) pairs of one sequence and one K/V head, so K and V are
-read once for the whole group. It folds token indices into (maximum, sum, accumulator), see `fold`.
+read once for the whole group. The program folds token indices into three values: a maximum, a sum and an
+accumulator (see `fold`).
 
 If a batch has too few blocks to fill the GPU, the token indices are split over programs, and each program
-stores those three values. If the splits are few, the program that ends last merges them. If they are many, a
-second launch does. Splits are always merged in order. The number of splits depends on host integers only.
+stores its three values. A small number of splits is merged by the program that ends last. A large number of
+splits is merged by a second launch. Splits are always merged in order. The number of splits depends on host
+integers only.
 
 With a work list (WORK), a program takes its block of pairs and its token indices from an item of the list.
 
@@ -200,7 +202,8 @@ _MOST_COUNTERS = 1024
 def _can_count(k_plane: torch.Tensor) -> bool:
     """Return whether counters of finished programs are available for this plane.
 
-    They are allocated on the first call with a plane, which must not happen during graph capture.
+    The counters are allocated on the first call with a plane. The first call must not happen during graph
+    capture.
     """
     made = (k_plane.device, k_plane.data_ptr()) in _COUNTERS
     return made or not (k_plane.is_cuda and torch.cuda.is_current_stream_capturing())

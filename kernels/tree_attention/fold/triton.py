@@ -1,11 +1,11 @@
 """Loop of `tree_attention` that folds tokens into the running softmax of (row, head of the group) pairs.
 
-The tensor core processes 64 rows of its left operand at a time:
+The tensor core processes 64 rows of its left operand at a time. The kernel has two forms:
 
-- Normally, the pairs are these rows.
-- With TRANSPOSED, for few pairs, the pairs are the narrow side of the right operand, and token indices or
-  head dimensions are the rows. Nothing is padded to 64, K and V move from shared memory to the tensor cores
-  unchanged, and scores and results take few registers.
+- Normally, the rows of the left operand are the pairs.
+- With TRANSPOSED, which is for few pairs, the rows of the left operand are token indices or head dimensions.
+  The pairs are the narrow side of the right operand. In this form, pairs are not padded to 64, K and V move
+  from shared memory to the tensor cores unchanged, and scores and results take few registers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def fold(
     SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Return maximum and sum of the pairs' weights, and the weighted sum of values, over [begin, end).
+    """Return each pair's maximum, sum of weights and weighted sum of values over the tokens [begin, end).
 
     Args:
         query: ``[BLOCK_M, BLOCK_D]``. With TRANSPOSED, the query and the weighted sum are
@@ -29,7 +29,8 @@ def fold(
         pages: Pages of the first step's token indices. Each step loads the pages of the next step, so that
             the next step's loads of K and V do not wait for them.
         shared_end: Without WINDOW, all pairs see all indices below this end.
-        scale: Positive factor that gives scores in units of log2. With SOFTCAP, the factor before the cap.
+        scale: Positive factor that gives scores in units of log2. With SOFTCAP, scores are multiplied by this
+            factor before the cap is applied.
     """
     d = tl.arange(0, BLOCK_D)
     top = tl.full((BLOCK_M,), -float("inf"), tl.float32)

@@ -1,6 +1,6 @@
 """Merges the splits of `tree_attention`: within the program that ends last, or by a second launch.
 
-Both add the splits in their order, so results do not depend on timing.
+In both cases, the splits are added in the order of their numbers, so results do not depend on timing.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def gather_some(
     partial, stats, place, stride, splits, real, d, element, DIM: tl.constexpr, MOST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Return maximum, sum and weighted sum over `splits` splits, a number that only the device knows."""
+    """Return maximum, sum and weighted sum over all splits. The host does not have their number `splits`."""
     nth = tl.arange(0, MOST)
     all_at = nth[:, None] * stride + place[None, :]
     given = (nth < splits)[:, None] & real[None, :]
@@ -117,9 +117,9 @@ def merge_rows(
     merges, partial, stats, sinks, out, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
     RELEASE: tl.constexpr, ROW: tl.constexpr, FEW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Merge the splits of one row and head, at the places that a work list gives.
+    """Merge the splits of one row and head. `merges` of a work list locates their partial results.
 
-    Up to FEW splits, fewer registers are loaded and added.
+    A row of at most FEW splits is merged by a smaller block, which loads fewer registers.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(merges + row * ROW)

@@ -1,8 +1,9 @@
 """plan_attention: cuts the K/V of a ragged batch into shares for `tree_attention`, on the device.
 
-A uniform batch is cut by host integers alone. In a ragged batch, only the device knows how many rows and how
-many tokens a sequence has. The work list assigns each program its block of rows and its token indices. The
-grid therefore depends on the number of rows alone, and the time depends on the tokens that are really there.
+For a uniform batch, host integers alone determine the shares. For a ragged batch, the numbers of rows and
+tokens of each sequence are stored on the device only. A work list therefore assigns each program its block of
+rows and its token indices. The size of the grid depends on the number of rows alone, and the run time depends
+on the actual number of tokens.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ def plan_attention(
 ) -> WorkList:
     """Cut every sequence's tokens into shares that fill the GPU about evenly.
 
-    The shares depend on the lengths alone, so results do not depend on timing. All sequences get shares of
-    about the same size: a sequence of 32,000 tokens beside short ones is cut into many shares, and the short
-    ones stay whole. The function never waits for the device and may be captured into a CUDA graph. Kernels
-    that are launched later may read the list before they wait for the kernel that precedes them.
+    The shares depend on the lengths alone, so results do not depend on timing. All shares have about
+    the same size. For example, if one sequence has 32,000 tokens and all other sequences are short, the long
+    sequence is cut into many shares, and the short sequences stay whole.
+
+    The function never waits for the device and may be captured into a CUDA graph. Kernels that are launched
+    later may read the list before they wait for the kernel that precedes them.
 
     Args:
         kv_lens: ``[bs] int32``, number of cached tokens of each sequence, including those of this step. A
@@ -46,7 +49,7 @@ def plan_attention(
             sequence may have no rows.
         prefix_lens: ``[bs] int32``, as in `tree_attention`.
         table_rows: ``[bs] int32``, row of the page table that belongs to each sequence, or -1 for an idle
-            sequence. None means that sequence b uses row b.
+            sequence. With None, sequence b uses row b.
         rows: Number of rows of the step, including rows that belong to no sequence.
         max_query_len: Upper bound of the number of rows of a sequence, known on the host.
         heads: Query heads, a multiple of kv_heads.
@@ -56,14 +59,14 @@ def plan_attention(
         plane_dtype: Type of the planes; `dtype` if None.
 
     Returns:
-        The list for `tree_attention`, for any number of layers with these heads and types.
+        The work list for `tree_attention`. All layers with these heads and types can use the same list.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong, or heads is not a multiple of kv_heads.
 
     Example:
-        Three sequences of 300, 0 and 40 tokens with one row each. The idle one has an item too, because its
-        row must be set to zeros.
+        Three sequences have 300, 0 and 40 tokens, and one row each. The idle sequence also has an item,
+        because its row must be set to zeros.
 
         >>> import torch
         >>> from outrider.kernels.tree_attention import plan_attention

@@ -17,7 +17,7 @@ def plan_attention(
     table_rows: torch.Tensor | None,
     sizes: WorkSizes,
 ) -> WorkList:
-    """Make the list that `outrider.kernels.tree_attention.plan_attention` returns. Waits for the device."""
+    """Make the list that `outrider.kernels.tree_attention.plan_attention` returns. Wait for the device."""
     block, tokens = sizes.blocks.pairs, sizes.blocks.tokens
     owners = list(range(kv_lens.shape[0])) if table_rows is None else table_rows.tolist()
     spans = list(pairwise(query_start.tolist()))
@@ -63,7 +63,7 @@ def plan_attention(
 
 
 def _splits(blocks: list[int], steps: list[int], capacity: int) -> list[int]:
-    """Return the number of splits of each sequence, before its limit."""
+    """Return the number of splits of each sequence, before `plan_attention` limits the number."""
     work = list(zip(blocks, steps, strict=True))
     even = max(1, ceil_div(sum(count * length for count, length in work), capacity))
 

@@ -1,13 +1,18 @@
 """Triton version of plan_attention: one program. The package documents the contract.
 
-1. If shares of at most twice the even size fit the device at once, the smallest such share is used. Then all
-   programs start together, and the longest share ends last.
-2. Otherwise, some programs start when others end. Each sequence is cut into shares of about the even size, so
-   that the last program to start is not much longer than the others. A sequence up to one and a half times as
-   long stays whole, because a merge costs more than such a difference.
+The even size is the number of steps per program if `capacity` programs shared all steps evenly. The size of
+the shares is chosen in one of two ways:
 
-In both cases, the splits beyond the first of each sequence take at most as many items as the
-capacity: with p blocks and n steps of a sequence and the even size W, the sum of p * n / W bounds their number.
+1. If all shares fit on the device together with a size of at most twice the even size, the smallest such size
+   is used. Then all programs start together, and the program with the longest share ends last.
+2. Otherwise, some programs start only when other programs end. Each sequence is cut into shares of about the
+   even size, so that the program that starts last does not run much longer than the other programs. A
+   sequence of up to one and a half times the even size stays whole, because a merge costs more than the
+   difference in length.
+
+In both cases, the number of items for second and later splits of all sequences is at most `capacity`. The
+reason is that this number is at most the sum of p * n / W over all sequences, for a sequence with p blocks
+and n steps, and the even size W.
 """
 
 from __future__ import annotations

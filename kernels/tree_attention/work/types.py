@@ -1,4 +1,7 @@
-"""`WorkList`, the shares of a ragged batch, and its sizes, which depend on host integers only."""
+"""`WorkList`, which contains the shares of a ragged batch, and `WorkSizes`, the sizes of such a list.
+
+The sizes depend on host integers only.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,29 @@ from outrider.kernels._launch import ceil_div
 from outrider.kernels.tree_attention.plan import FEW_PAIRS, MANY_PAIRS, Blocks, choose_blocks, is_measured
 
 MOST_SPLITS = 32
-"""Most splits of a sequence. Merging loads all of them at once."""
+"""Largest number of splits of a sequence. A merge loads the maxima and sums of all splits together."""
 ITEM = 12
-"""Words of an item, see `WorkList`."""
+"""Number of words of an item; see `WorkList`."""
 ROW = 3
-"""Words of a row's entry for the merge, see `WorkList`."""
+"""Number of words of a row's entry in `WorkList.merges`."""
 _UNBOUNDED = 1 << 20  # tokens: more than any context that limits the number of splits
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSizes:
-    """Sizes of a work list and of the launches that walk it.
+    """Sizes of a work list and of the launches that use the list.
 
     Attributes:
         rows: Rows of the step.
         group: Query heads per K/V head.
         kv_heads: Heads of the planes.
-        blocks: Sizes of a program, those of the most similar uniform batch. `splits` is not used.
+        blocks: Sizes of a program, as chosen for the most similar uniform batch. `blocks.splits` is not used.
         capacity: Number of shares per K/V head that fill the device.
-        least: Number of splits that a sequence may have even if its splits are then short.
+        least: Number of splits that every sequence may have, however short the splits become.
         items: Upper bound of the number of items.
         partial_rows: Upper bound of the number of rows of partial results.
-        gathers: True if the program of a block that ends last merges the splits. False if a second launch
-            does.
+        gathers: True if the last program of a block merges the block's splits. False if a second launch
+            merges the splits.
     """
 
     rows: int
@@ -50,24 +53,29 @@ class WorkSizes:
 class WorkList:
     """The shares of a ragged batch, made by `plan_attention`.
 
-    Columns of `items`, each of which is one program per K/V head:
+    An item is a row of `items`. It describes the work of one program for each K/V head. Its columns are:
 
-    - 0, 1: first row of the sequence, and its number of rows.
-    - 2, 3: number of tokens, and of tokens of the prefix.
-    - 4: row of the page table.
+    - 0: index of the sequence's first row.
+    - 1: number of rows of the sequence.
+    - 2: number of tokens of the sequence.
+    - 3: number of tokens of the sequence's prefix.
+    - 4: the sequence's row of the page table.
     - 5: first (row, head of the group) pair of the program's block, counted within the sequence.
     - 6, 7: token indices ``[begin, end)`` of the program.
-    - 8, 9: number of this split, and number of splits.
-    - 10: the sequence's first row of partial results. Split s of its row i is at ``s * rows + i`` from there.
-    - 11: index of the first split's item for the same block. It numbers the block's counter.
+    - 8: number of the program's split, from 0.
+    - 9: number of splits of the sequence.
+    - 10: index P of the sequence's first row of partial results. If the sequence has n rows, the result of
+      split s for row i of the sequence is in row ``P + s * n + i``.
+    - 11: index of the item that contains the first split of the same block. The block's counter has the same
+      index.
 
     Attributes:
-        items: ``[sizes.items, ITEM] int32``. The items that are not needed are last, and have no rows.
-        merges: ``[rows, ROW] int32`` for the second launch: row of partial results of the first split,
-            distance to the next split's, and number of splits. A number below 2 means that there is nothing
-            to merge. Empty if `sizes.gathers`.
+        items: ``[sizes.items, ITEM] int32``. Unneeded items come last and have no rows.
+        merges: ``[rows, ROW] int32``, read by the second launch; empty if `sizes.gathers`. For each row:
+            index of the first split's row of partial results, distance to the next split's row, and number
+            of splits. If the number of splits is below 2, there is nothing to merge.
         arrivals: ``[items * kv_heads] int32``, counters of ended programs, which are zero between launches.
-            One element, not used, unless `sizes.gathers`.
+            Without `sizes.gathers`, the tensor has a single element, which is not used.
         sizes: Sizes of the launches.
     """
 
@@ -83,12 +91,13 @@ def choose_work(
 ) -> WorkSizes:  # fmt: skip
     """Return the sizes of a work list.
 
-    The blocks are those of the most similar uniform batch: as many sequences of `max_query_len` rows as the
-    step's rows allow. Shares fill the device as they do there.
+    The sizes of a block are chosen for the most similar uniform batch, in which every sequence has
+    `max_query_len` rows, and which has at most the step's number of rows. The shares fill the device in the
+    same way as the programs of that batch.
 
     Args:
         bs: Number of sequences, including idle ones.
-        rows: Number of rows of all sequences.
+        rows: Total number of rows of the sequences.
         max_query_len: Upper bound of the number of rows of a sequence.
         group: Query heads per K/V head.
         kv_heads: Heads of the planes.
@@ -104,7 +113,7 @@ def choose_work(
     capacity = max(1, per_head // kv_heads)
     # A sequence of n rows takes at most n * group / blocks.pairs + 1 blocks.
     whole = min(bs, rows) + (rows * group // blocks.pairs if pairs > blocks.pairs else 0)
-    # See the plan: splits beyond the first take at most `capacity` items.
+    # Second and later splits take at most `capacity` items (see the plan in `triton.py`).
     split_rows = capacity * min(max_query_len, ceil_div(blocks.pairs, group))
     return WorkSizes(
         rows,
@@ -122,9 +131,9 @@ def choose_work(
 def _slots(
     count: int, pairs: int, blocks: Blocks, kv_heads: int, measured: bool, processors: int
 ) -> tuple[int, int]:
-    """Return how many programs fill the device, and the number of splits that may be short.
+    """Return the number of programs that fill the device, and the value of `WorkSizes.least`.
 
-    Both follow the choice of splits for uniform batches in `choose_blocks`.
+    Both numbers follow the choice of splits for uniform batches in `choose_blocks`.
     """
     few = pairs <= FEW_PAIRS
     programs = ceil_div(pairs, blocks.pairs) * kv_heads * count
