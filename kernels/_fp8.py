@@ -15,5 +15,5 @@ def convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def movable(plane: torch.Tensor) -> torch.Tensor:
-    """Return a view of a plane that torch can index. FP8 planes are viewed as bytes, others unchanged."""
+    """Return a view of a plane that torch can index. An FP8 plane is viewed as bytes, any other as it is."""
     return plane.view(torch.uint8) if plane.dtype is FP8 else plane

@@ -1,7 +1,7 @@
 """Deterministic top-k, in the order that all kernels use: value descending, then index ascending.
 
-torch.topk does not define the order of ties. These functions define it, because a child that ties with its
-parent must never rank before the parent.
+torch.topk does not define the order of ties. These functions define the order, because a node of a draft tree
+must never rank before its parent if both have the same score.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _repeated_argmax(values: torch.Tensor, k: int) -> np.ndarray | None:
     """Return the indices of the best k, ``[rows, k] int64``, by searching for the first maximum k times.
 
     This is the fastest method for a small k. The result is None if a selected value of any row is NaN or
-    infinite, which includes the case that a row has fewer than k values above -inf.
+    infinite. This includes rows with fewer than k values above -inf.
     """
     left = values.detach().numpy().copy()
     rows = np.arange(left.shape[0])

@@ -70,7 +70,7 @@ def widened(narrow):
 
 @triton.jit
 def value_of_bits(ordered):
-    """Return the fp32 values that `ordered_bits` was computed from; +0 for -0."""
+    """Return the fp32 values that `ordered_bits` was computed from. A -0 becomes +0."""
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

@@ -34,7 +34,7 @@ Work = Callable[[], object]
 Tell = Callable[[int, int], None]
 
 PIECES_TO_SEE = 2
-"""Number of pieces of work after which a rehearsal ends early if these pieces miss no kernel."""
+"""Number of pieces of work that are always rehearsed. If none of them misses a kernel, the rehearsal ends."""
 
 _log = logging.getLogger("outrider.kernels")
 _rehearsing = False
@@ -68,7 +68,8 @@ def compile_ahead(
 
     Args:
         device: Device that the work runs on. Only a GPU needs compiled kernels.
-        works: The pieces of work. If the first `PIECES_TO_SEE` miss no kernel, the other pieces are skipped.
+        works: The pieces of work. If the first `PIECES_TO_SEE` pieces miss no kernel, all further pieces
+            are skipped.
         tell: Progress callback, called with the number of compiled kernels and the total.
         limit_s: Longest wait in seconds. Kernels whose compilation has not started when the wait ends are
             compiled when they are launched. With None, do not wait, and compile all kernels in the

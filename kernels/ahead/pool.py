@@ -67,8 +67,8 @@ class CompilerPool:
         threads launch kernels as usual.
 
         Args:
-            meets: The `jit_cache_hook` for this thread. None selects a hook that submits missing kernels for
-                compilation.
+            meets: The `jit_cache_hook` for this thread. With None, a hook is used that submits missing
+                kernels for compilation.
         """
         met = meets or self._missing
         before, run, own = knobs.runtime.jit_cache_hook, JITFunction.run, threading.get_ident()
@@ -98,8 +98,8 @@ class CompilerPool:
         for these kernels. Compilations that have started continue.
 
         Args:
-            since: An earlier value of `submitted`. Kernels that were submitted earlier do not count as
-                progress.
+            since: An earlier value of `submitted`. Kernels that were submitted before `submitted` had this
+                value do not count as progress.
             tell: Progress callback, called with the number of compiled kernels and the total.
             limit_s: Longest wait in seconds.
         """

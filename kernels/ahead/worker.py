@@ -1,6 +1,7 @@
 """Entry point of a worker process of `CompilerPool`: compiles kernels named on standard input.
 
-The process reads one JSON object per line until standard input ends, and answers each object with one line.
+The process reads one JSON object per line until standard input ends, and writes a reply of one line to
+standard output for each object.
 An object has these fields:
 
 - ``module`` and ``name`` identify a kernel of this package.
@@ -69,13 +70,13 @@ def _tuples(kind: Any) -> Any:
 
 
 def main() -> None:
-    """Answer every line of input. The answer is "compiled", or the error that prevented compilation.
+    """Reply to every line of input. The reply is "compiled", or the error that prevented compilation.
 
     If compilation fails here, the process that launches the kernel compiles the kernel again and reports the
     error.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output that compilers print must not mix with the answers
+    os.dup2(2, 1)  # output that compilers print must not mix with the replies
     for line in sys.stdin:
         try:
             compile_kernel(json.loads(line))

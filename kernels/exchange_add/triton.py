@@ -1,12 +1,13 @@
 """Triton version of exchange_add. The package documents the contract.
 
 A program handles a block of columns of one row. The program polls until no element contains the word that
-means "no number yet", so the order of stores does not matter. Each store only has to become visible. `.wt`
-stores and volatile loads ensure this visibility, because such stores and loads are strong at system scope.
+means "no number yet", so the order of stores does not matter. Every store only has to become visible to the
+other ranks. `.wt` stores and volatile loads ensure this visibility, because such stores and loads are strong
+at system scope.
 
-The next kernel is released immediately, so that the next kernel can load its weights during the exchange. The
-next kernel cannot displace the programs of this launch, because these programs are few, small and already
-resident on the device.
+This launch releases the next kernel immediately, so that the next kernel can load its weights during the
+exchange. The next kernel cannot displace the programs of this launch, because these programs are few, small
+and already resident on the device.
 """
 
 from __future__ import annotations

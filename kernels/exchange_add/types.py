@@ -13,9 +13,10 @@ from outrider.kernels.stream import FEW_ROWS
 BLOCK = 512
 """Columns of a row that one program exchanges: one tile of an inbox."""
 ABSENT = -0x7FFF8000
-"""Word that marks a number not written yet: 0x80008000. In fp32, this word is a denormal number,
-which never results from a sum. As two 16-bit numbers, the word is -0 twice. A rank that computes one of these
-numbers sends +0 instead."""
+"""Word that marks a number that has not been written yet: 0x80008000.
+
+In fp32, this word is a denormal number, which does not occur in normal sums. As two 16-bit numbers, the word
+is -0 twice. If a rank nevertheless computes one of these numbers, the rank sends +0 instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Boxes:
         inboxes: Inbox of every rank, ``[2, ranks, tiles, BLOCK] int32``: slot, sender, tile, column.
         addresses: ``[ranks] int64``, start address of each inbox.
         slots: ``[tiles] int32``, slot that each tile uses next.
-        lost: ``[1] int32``, 1 after a rank did not answer in time. May be shared with this rank's
-            `peer_words.Mail`.
+        lost: ``[1] int32``, 1 once the data of a rank did not arrive in time. The tensor may be shared with
+            this rank's `peer_words.Mail`.
         patience: Number of polls before a rank counts as lost. One poll takes about a microsecond.
     """
 
@@ -67,7 +68,7 @@ class Boxes:
 
     @property
     def tiles(self) -> int:
-        """Largest number of tiles of a call."""
+        """Largest number of tiles that one call can exchange."""
         return self.slots.shape[0]
 
 

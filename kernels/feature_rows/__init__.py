@@ -18,15 +18,15 @@ __all__ = ["scatter_rows"]
 def scatter_rows(
     rows: torch.Tensor, slots: torch.Tensor, plane: torch.Tensor, places: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Write feature rows to their slots of the plane and to their places of `out`, in place.
+    """Copy each feature row to its slot of `plane` and to its row of `out`.
 
     Args:
-        rows: ``[M, width]``, or partial sums ``[splits, M, width] fp32``, whose total is written. Contiguous.
-            Rows with slot -1 and place -1 are not read.
+        rows: ``[M, width]``, or partial sums ``[splits, M, width] fp32``, whose total is written. The tensor
+            is contiguous. A row is not read if its slot and its place are both -1.
         slots: ``[M] int64``. Rows with slot -1 are not written to the plane.
         plane: ``[pages, page_size, width]``, contiguous.
-        places: ``[M] int64``, indices of rows of `out`. Rows with place -1 are not written to `out`.
-        out: ``[..., width]``, contiguous. It is used as ``[rows, width]``.
+        places: ``[M] int64``, each feature row's row of `out`. Rows with place -1 are not written to `out`.
+        out: ``[..., width]``, contiguous. The op views this tensor as ``[rows, width]``.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.

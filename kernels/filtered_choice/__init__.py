@@ -1,9 +1,9 @@
 """filtered_choice: applies top-k, top-p and min-p on a GPU, by a search instead of by sorting.
 
 The Triton version of `verify.choose_tokens` (CUDA tensors) runs this search if a row with temperature above 0
-has a filter. `kernels/verify/filters.py` sorts instead if the search failed its check on the device, or if
-the check could not run yet because a CUDA graph was being captured. The torch reference (CPU tensors) always
-filters with `kernels/verify/filters.py`.
+has a filter. On each device, a check first compares the search with sorting. If the search failed this check,
+or if the check could not run yet because a CUDA graph was being captured, `kernels/verify/filters.py` filters
+by sorting. The torch reference (CPU tensors) always filters with `kernels/verify/filters.py`.
 
 Order the tokens of a row by (score descending, id ascending). Each filter keeps a prefix of that order:
 

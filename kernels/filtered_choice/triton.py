@@ -15,9 +15,9 @@ The vocabulary of each row is split over programs. The launches are:
 At the start of a part, a program adds up the results that the previous launch stored for the parts of the
 row, always in the same order.
 
-The launches between the first and the last share out the parts of the listed rows among a bounded number of
-programs. A row without a filter is therefore read once, by the last launch, and a few filtered rows among many
-others cost little.
+Every launch between the first and the last distributes the parts of the listed rows over a bounded number of
+programs. A row without a filter is therefore read only once, by the last launch. If few rows among many have
+a filter, these launches cost little.
 """
 
 from __future__ import annotations

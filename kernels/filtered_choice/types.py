@@ -9,7 +9,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Prefix of tokens kept in each row: all tokens with a larger key, and the lowest ids among equal keys.
+    """Prefix of tokens that the filters keep in each row.
+
+    A row keeps all tokens whose key is above the row's entry in `keys`. Of the tokens whose key equals this
+    entry, the row keeps the lowest ids. `ties` is the number of these tokens.
 
     Attributes:
         keys: ``[rows] int32``, key at the end of the prefix, in the order of `token_keys`.

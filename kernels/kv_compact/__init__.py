@@ -31,14 +31,14 @@ def kv_compact(
             All planes have the same number of pages and the same page_size.
         page_table: ``[tables, max_pages] int32``, the pages of each sequence in token order. Without
             `table_rows`, row b belongs to sequence b.
-        cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``. With
-            `table_rows`, further entries are ignored.
+        cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``. If
+            `table_rows` is given, `cached_lens` may have more than bs entries, and these are ignored.
         path: ``[bs, N] int32`` as returned by `verify_tree`: node indices, root first, padded with -1. Rows
             may be strided. A sequence accepts fewer than N nodes.
         num_accepted: ``[bs] int32``, number of accepted drafts, the root excluded. -1 leaves the sequence
             unchanged.
         table_rows: ``[bs] int32``, the row of `page_table` of each sequence, or None; -1 leaves the sequence
-            unchanged. Further entries are ignored.
+            unchanged. Entries from bs on are ignored.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.

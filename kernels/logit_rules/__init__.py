@@ -5,9 +5,9 @@ node, the earlier tokens are those of the sequence and those on the node's own p
 token. The tokens of the sequence are counted on the device, because the host reads the results of a round
 only after it has launched the next round:
 
-1. `locate_rules` finds the rules and the path of every packed row before the choice.
-2. `apply_rules` returns the changed logits, from which `choose_tokens` chooses.
-3. `record_outputs` counts the accepted tokens after the choice.
+1. `locate_rules` finds the rules and the path of every row of `packed_round`.
+2. `apply_rules` returns the changed logits, from which `choose_tokens` then chooses tokens.
+3. `record_outputs` counts the chosen tokens that were accepted.
 
 For a slot without rules, each op only loads one flag.
 """
@@ -164,12 +164,12 @@ def locate_rules(
 def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) -> torch.Tensor:
     """Return the logits after all rules, in fp32. Logits of rows without rules are only widened.
 
-    A logit of a row with rules changes in four steps. Here, c is the number of times that the token occurs in
-    the output and on the row's path:
+    Let c be the number of times that a token occurs in the output and on the row's path. In a row with rules,
+    the logit of the token changes in four steps:
 
     1. Add the token's bias.
-    2. If the prompt contains the token or c > 0, divide a positive logit by the repetition penalty, and
-       multiply a negative logit by it.
+    2. If the prompt contains the token or c > 0, divide a positive logit by the repetition penalty, or
+       multiply a negative logit by the repetition penalty.
     3. Subtract c times the frequency penalty. If c > 0, subtract the presence penalty.
     4. Set forbidden tokens to -inf: tokens that are always forbidden, tokens that end the text before its
        minimum length, and tokens that would complete a bad word.
@@ -225,7 +225,7 @@ def record_outputs(
     packed: torch.Tensor,
     rows: int,
 ) -> OutputRows:
-    """Count the tokens that a round has chosen, in place, and return the rows from which they were chosen.
+    """Add a round's tokens to the counts in `state`. Return the rows of logits that these tokens came from.
 
     Args:
         state: The rules of all slots; `words` and `tail` of slots with rules are changed in place.
@@ -236,7 +236,7 @@ def record_outputs(
         rows: M, the number of packed rows.
 
     Returns:
-        The rows of the chosen tokens.
+        The rows of logits from which the tokens were chosen.
 
     Raises:
         ValueError: A tensor's shape or dtype is wrong. The message names the tensor.

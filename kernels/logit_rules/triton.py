@@ -1,7 +1,7 @@
 """Triton version of logit_rules: each op is one launch. The package documents the contract.
 
 `locate_rules` and `record_outputs` launch one program per packed row, because a round has at most one entry
-per packed row. A program handles the entry with its number, and also writes the padding row with its number.
+per packed row. Program i handles entry i if there is such an entry, and writes row i if this row is padding.
 `apply_rules` launches one program per row and part of the vocabulary.
 """
 

@@ -59,15 +59,15 @@ class RuleState:
 
 @dataclass(frozen=True, slots=True)
 class RuleRows:
-    """The rules of M rows of logits. A row is the place after one tree node.
+    """The rules of M rows of logits. Each row contains the logits that follow one tree node.
 
     Attributes:
         state: The rules of all slots.
         slots: ``[M] int32``, the slot of each row; -1 for a row without rules.
         depths: ``[M] int32``, number of draft tokens on the path from the root to the row's node.
-        paths: ``[M, D] int32``, these tokens, in order.
+        paths: ``[M, D] int32``, the draft tokens on that path, from the root on.
         num_banned: ``[M] int32``, number of tokens that would complete a bad word of several tokens.
-        banned: ``[M, P] int32``, these tokens.
+        banned: ``[M, P] int32``, the tokens that `num_banned` counts.
     """
 
     state: RuleState
@@ -93,10 +93,10 @@ class RuleRows:
 class OutputRows:
     """The rows of logits from which the accepted tokens of a round were chosen.
 
-    Row ``starts[e] + c`` belongs to column c of the path of entry e.
+    Index ``starts[e] + c`` of both tensors belongs to column c of the path of entry e.
 
     Attributes:
-        rows: ``[M] int64``, the packed row; past the path, any valid row.
+        rows: ``[M] int64``, the packed row of the path's node. Past the end of the path, any valid row.
         tops: ``[M] int32``, number of alternatives whose logprobs are wanted; -1 for no logprobs.
     """
 

@@ -1,4 +1,4 @@
-"""merge_attention: combines attention over two disjoint sets of tokens into attention over both, exactly."""
+"""merge_attention: combines attention over two disjoint sets of tokens into attention over their union."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def merge_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge two results of attention in fp32, weighted by the log-sum-exp of their scores.
 
-    The results belong to the same queries and to disjoint sets of tokens. A log-sum-exp of -inf means that a
+    The results belong to the same queries and to disjoint sets of tokens. Except for rounding, the merged
+    result is exactly the attention over both sets together. A log-sum-exp of -inf means that a
     query saw no token of a set. The result for that set is ignored, even if it is NaN. If both log-sum-exps
     are -inf, the merged result is zero.
 

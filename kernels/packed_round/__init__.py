@@ -1,9 +1,11 @@
-"""packed_round: rounds over slots, whose trees lie one behind the other in packed rows.
+"""packed_round: prepares and finishes rounds in which the trees of all sequences lie in packed rows.
 
-A slot holds the state of one decoding sequence, and never moves while the sequence decodes. A round takes a
-list of slots (its *entries*), each with an upper bound of nodes, and computes the nodes of all entries as
-packed rows. An entry takes part if it has rows, and if its slot has a token and has not reached its limit.
-Other entries are idle: nothing is stored or accepted for them.
+A slot holds the state of one decoding sequence, and never moves while the sequence decodes. A round has a
+list of *entries*. Each entry names a slot and an upper bound of the number of nodes of the slot's tree. The
+round computes the nodes of all entries as packed rows, one entry behind the other.
+
+An entry takes part in the round if the entry has rows, its slot has a token, and the slot has not reached its
+limit. All other entries are idle, and nothing is stored or accepted for idle entries.
 
 1. `gather_group` copies the state of the slots that draft with one tree shape.
 2. `pack_trees` places the drafted trees in the packed rows.
@@ -135,8 +137,8 @@ def pack_trees(
 
     Args:
         tokens, parents, depths: ``[G, N] int32``, the trees, one per row of the group.
-        ancestors: ``[G, N, words] int32``.
-        num_nodes: ``[G] int32``.
+        ancestors: ``[G, N, words] int32``, ancestor masks of the nodes.
+        num_nodes: ``[G] int32``, number of nodes of each tree.
         logprobs: ``[G, N] fp32``, or None for zeros.
         members: ``[G] int32``, the entry of each row; -1 for an idle row, which is skipped.
         entries: The entries of the round.
@@ -194,7 +196,7 @@ def place_entries(
 
     Args:
         state: State of all slots.
-        entries: The entries of the round; E entries.
+        entries: The E entries of the round.
         trees: The packed trees; roots of entries without a drafted tree are written in place.
         page_table: ``[S, pages] int32``, contiguous, with pages for all nodes of live entries.
         page_size: Tokens per page.
@@ -263,7 +265,7 @@ def accept_entries(
     """Walk the tree of every entry, and prepare the results for the host and for the next round.
 
     Among siblings with the same token, the walk descends to the lowest index. A path of more than R tokens is
-    cut. The rest is generated in later rounds, so the output does not change.
+    cut. Later rounds generate the tokens that were cut off, so the output does not change.
 
     Args:
         state: State of all slots; the tokens, counts and committed_lens of live entries are set in place. A
@@ -284,7 +286,8 @@ def accept_entries(
             message names the tensor.
 
     Example:
-        The round of `place_entries`: both tokens of slot 1's tree are accepted, and 9 is its bonus token.
+        This continues the example of `place_entries`. In slot 1's tree, the root's child (token 8) is
+        accepted, and 9 is the bonus token.
 
         >>> import torch
         >>> from outrider.kernels.packed_round import (

@@ -1,8 +1,9 @@
 """Triton version of packed_round: each op is one launch. The package documents the contract.
 
-A program of one warp owns an entry and the packed rows of that entry. It visits the rows in blocks, so trees
-of any size use the same compiled kernel. Grids have one program per packed row, because that is the largest
-number of entries, and since the program with the number of a padding row also writes that row.
+A program of one warp handles one entry and the packed rows of that entry. The program visits the rows in
+blocks, so trees of any size use the same compiled kernel. A grid has one program per packed row for two
+reasons. First, a round has at most one entry per packed row. Second, program i writes row i if this row is
+padding.
 """
 
 from __future__ import annotations

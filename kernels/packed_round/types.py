@@ -75,8 +75,8 @@ class PlacedEntries:
         positions: ``[M] int64``; ``cached_len + depth``, 0 for padding.
         next_positions: ``[M] int64``; ``positions + 1``, the index of the token chosen after the node.
         kv_slots: ``[M] int64``; -1 for padding and idle entries.
-        sampling: Sampling parameters of each row, ``[M]``; neutral (greedy, without filters) for padding and
-            idle entries.
+        sampling: Sampling parameters of each row, ``[M]``. Padding and idle entries have neutral parameters
+            (greedy, without filters).
     """
 
     cached_lens: torch.Tensor
@@ -97,12 +97,12 @@ class AcceptedEntries:
         num_accepted: ``[B] int32``, at most R - 1; -1 for an idle entry.
         packed: ``[B, 2 + 2 R] int32``: num_accepted, num_nodes, path, emitted; path and emitted are padded
             with -1.
-        feature_rows: ``[M] int64``. Row ``starts[e] + c`` is the packed row of column c of the path of entry
-            e; past the path, any valid row.
-        feature_slots: ``[M] int64``, KV slot of that feature row; -1 past the path, for padding, and for
-            entries that store no features.
-        feature_places: ``[M] int64``, index of that feature row in the slots' features viewed as
-            ``[S * R]`` rows; -1 where `feature_slots` is -1.
+        feature_rows: ``[M] int64``. Element ``starts[e] + c`` is the packed row of the node in column c of
+            entry e's path. Past the end of the path, it is any valid row.
+        feature_slots: ``[M] int64``, KV slot of each row in `feature_rows`. The slot is -1 past the end of a
+            path, for padding, and for entries that store no features.
+        feature_places: ``[M] int64``, destination of each row in `feature_rows`, as an index into the slots'
+            features viewed as ``[S * R]`` rows. It is -1 where `feature_slots` is -1.
     """
 
     path: torch.Tensor

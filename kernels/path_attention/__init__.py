@@ -1,8 +1,9 @@
 """path_attention: batch-invariant attention of each row to its own history, read in token order.
 
-The same history can be in different slots: its row may be a node of a tree, the row of a plain decode step,
-or a row of a prompt chunk. This op reads the history by logical index, in blocks of fixed size that start at
-index 0, and folds the blocks in that order. Rows with equal histories therefore get results with equal bits.
+Two rows with the same history may read it from different slots, because a row may be a node of a tree, the
+row of a plain decode step, or a row of a prompt chunk. This op reads the history by logical index, in blocks
+of fixed size that start at index 0, and folds the blocks in that order. Rows with equal histories therefore
+get results with equal bits.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def row_paths(
         kv_lens: ``[bs] int32``, numbers of cached tokens, as in `tree_attention`.
         query_start: ``[bs + 1] int32``, first row of each sequence, as in `tree_attention`.
         ancestors: ``[rows, words] int32`` masks, or None for causal rows.
-        rows: Number of rows of the step. Rows past the last sequence's have no history.
+        rows: Number of rows of the step. Rows behind the last sequence's rows have no history.
         table_rows: ``[bs] int32``, row of the page table that belongs to each sequence, or -1 for an idle
-            sequence, whose rows have no history. None means that sequence b uses row b.
+            sequence, whose rows have no history. With None, sequence b uses row b.
 
     Returns:
         The location of each row's history.
@@ -132,8 +133,8 @@ def path_attention(
         scale: Factor on the scores.
         max_kv_len: Upper bound of ``paths.lengths``, known on the host.
         window: If above 0, a row sees only the last `window` tokens of its history.
-        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. None adds
-            no sinks.
+        sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. With None,
+            there are no sinks.
         softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)``; sinks are not capped.
 
     Returns:

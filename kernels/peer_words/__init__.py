@@ -59,16 +59,16 @@ def receive_words(
 ) -> None:
     """Wait for a message from each of the ranks `senders`.
 
-    If a message does not arrive in time, `Mail.lost` becomes 1. Later calls then do not wait, and
-    return `missing` for all words.
+    If a message does not arrive in time, `Mail.lost` becomes 1. Later calls then do not wait, and replace all
+    words of other ranks by `missing`.
 
     Args:
         out: ``[len(senders), n] int32``, contiguous; overwritten.
         mail: This rank's mail.
         senders: Consecutive ranks.
         missing: Value of all words of a message that did not arrive in time.
-        own: ``[n] int32``, contiguous: the row of this rank itself. Required if this rank is among the
-            senders.
+        own: ``[n] int32``, contiguous: this rank's own words, which are copied to the rank's row of `out`.
+            Required if this rank is among the senders.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong, the message is too long, or `own` is missing.

@@ -32,10 +32,10 @@ class Mail:
         addresses: ``[ranks] int64``, start address of each box.
         turns: ``[ranks, TILES] int32``, number of messages received from each rank. This rank's own entry is
             the number of messages that this rank has sent.
-        lost: ``[1] int32``, 1 after a rank did not answer in time. May be shared with other mail and the
-            `exchange_add.Boxes` of this rank.
-        patience: Number of polls for a letter or receipt before its rank counts as lost. One poll takes about
-            a microsecond.
+        lost: ``[1] int32``, 1 once a letter or receipt did not arrive in time. The tensor may be shared with
+            other mail of this rank, and with this rank's `exchange_add.Boxes`.
+        patience: Number of polls for a letter or receipt before the rank that should send it counts as lost.
+            One poll takes about a microsecond.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""post_round: writes the result of a round to pinned host memory, in turn to the entries of a ring."""
+"""post_round: writes the result of each round to the next entry of a ring in pinned host memory."""
 
 from __future__ import annotations
 

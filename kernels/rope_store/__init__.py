@@ -66,8 +66,8 @@ def rope_store(
     """Return the rotated queries of a q-k-v product; store its rotated keys and its values at their slots.
 
     Args:
-        parts: The product ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v. Alternatively, fp32
-            partial sums of this shape with a leading dimension for the splits; the partial sums are added in
+        parts: The product ``[rows, (heads + 2 * kv_heads) * dim]``, ordered q, k, v. It may also be fp32
+            partial sums of this shape with a leading dimension for the splits. The op adds partial sums in
             order. Without query heads, the op only stores keys and values.
         cos: ``[rows, 1, dim]`` from `rope_angles`.
         sin: ``[rows, 1, dim]`` from `rope_angles`.
@@ -75,7 +75,7 @@ def rope_store(
         v_plane: Like `k_plane`.
         slots: ``[rows] int64``. Rows with slot -1 are not stored. Slots >= 0 must be distinct.
         stream: Stream that the product was computed from, if the rows must still be divided by the stream's
-            root mean square. None applies no division.
+            root mean square. With None, the op does not divide.
         bias: ``[(heads + 2 * kv_heads) * dim]`` or None.
         head_norm: ``[heads + kv_heads, dim]``, weights of an RMSNorm over each head of q and k before the
             rotation (Qwen3), or None.

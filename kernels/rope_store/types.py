@@ -11,7 +11,7 @@ from outrider.kernels._launch import expect, expect_contiguous
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Table entries added to the rows of a product, for example for an input that has only few values.
+    """Table entries added to the rows of a product, for example for an input with few possible values.
 
     Attributes:
         table: ``[entries, out]`` of any float dtype, the last dimension dense.

@@ -25,7 +25,7 @@ def silu_mul(
         parts: ``[rows, 2 * intermediate]``, gate first, or partial sums
             ``[splits, rows, 2 * intermediate] fp32``, which are added in order. Contiguous.
         stream: Stream that the product was computed from, if the rows must still be divided by the stream's
-            root mean square. None applies no division.
+            root mean square. With None, the op does not divide.
         bias: ``[2 * intermediate]`` or None.
         gelu: True selects gelu (tanh form) instead of silu.
 

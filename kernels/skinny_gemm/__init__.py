@@ -1,8 +1,8 @@
 """skinny_gemm: few rows times a large matrix, fused with the operation that follows in a decoder layer.
 
 Such products take as long as reading the matrix takes. Products of up to `FEW_ROWS` rows use the kernels in
-this package's `triton`. Products of more rows use the kernels in `wide` for the shapes at which `wide`
-measured faster.
+this package's `triton`. Products of more rows use the kernels in `wide` for the shapes at which these
+kernels measured faster than torch's library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def project(
         weight: ``[out, in]``, contiguous, in x's dtype, or in e4m3 with `scales`. Before tensor cores
             multiply x by an FP8 weight, `quantize_rows` converts x to FP8.
         scales: ``[out] fp32``, contiguous, factor of each row of an FP8 weight, or None.
-        tile: How to compute the product. None selects the measured tile for this shape.
+        tile: How to compute the product. With None, `choose_tile` chooses the tile for this shape.
 
     Returns:
         ``[rows, out]`` in x's dtype, or partial sums ``[splits, rows, out] fp32`` of the product. `add_sums`,

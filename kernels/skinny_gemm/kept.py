@@ -40,9 +40,10 @@ class Tried:
     Attributes:
         product: Product that was tried.
         tile: Tile to choose.
-        microseconds: Time of a launch with that tile.
-        rule: Time of a launch with the tile of `guess_tile`, or None if that tile was not tried.
-        library: Time of a launch by the library, or None if the library was not tried.
+        microseconds: Time of a launch with that tile, in microseconds.
+        rule: Time of a launch with the tile of `guess_tile`, in microseconds. None if that tile was not
+            tried.
+        library: Time of a launch by the library, in microseconds. None if the library was not tried.
     """
 
     product: Product

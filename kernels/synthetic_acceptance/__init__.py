@@ -34,9 +34,10 @@ def synthetic_acceptance(
     - k is the number of `thresholds` above the row's noise,
       ``gumbel_noise(seed, position, NOISE_CHOICE, 0)``, but at most the depth of the deepest node.
     - The path ends at the first node (in index order) of depth k.
-    - The token chosen after that node stays, unless a child carries this token. In that case, the next higher
-      token (modulo the vocabulary) that no child carries replaces the chosen token.
-    - All other chosen tokens stay.
+    - At every earlier node of the path, the token of the path's next node replaces the chosen token.
+    - At the path's last node, the chosen token stays unless a child carries it. If a child does, the next
+      higher token (modulo the vocabulary) that no child carries replaces the chosen token.
+    - At nodes outside the path, the chosen tokens stay.
 
     Args:
         tokens: ``[bs, N] int32``, trees as in `verify_tree`; siblings carry different tokens.
@@ -121,8 +122,8 @@ def packed_acceptance(
         starts: ``[E + 1] int32``, ascending. Tree e owns the rows ``[starts[e], starts[e + 1])``.
         num_nodes: ``[E] int32``. Rows past a tree's nodes, and past all trees, keep their chosen token.
         chosen: ``[M] int64``; not changed.
-        positions: ``[M] int64``, index of the token after each row. Only those of roots are read.
-        seeds: ``[M] int64``. Only those of roots are read.
+        positions: ``[M] int64``, index of the token after each row. Only entries of roots are read.
+        seeds: ``[M] int64``. Only entries of roots are read.
         thresholds, vocab_size: As in `synthetic_acceptance`.
 
     Returns:

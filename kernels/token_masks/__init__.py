@@ -1,6 +1,7 @@
 """token_masks: forbids the tokens whose bit is not set in a row's mask, before a token is chosen.
 
-A grammar allows different tokens after each node of a tree. The host finds them and uploads one bit for each.
+A grammar allows different tokens after each node of a tree. For each node, the host determines the allowed
+tokens, and uploads one bit per token of the vocabulary.
 """
 
 from __future__ import annotations

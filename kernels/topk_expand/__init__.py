@@ -1,4 +1,4 @@
-"""topk_expand: expands the beam of a draft tree: best children of each row, next beam, or both in one op."""
+"""topk_expand: finds the best children of each row of a draft tree's beam, the next beam, or both at once."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def topk_expand(
         logits: ``[rows, V]`` fp32/bf16/fp16.
         parent_scores: ``[rows] fp32``, cumulative scores of the rows (0 for a root).
         topk: Children per row, 1..V.
-        d2t: ``[V] int64`` offsets of a draft vocabulary: target id = draft id + d2t[draft id]. None means
-            that draft ids are target ids.
-        temperature: ``[rows] fp32``. 0 adds no noise to the row. None adds no noise to any row.
+        d2t: ``[V] int64`` offsets of a draft vocabulary: target id = draft id + d2t[draft id]. With None,
+            draft ids are target ids.
+        temperature: ``[rows] fp32``. A row with temperature 0 gets no noise. With None, no row gets noise.
         seeds: ``[rows] int64`` as in `gumbel_noise`; required with a temperature.
         positions: ``[rows] int64``, position of the child's token; required with a temperature.
         choices: ``[rows] int32`` as in `gumbel_noise`; required with a temperature.
@@ -154,7 +154,7 @@ def expand_level(
         last: True if no next beam is needed.
         d2t: Offsets of a draft vocabulary, as in `topk_expand`.
         noise: Noise parameters, one entry per **sequence**. The positions are those of the tokens after the
-            roots; the op adds the level. None adds no noise.
+            roots; the op adds the level. With None, there is no noise.
 
     Returns:
         The next beam, or None if `last`.

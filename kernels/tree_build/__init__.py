@@ -39,7 +39,8 @@ def tree_build(
         max_nodes: ``[bs] int32``, largest number of nodes of each tree, the root included: 1..num_columns.
             Values above num_columns count as num_columns.
         num_columns: N, the width of the result.
-        logprobs: ``[bs, C] fp32``, log-probs of all candidates, or None. The nodes' log-probs are returned.
+        logprobs: ``[bs, C] fp32``, log-probs of all candidates, or None. If given, the result contains the
+            log-probs of the nodes.
 
     Returns:
         The trees.

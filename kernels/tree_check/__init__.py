@@ -39,8 +39,8 @@ def tree_check(
     A row keeps its tree if all of the conditions below are met. Otherwise, the root alone replaces the tree,
     whatever bytes the row contains.
 
-    - ``number == expected``, and the row is live.
-    - Its number of nodes is within 1..N.
+    - ``number == expected``, and the row is not idle.
+    - The number of nodes is within 1..N.
     - Every draft's token is in the vocabulary, and its parent precedes it.
     - No node is deeper than `depth`.
 

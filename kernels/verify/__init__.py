@@ -4,10 +4,10 @@ The token is a function of (logits, sampling parameters, seed, absolute position
 decoding choose the same tokens. Top-k, top-p and min-p are computed in one of two places:
 
 - `kernels/filtered_choice` searches for the tokens to keep. The Triton version (CUDA tensors) normally uses
-  it.
-- `kernels/verify/filters.py` sorts. The torch reference (CPU tensors) always uses it. The Triton version uses
-  it only if the search failed its check on the device, or if the check could not run yet because a CUDA graph
-  was being captured.
+  this search.
+- `kernels/verify/filters.py` sorts. The torch reference (CPU tensors) always uses sorting. On each device,
+  the Triton version first checks the search against sorting. It uses sorting only if the search failed this
+  check, or if the check could not run yet because a CUDA graph was being captured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def choose_tokens(logits: torch.Tensor, sampling: SamplingTensors, positions: to
     - min-p keeps the tokens with at least min_p times the best token's probability.
 
     Every filter keeps the best token. If `sampling.rules` is set, `logit_rules.apply_rules` changes the
-    logits first. If `sampling.allowed` is set, all other tokens are forbidden.
+    logits first. If `sampling.allowed` is set, only the tokens whose bit is set can be chosen.
 
     Args:
         logits: ``[rows, V]`` fp32/bf16/fp16. -inf is allowed (a masked token).

@@ -4,9 +4,9 @@
   a merge.
 - If a row with temperature above 0 has a filter (top-k, top-p or min-p), the launches of `filtered_choice`
   replace the first launch and apply the filters by search.
-- The search is not used (`_searches`) if it failed its check on the device, or if the check could not run yet
-  because a CUDA graph was being captured. In these cases, `filters.py` applies the filters by sorting, before
-  the same two launches.
+- On each device, a check compares the search with sorting (`_searches`). If the search failed this check, or
+  if the check could not run yet because a CUDA graph was being captured, the search is not used. `filters.py`
+  then applies the filters by sorting, before the two launches of the first item.
 - The walk through the tree is one launch.
 """
 

@@ -24,9 +24,9 @@ class SamplingTensors:
             wait for the device.
         any_filter: True if a row with a temperature above 0 has top_k, top_p or min_p on.
         rules: Penalties, biases and forbidden tokens of the rows (`kernels/logit_rules`), which change the
-            logits first. None if no row has any.
+            logits first. None if no row has rules.
         allowed: ``[rows, ceil(V / 32)] int32``, one bit per token that may be chosen (`kernels/token_masks`).
-            None allows all tokens.
+            With None, all tokens may be chosen.
     """
 
     temperature: torch.Tensor
