@@ -21,7 +21,7 @@ def normed_on_write(rows: int, dtype: torch.dtype) -> bool:
 
     This is the case for streams of more than `FEW_ROWS` rows. It is also the case for all fp16 streams,
     because values can exceed the range of fp16 before the division. For example, a residual of 1000 and a
-    norm weight of 100 are not unusual.
+    norm weight of 100 are not unusual, and their product exceeds 65504.
 
     Example:
         >>> import torch

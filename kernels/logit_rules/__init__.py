@@ -1,13 +1,15 @@
 """logit_rules: penalties, biases and forbidden tokens, applied to the logits after each node of a tree.
 
 A rule may depend on earlier tokens. For example, a penalty counts how often a token has occurred. For a tree
-node, the earlier tokens are those of the sequence and those on the node's own path, so speculation changes no
-token. The tokens of the sequence are counted on the device, because the host reads the results of a round
-only after it has launched the next round:
+node, the earlier tokens are the tokens of the sequence and the tokens on the node's own path. Speculation
+therefore does not change which tokens are generated.
+
+The device counts the tokens of each sequence, because the host reads the results of a round only after the
+host has launched the next round. A round uses three ops:
 
 1. `locate_rules` finds the rules and the path of every row of `packed_round`.
 2. `apply_rules` returns the changed logits, from which `choose_tokens` then chooses tokens.
-3. `record_outputs` counts the chosen tokens that were accepted.
+3. `record_outputs` counts the tokens that the round has generated.
 
 For a slot without rules, each op only loads one flag.
 """
@@ -65,7 +67,7 @@ def make_rule_state(
         device: Device of the tensors.
         biases: B, the largest number of biases of a slot.
         phrases: P, the largest number of bad words of a slot.
-        tokens: T, the largest number of tokens of the bad words of a slot.
+        tokens: T, the largest total number of tokens in all bad words of a slot.
 
     Example:
         >>> import torch
@@ -108,7 +110,7 @@ def locate_rules(
     num_nodes: torch.Tensor,
     columns: int,
 ) -> RuleRows:
-    """Find the rules and the path of every packed row, and the tokens that would complete a bad word there.
+    """Find the rules and the path of every packed row, and the tokens that would complete bad words after it.
 
     Args:
         state: The rules of all slots.
@@ -162,7 +164,7 @@ def locate_rules(
 
 
 def apply_rules(logits: torch.Tensor, rules: RuleRows, positions: torch.Tensor) -> torch.Tensor:
-    """Return the logits after all rules, in fp32. Logits of rows without rules are only widened.
+    """Return the logits after all rules, in fp32. Rows without rules are only converted.
 
     Let c be the number of times that a token occurs in the output and on the row's path. In a row with rules,
     the logit of the token changes in four steps:

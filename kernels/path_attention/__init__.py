@@ -23,8 +23,8 @@ __all__ = ["RowPaths", "path_attention", "row_paths"]
 class RowPaths:
     """Location of each row's history.
 
-    Token j of a row's history is at index j of the row's sequence if j < prefix, and otherwise at index
-    ``prefix + columns[row, j - prefix]``.
+    Let prefix be the row's entry in `prefix_lens`. Token j of the row's history is at index j of the row's
+    sequence if j < prefix, and otherwise at index ``prefix + columns[row, j - prefix]``.
 
     Attributes:
         sequences: ``[rows] int32``, row of the page table that belongs to each row's sequence.

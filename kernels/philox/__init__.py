@@ -3,7 +3,7 @@
 The noise is a function of (seed, position, choice, token id) and nothing else:
 
 - Philox4x32-10 (Salmon et al., SC 2011) runs with key = (low 32 bits, high 32 bits) of the seed and
-  counter = (position, id // 4, choice, 0). Of the four 32-bit words of its output, x is word number `id % 4`.
+  counter = (position, id // 4, choice, 0). Its output has four 32-bit words. Word number `id % 4` is x.
 - u = ((x >> 9) + 0.5) * 2^-23 is exact in fp32 and lies in (0, 1).
 - The noise is -ln(-ln u), in [-2.82, 16.64].
 """

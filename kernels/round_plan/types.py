@@ -10,8 +10,8 @@ import torch
 class RoundPlan(NamedTuple):
     """Layout of the rows of a drafting round.
 
-    The stable rows of a sequence are the draft's cached rows of committed tokens. A round extends them by R
-    rows, followed by ``depth - 1`` tree levels of `topk` rows each.
+    The stable rows of a sequence are the draft's cached rows of committed tokens. A round adds R rows to the
+    stable rows. After these R rows, it adds ``depth - 1`` tree levels of `topk` rows each.
 
     The last round committed c tokens, which have no stable rows yet. Their rows are the fresh rows, which are
     the **last** c of the R rows. With this order, causal attention ends at the last stable row, and the state

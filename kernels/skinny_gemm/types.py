@@ -38,9 +38,10 @@ class Epilogue(Enum):
 class Overlap(Enum):
     """How far a product may overlap with the kernels before and after it (programmatic dependent launch).
 
-    A kernel that starts early waits for the end of the previous kernel. Such a kernel takes registers and
-    shared memory only from programs that have not started yet. However, its programs are placed wherever
-    there is room at its start, so they are spread unevenly. The best choice is therefore measured.
+    A kernel that starts early still waits for the end of the previous kernel. An early start takes registers
+    and shared memory only from programs that have not started yet. However, the programs of the early kernel
+    are placed wherever there is room at that time, so they are spread unevenly over the multiprocessors.
+    Measurements therefore determine the best choice.
     """
 
     LATE = 0

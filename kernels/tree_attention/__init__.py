@@ -69,8 +69,8 @@ def tree_attention(
             bound determines the grid.
         max_kv_len: Upper bound of kv_lens, known on the host.
         window: If above 0, a row at position p sees only positions above p - window. On a tree row's path,
-            these positions are the last `window` nodes by column, so an ancestor's column must precede the
-            columns of its descendants.
+            the op takes the last `window` nodes in the order of columns. The column of an ancestor must
+            therefore precede the columns of its descendants.
         row_positions: ``[rows] int32``, position p of each tree row. If None, p is the row's prefix length
             plus the number of bits set in the row's mask, its own bit excluded. Not used for causal rows.
         sinks: ``[heads] fp32``, a logit per head that takes part in the softmax but has no value. With None,

@@ -41,7 +41,7 @@ def tree_check(
 
     - ``number == expected``, and the row is not idle.
     - The number of nodes is within 1..N.
-    - Every draft's token is in the vocabulary, and its parent precedes it.
+    - The token of every draft is in the vocabulary, and the parent of every draft precedes the draft.
     - No node is deeper than `depth`.
 
     Args:

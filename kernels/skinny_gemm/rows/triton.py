@@ -10,7 +10,7 @@ are added up in fp32.
 
 Range: x is scaled by a power of two so that its largest number is below 16. A sum of four products then stays
 below 4 * 448 * 16, which is less than 65504, the largest f16 number. A number of x that underflows is at most
-about 2^-28 of the largest number. The resulting error of a sum is a fifth of the error of rounding the sum to
+about 2^-28 of the largest number. These effects change a sum by a fifth of the error of rounding the sum to
 bf16.
 """
 

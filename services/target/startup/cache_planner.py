@@ -19,7 +19,7 @@ from outrider.shared.nn.decoder import Decoder
 class CachePlanner:
     """Divides a device's free memory between the KV caches of the target and of a draft in this process.
 
-    The planner also chooses the number of running requests, unless the settings give it.
+    The planner also chooses the number of running requests, unless the settings contain this number.
 
     Attributes:
         settings: The settings, which contain the number of running requests once `plan` has returned.
@@ -40,7 +40,7 @@ class CachePlanner:
         self._before = gpu_memory(decoder.device)
 
     def draft_tokens(self, bytes_per_token: int) -> int:
-        """Return the number of tokens of the draft's cache. Call once the draft's weights are loaded.
+        """Return the number of tokens of the draft's cache. Call after the draft's weights are loaded.
 
         This method is passed to the drafter as its `CacheSizing`.
 
@@ -51,7 +51,7 @@ class CachePlanner:
         return plan.pages * plan.page_size + more_tokens(self.settings)
 
     def plan(self) -> MemoryPlan:
-        """Return the plan of the target's cache. Call once the draft and its cache are allocated.
+        """Return the plan of the target's cache. Call after the draft and its cache are allocated.
 
         Raises:
             ConfigurationError: See `plan_memory`.

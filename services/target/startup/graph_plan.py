@@ -90,7 +90,7 @@ class GraphPlan:
 
 
 def plan_graphs(settings: TargetSettings, *, cuda: bool, waits: bool, offers: bool = True) -> GraphPlan:
-    """Decide which graphs are recorded and which rounds stay on the device. Needs no GPU.
+    """Decide which graphs are recorded and which rounds stay on the device. This function needs no GPU.
 
     Args:
         settings: The target's settings.
