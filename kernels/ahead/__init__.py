@@ -2,7 +2,7 @@
 
 The first start on a machine compiles about a hundred kernel variants, and each takes about a third of a
 second. Without this package, the variants are compiled one after the other. Only the launching code
-determines which variants are needed, so that code is rehearsed:
+determines which variants are needed. This package therefore rehearses that code:
 
 1. The code runs as usual, but no kernel is launched. Outputs are zeros (`_launch.empty`).
 2. A worker process compiles each missing kernel into Triton's cache on disk. The process receives the
@@ -72,8 +72,8 @@ def compile_ahead(
             are skipped.
         tell: Progress callback, called with the number of compiled kernels and the total.
         limit_s: Longest wait in seconds. Kernels whose compilation has not started when the wait ends are
-            compiled when they are launched. With None, do not wait, and compile all kernels in the
-            background.
+            compiled when they are launched. With None, the function does not wait, and
+            all kernels are compiled in the background.
 
     Returns:
         The number of kernels that were compiled; 0 if `device` is not a GPU.
@@ -105,7 +105,7 @@ def compile_ahead(
 
 
 def state_of(device: torch.device, work: Work) -> Compiled:
-    """Rehearse a piece of work to find out whether all its kernels are compiled, without compiling any.
+    """Return whether all kernels of a piece of work are compiled. The work is rehearsed; nothing is compiled.
 
     On a device other than a GPU, the work is not rehearsed and counts as compiled.
 

@@ -1,8 +1,7 @@
 """Entry point of a worker process of `CompilerPool`: compiles kernels named on standard input.
 
 The process reads one JSON object per line until standard input ends, and writes a reply of one line to
-standard output for each object.
-An object has these fields:
+standard output for each object. An object has these fields:
 
 - ``module`` and ``name`` identify a kernel of this package.
 - ``target`` describes the GPU: backend, architecture and warp size.

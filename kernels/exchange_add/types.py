@@ -25,8 +25,9 @@ class Boxes:
 
     Use the boxes from one stream at a time. Every rank must make the same calls in the same order.
 
-    An inbox has two slots, which every tile uses alternately. A rank writes to a slot again only after it has
-    received data that every other rank sent after emptying that slot.
+    An inbox has two slots, which every tile uses alternately. Before a rank writes to a slot
+    again, every other rank has emptied that slot. The rank can rely on this, because it has received data
+    that the other ranks sent after they had emptied the slot.
 
     Attributes:
         rank: Rank that this view belongs to.

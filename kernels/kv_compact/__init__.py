@@ -34,7 +34,7 @@ def kv_compact(
         cached_lens: ``[bs] int32``; tree node n of sequence b is at token index ``cached_lens[b] + n``. If
             `table_rows` is given, `cached_lens` may have more than bs entries, and these are ignored.
         path: ``[bs, N] int32`` as returned by `verify_tree`: node indices, root first, padded with -1. Rows
-            may be strided. A sequence accepts fewer than N nodes.
+            may be strided. At most N - 1 drafts are accepted.
         num_accepted: ``[bs] int32``, number of accepted drafts, the root excluded. -1 leaves the sequence
             unchanged.
         table_rows: ``[bs] int32``, the row of `page_table` of each sequence, or None; -1 leaves the sequence

@@ -34,7 +34,7 @@ class RuleState:
         bias_tokens: ``[S, B] int32``, ascending; unused entries have the largest int32.
         bias_values: ``[S, B] fp32``.
         num_phrases: ``[S] int32``, number of bad words that have several tokens.
-        phrase_starts: ``[S, P + 1] int32``, first token of each bad word in `phrase_tokens`.
+        phrase_starts: ``[S, P + 1] int32``, index in `phrase_tokens` of each bad word's first token.
         phrase_tokens: ``[S, T] int32``, the tokens of the bad words, one word after the other.
         tail: ``[S, TAIL] int32``; the output token at index i of the sequence is at ``i % TAIL``.
         tops: ``[S] int32``, number of alternatives whose logprobs the client wants; -1 for no logprobs.

@@ -24,9 +24,10 @@ def merge_attention(
     """Merge two results of attention in fp32, weighted by the log-sum-exp of their scores.
 
     The results belong to the same queries and to disjoint sets of tokens. Except for rounding, the merged
-    result is exactly the attention over both sets together. A log-sum-exp of -inf means that a
-    query saw no token of a set. The result for that set is ignored, even if it is NaN. If both log-sum-exps
-    are -inf, the merged result is zero.
+    result is exactly the attention over both sets together.
+
+    A log-sum-exp of -inf means that a query saw no token of a set. The result for that set is ignored, even
+    if it is NaN. If both log-sum-exps are -inf, the merged result is zero.
 
     Args:
         first, second: ``[rows, heads, dim]`` fp32/bf16/fp16, not necessarily of the same dtype; any strides

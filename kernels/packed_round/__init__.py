@@ -7,6 +7,8 @@ round computes the nodes of all entries as packed rows, one entry behind the oth
 An entry takes part in the round if the entry has rows, its slot has a token, and the slot has not reached its
 limit. All other entries are idle, and nothing is stored or accepted for idle entries.
 
+A round uses four ops:
+
 1. `gather_group` copies the state of the slots that draft with one tree shape.
 2. `pack_trees` places the drafted trees in the packed rows.
 3. `place_entries` adds the roots of all other entries and locates every row.
@@ -60,8 +62,8 @@ def gather_group(
         sampling: Sampling parameters of all slots.
         members: ``[G] int32``, the entry of each row of the group; -1 for an idle row.
         entries: The entries of the round.
-        group: Receives the rows. Its columns C may be fewer than R. The caller ensures that no member has
-            more than C tokens.
+        group: Receives the rows. It has C columns, and C may be less than R. The caller ensures that no
+            member has more than C tokens.
 
     Raises:
         ValueError: A tensor's shape, dtype or layout is wrong. The message names the tensor.
@@ -133,7 +135,8 @@ def pack_trees(
 ) -> None:
     """Write the trees of a group to the packed rows of their entries, in place.
 
-    A tree with more nodes than its entry has rows is cut. Parents precede children, so a cut tree is valid.
+    If a tree has more nodes than its entry has rows, the tree is cut. Parents precede children, so a cut tree
+    is valid.
 
     Args:
         tokens, parents, depths: ``[G, N] int32``, the trees, one per row of the group.

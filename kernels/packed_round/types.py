@@ -11,13 +11,14 @@ from outrider.kernels.verify.types import SamplingTensors
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """State of each slot that one round leaves for the next. A slot belongs to one decoding sequence.
+    """State that each slot keeps from one round to the next. A slot belongs to one decoding sequence.
 
     Attributes:
         committed_lens: ``[S] int32``, number of committed tokens, the root included.
         limits: ``[S] int32``; a slot takes part while its committed_len is below its limit.
-        tokens: ``[S, R] int32``, contiguous; the tokens that the slot's last round chose, padded with 0.
-        counts: ``[S] int32``, number of tokens that the slot's last round chose; 0 for an idle slot.
+        tokens: ``[S, R] int32``, contiguous; the tokens that the last round chose for the slot, padded
+            with 0.
+        counts: ``[S] int32``, number of tokens that the last round chose for the slot; 0 for an idle slot.
     """
 
     committed_lens: torch.Tensor
@@ -33,7 +34,7 @@ class Entries:
     Attributes:
         slots: ``[E] int32``, the slot of each entry; -1 for padding.
         starts: ``[E + 1] int32``, ascending. Entry e owns the packed rows ``[starts[e], starts[e + 1])``.
-        drafted: ``[E] int32``, 1 if `pack_trees` writes the entry's tree, 0 if the entry's tree is its root.
+        drafted: ``[E] int32``, 1 if `pack_trees` writes the entry's tree, 0 if the tree has only a root.
         captures: ``[E] int32``, 1 if the feature rows of the entry's accepted nodes are stored.
     """
 

@@ -1,7 +1,7 @@
 """Triton version of post_round. The package documents the contract.
 
 Most results have few words, so one program copies them and advances the turn. Several programs share a large
-result, and another launch advances the turn when all of them have read it.
+result, and another launch advances the turn after all programs have read the turn.
 """
 
 from __future__ import annotations

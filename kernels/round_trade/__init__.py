@@ -1,4 +1,4 @@
-"""round_trade: exchanges a round's data with another process: post and fetch blobs, admit states, pack trees.
+"""round_trade: exchanges a round's data with another process: copies blobs, drops old states, packs trees.
 
 Kernels copy the blobs, because starting the GPU's copy engines takes longer than transferring 50 kB.
 """

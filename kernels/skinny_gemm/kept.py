@@ -125,8 +125,9 @@ def trying_alone(path: Path) -> Iterator[bool]:
     """Keep other processes from trying tiles for the same file, because trials slow each other down.
 
     Yields:
-        False if another process is trying tiles now. If the lock file cannot be written, the result is always
-        True. Processes then do not exclude each other, and results cannot be stored.
+        True if no other process is trying tiles now, otherwise False. If the lock file cannot be written, the
+        result is always True. In this case, processes do not exclude each other, and results cannot be
+        stored.
     """
     with contextlib.ExitStack() as held:
         try:

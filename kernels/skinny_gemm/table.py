@@ -61,7 +61,7 @@ def choose_tile(epilogue: Epilogue, x: torch.Tensor, weight: torch.Tensor) -> Ti
     """Return the measured tile for a product, or the tile of `guess_tile` if there is no measured tile.
 
     A tile that was measured for more rows also counts if no tile was measured for exactly this row count.
-    Products of more than `FEW_ROWS` rows without a measured tile are left to the library.
+    If a product of more than `FEW_ROWS` rows has no measured tile, the library computes the product.
 
     Args:
         epilogue: Operation that follows the product.
@@ -96,8 +96,8 @@ def needs_trial(product: Product, device: str) -> bool:
     """Return whether a product has not been measured yet on this kind of device.
 
     On `STORED_OF`, a product with a tile in ``tiles.json`` counts as measured. Otherwise, a product counts as
-    measured only after a trial of exactly this row count. A trial of more rows is not enough, because that
-    trial may come from an interrupted run.
+    measured only after a trial of exactly this row count. A trial of more rows is not enough, because an
+    interrupted run may have tried only some row counts.
     """
     if device == STORED_OF and _nearest(_stored_rows(product), product.rows) is not None:
         return False

@@ -81,9 +81,10 @@ class Tile:
         method: Way to compute the product.
         block_n: Outputs per program: rows of the weight, or pairs of rows if gated or rotated.
         block_k: Columns per step (DOT, WIDE).
-        splits: Number of programs that share the columns of an output. SUM and products of pairs do not
-            split. The next kernel adds the programs' sums in order. If the method is DOT and the product is
-            added to a residual, the program that finishes last adds the sums instead.
+        splits: Number of programs that share the columns of an output. Products with method SUM and
+            products of pairs have one split. The next kernel adds the programs' sums in order. If the method
+            is DOT and the product is added to a residual, the program that finishes last adds the sums
+            instead.
         warps: Warps per program.
         stages: Pipeline stages of a program.
         block_m: Rows per program (WIDE).

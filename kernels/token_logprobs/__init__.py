@@ -15,7 +15,7 @@ __all__ = ["MAX_TOP", "WORDS", "token_logprobs"]
 def token_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, tops: torch.Tensor
 ) -> torch.Tensor:
-    """Return, for each result, the log-probability of one token and those of the most likely tokens.
+    """Return, for each result, the log-probabilities of one token and of the most likely tokens.
 
     The distribution is the softmax of the logits, computed in fp32. Tokens are ordered by (logit descending,
     id ascending).

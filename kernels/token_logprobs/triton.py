@@ -1,8 +1,8 @@
 """Triton version of token_logprobs. The package documents the contract.
 
-The first launch has one program per result and part of the vocabulary: it finds the part's maximum, the sum of
-its exponentials, and its most likely tokens. The second launch merges the parts of each result. A
-program whose row needs no logprobs returns before it loads a logit.
+The first launch has one program per result and part of the vocabulary. Each program finds the part's maximum,
+the sum of the part's exponentials, and the part's most likely tokens. The second launch merges the parts of
+each result. A program whose row needs no logprobs returns before it loads a logit.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def part_scores(logits, row, row_stride, token, vocab, heat):
 
 @triton.jit
 def score_keys(logit, score, SHORT: tl.constexpr):
-    """Map each score to an int32 key, so that keys compare as the scores do.
+    """Map each score to an int32 key. The keys have the same order as the scores.
 
     With SHORT, the logits were bf16, and the keys have only 16 bits. Different bf16 logits have different
     scores at any temperature, so the bits of a logit can be its key.

@@ -59,8 +59,8 @@ def load_constants(
 ):
     """Return the weights that an epilogue needs for outputs n.
 
-    These are the scale, the bias and the norm's weight, and for pairs also the scale and the bias of the
-    second row.
+    These are the scale, the bias and the norm's weight. For pairs, they also include the scale and the bias
+    of the second row.
 
     No kernel writes weights, so a program loads them before it waits for the previous kernel. If the weights
     were loaded after the product, each load would cost a memory latency.
@@ -143,8 +143,8 @@ def finish(
     """Finish the products `acc` ``[rows of a tile, M] fp32`` of rows m, and store the results.
 
     `load_constants` returns `constants`, `load_rows` returns `factor` and `before`, and `look_up` returns
-    `found`. With TRIGGER, these are the program's last stores, and the next kernel is released just before
-    them.
+    `found`. With TRIGGER, the stores of the results are the program's last stores, and the next kernel is
+    released just before these stores.
     """
     PAIRED: tl.constexpr = EPILOGUE >= 2
     scale, scale_high, offset, offset_high, norm = constants

@@ -27,7 +27,7 @@ def fold(
         query: ``[BLOCK_M, BLOCK_D]``. With TRANSPOSED, the query and the weighted sum are
             ``[BLOCK_D, BLOCK_M]``.
         pages: Pages of the first step's token indices. Each step loads the pages of the next step, so that
-            the next step's loads of K and V do not wait for them.
+            the next step's loads of K and V do not wait for page numbers.
         shared_end: Without WINDOW, all pairs see all indices below this end.
         scale: Positive factor that gives scores in units of log2. With SOFTCAP, scores are multiplied by this
             factor before the cap is applied.

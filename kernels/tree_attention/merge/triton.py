@@ -117,7 +117,7 @@ def merge_rows(
     merges, partial, stats, sinks, out, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
     RELEASE: tl.constexpr, ROW: tl.constexpr, FEW: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Merge the splits of one row and head. `merges` of a work list locates their partial results.
+    """Merge the splits of one row and head. `merges` locates the partial results (`WorkList`).
 
     A row of at most FEW splits is merged by a smaller block, which loads fewer registers.
     """

@@ -10,9 +10,9 @@ the shares is chosen in one of two ways:
    sequence of up to one and a half times the even size stays whole, because a merge costs more than the
    difference in length.
 
-In both cases, the number of items for second and later splits of all sequences is at most `capacity`. The
-reason is that this number is at most the sum of p * n / W over all sequences, for a sequence with p blocks
-and n steps, and the even size W.
+In both cases, the number of items for second and later splits of all sequences is at most `capacity`. If a
+sequence has p blocks and n steps, and W is the even size, the sequence has at most p * n / W such items. The
+sum of p * n / W over all sequences is at most `capacity`.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ class GraphPlan:
     def shapes_at(self, batch_size: int) -> tuple[DraftShape, ...]:
         """Return the shapes of rounds that are recorded for one batch size.
 
-        The result contains the usual shapes, except shapes that are too large, and all shapes that `auto` may
-        choose.
+        The result contains all usual shapes that are not too large, and all shapes that `auto` may choose.
         """
         usual = (shape for shape in self.shapes if batch_size * shape.max_nodes <= MOST_ROWS)
         return tuple(dict.fromkeys((*usual, *offered_shapes(self.forms, batch_size))))

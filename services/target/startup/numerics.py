@@ -81,7 +81,7 @@ def load_target_model(settings: TargetSettings, progress: Progress | None = None
 def layer_rounding(
     settings: TargetSettings, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> OnLayer | None:
-    """Return a function that rounds each layer to FP8 after loading it, or None without FP8.
+    """Return a function that rounds each layer to FP8 after loading it. Without FP8, return None.
 
     Raises:
         ConfigurationError: The model or the device does not support FP8; see `fp8_rounding`.

@@ -8,10 +8,10 @@ An *error* compares a row of one pass with the same row of another pass. It is t
 difference, divided by the root mean square of the row. The check compares errors with a *bound* at each
 *stage*. The stages are the residual stream after each layer, and the logits.
 
-The function `bounds` computes the bound of a stage in three steps:
+The function `bounds` computes the bound of a stage from three numbers:
 
-- It multiplies the error of the causal chunk by `Limits.slack`. This error depends on the model's depth, its
-  sensitivity to rounding and its kernels, but the chunk involves no tree.
+- Usually, the bound is `Limits.slack` times the error of the causal chunk. This error depends on the model's
+  depth, its sensitivity to rounding and its kernels, but it does not depend on trees.
 - The bound is never below the *floor*, an error that rounding in a single layer can cause. Otherwise, a chunk
   that happens to round exactly like plain decoding would make the bound 0.
 - The bound is never above the *ceiling*, because rounding does not cause larger errors. Otherwise, a fault
@@ -36,10 +36,12 @@ FP8 products, as on a GPU      6 to 7      6 to 17     0.9      ≥ 1.1    5    
 FP8 cache                      0 to 0.1    0 to 1.7    0.5      ≥ 2      5      70
 =============================  ==========  ==========  =======  =======  =====  =======
 
-"As on a GPU" means that the tree's activations are rounded to 8 bits, but those of plain decoding are not.
+"As on a GPU" means that activations are rounded to 8 bits in the pass over the tree, but not in plain
+decoding.
 
 The planted faults are: one wrong bit in the attention mask (a node sees a node that is not its ancestor, or
-does not see an ancestor), a wrong position, doubled attention scores, two swapped layers, and a stale page.
+does not see an ancestor), a wrong position, doubled attention scores, two swapped layers, and a wrong
+page of the K/V cache.
 In FP8, two kinds of faults cause errors hardly above the bound: wrong mask bits for tokens that get little
 attention, and two swapped layers in a model of 32 layers.
 
