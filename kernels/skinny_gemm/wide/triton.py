@@ -124,8 +124,8 @@ def _wide_tiles(
 def fits(x: torch.Tensor, weight: torch.Tensor, half: int = 1) -> bool:
     """Return whether these kernels can compute a product.
 
-    The kernels need a suitable GPU, operands that a tensor map can express, and a head size that is a power of
-    two.
+    The kernels need a suitable GPU, operands that a tensor map can express, and a head size that is a power
+    of two.
     """
     return _has_room(x.device) and can_map(x, weight) and half & (half - 1) == 0
 

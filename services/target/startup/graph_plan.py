@@ -132,8 +132,8 @@ def await_draft(drafter: Drafter, timeout_s: float, given_up: Callable[[], bool]
     Args:
         drafter: The engine's drafter. The engine's thread must not run yet.
         timeout_s: Maximum wait in seconds. Afterwards, the target serves without its draft.
-        given_up: Function that returns True once waiting is pointless, because the draft has refused, the
-            draft is absent, or the process must end.
+        given_up: Function that returns True if further waiting is pointless, because the draft has refused,
+            the draft is absent, or the process must end.
 
     Returns:
         The time waited, in seconds.

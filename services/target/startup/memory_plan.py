@@ -7,7 +7,7 @@ Weights, draft and reserve come first, and the K/V cache receives the rest of th
 is for CUDA graphs, activations and logits. "Elsewhere" is the memory of other processes and of the CUDA
 context.
 
-Only `gpu_memory` reads the state of a GPU, so all other functions are tested without a GPU.
+Only `gpu_memory` reads the state of a GPU, so all other functions can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def least_tokens(settings: TargetSettings, max_model_len: int) -> int:
 
     Args:
         settings: The target's settings, of which `max_nodes` and `page_size` are used.
-        max_model_len: Length of the longest sequence. A shorter length than `SMALLEST_CONTEXT` replaces
+        max_model_len: Length of the longest sequence. If this length is below `SMALLEST_CONTEXT`, it replaces
             `SMALLEST_CONTEXT`.
     """
     tokens = min(max_model_len, SMALLEST_CONTEXT) + settings.max_nodes + 2
@@ -275,7 +275,8 @@ def more_tokens(settings: TargetSettings) -> int:
 def gpu_memory(device: torch.device) -> tuple[int, int] | None:
     """Return the free and total bytes of a GPU; None on a CPU.
 
-    The function first releases memory that torch only caches, e.g. of weights before quantization.
+    The function first releases memory that torch caches but does not use, e.g. memory of weights that were
+    quantized.
     """
     if device.type != "cuda":
         return None

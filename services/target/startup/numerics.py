@@ -105,7 +105,7 @@ def prepare_attention(settings: TargetSettings, decoder: Decoder) -> AttentionBa
 
 
 def prepare_rank(settings: TargetSettings, decoder: Decoder) -> AttentionBackend:
-    """Prepare the loaded decoder and this thread, which runs the passes of a rank above 0.
+    """Prepare the loaded decoder and the calling thread, which runs the passes of a rank above 0.
 
     Returns:
         The rank's attention.

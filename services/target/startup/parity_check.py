@@ -126,7 +126,10 @@ def check_parity(runner: ModelRunner) -> Parity | None:
 
 
 def _compare(runner: ModelRunner, prompt: int, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the errors of the three comparisons and their bounds, both ``[comparisons, nodes, stages]``."""
+    """Return the errors of the three comparisons and their bounds, both ``[comparisons, nodes, stages]``.
+
+    After the first layer, the bound of the second and third comparison is the floor.
+    """
     tokens = _tokens(runner, prompt)
     plain = _plain(runner, prompt, tokens)
     chunk = _chunk(runner, prompt, tokens)

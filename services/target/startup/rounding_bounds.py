@@ -40,10 +40,9 @@ FP8 cache                      0 to 0.1    0 to 1.7    0.5      ≥ 2      5    
 decoding.
 
 The planted faults are: one wrong bit in the attention mask (a node sees a node that is not its ancestor, or
-does not see an ancestor), a wrong position, doubled attention scores, two swapped layers, and a wrong
-page of the K/V cache.
-In FP8, two kinds of faults cause errors hardly above the bound: wrong mask bits for tokens that get little
-attention, and two swapped layers in a model of 32 layers.
+does not see an ancestor), a wrong position, doubled attention scores, two swapped layers, and a wrong page of
+the K/V cache. In FP8, two kinds of faults cause errors hardly above the bound: wrong mask bits for tokens
+that get little attention, and two swapped layers in a model of 32 layers.
 
 A correct model may exceed the bound with one prompt, as the value 1.3 shows. The check therefore refuses a
 model (i.e. stops the start) only if the same row exceeds the bound at the same stage with several prompts.
@@ -77,8 +76,8 @@ class Limits:
         name: Name of the data type that determines the limits, for messages.
         floor: Smallest bound.
         ceiling: Largest bound.
-        slack: Factor on the measured error of a causal chunk. Between floor and ceiling, the product is the
-            bound.
+        slack: Factor on the measured error of a causal chunk. The bound is this product, limited by `floor`
+            and `ceiling`.
         may_route: True if the model may be a mixture of experts, where rounding may select another expert.
     """
 

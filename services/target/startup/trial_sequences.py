@@ -22,7 +22,7 @@ class _NoSink(EventSink):
 
 
 def trial_sequence(runner: ModelRunner, attempt: int, length: int = PROMPT_LEN) -> Sequence:
-    """Return a sequence with a page lease and a prompt of `length` tokens, which depends on `attempt`.
+    """Return a sequence with a page lease and a prompt of `length` tokens. `attempt` selects the tokens.
 
     Raises:
         OutriderError: The KV cache is too small.

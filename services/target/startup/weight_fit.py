@@ -135,7 +135,7 @@ class WeightSizes:
     ) -> int:
         """Return the peak bytes per rank while loading.
 
-        With FP8, one layer at a time also exists in its unrounded form.
+        With FP8, the peak also includes one layer in its unrounded form.
 
         Args:
             ranks, rounded, dtype: The same arguments as those of `of_rank`.
