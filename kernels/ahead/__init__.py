@@ -105,9 +105,10 @@ def compile_ahead(
 
 
 def state_of(device: torch.device, work: Work) -> Compiled:
-    """Return whether all kernels of a piece of work are compiled. The work is rehearsed; nothing is compiled.
+    """Return whether all kernels of a piece of work are compiled. Compile no kernel.
 
-    On a device other than a GPU, the work is not rehearsed and counts as compiled.
+    On a GPU, the work is rehearsed to find its kernels. On any other device, the work is not rehearsed and
+    counts as compiled.
 
     Example:
         >>> import torch
@@ -129,8 +130,9 @@ def state_of(device: torch.device, work: Work) -> Compiled:
 def compiled_or_soon(device: torch.device, work: Work) -> bool:
     """Return whether all kernels of a piece of work are compiled, and start to compile the missing ones.
 
-    Kernels that cannot be compiled ahead count as compiled, because only their launch can compile them. On a
-    device other than a GPU, the work is not rehearsed and counts as compiled.
+    Kernels that cannot be compiled ahead count as compiled, because only their launch can compile them.
+    On a GPU, the work is rehearsed to find its kernels. On any other device, the work is not rehearsed and
+    counts as compiled.
 
     Example:
         >>> import torch
