@@ -9,9 +9,9 @@ states:
     stored       a PageStore      eviction, or the end of the last lease that reads a removed page
 
 The first `PageLease.shared` pages of a lease are stored pages, which other leases may read too. No other
-lease contains any of the later pages. After every call, ``free_pages + held_pages + stored pages ==
-num_pages`` holds, and `PageAllocator.check` asserts this equation. When a lease has ended, only the allocator
-and the store still have the numbers of the lease's pages.
+lease contains any of the later pages. The equation ``free_pages + held_pages + stored pages == num_pages``
+holds after every call, and `PageAllocator.check` asserts it. When a lease has ended, only the allocator and
+the store still have the numbers of the lease's pages.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class PageLease:
 
     Attributes:
         pages: The page numbers. Empty after release. Only the lease itself may modify the list.
-        shared: Number of leading pages that belong to the store. The sequence may read these pages, but must
-            never write them.
+        shared: Number of leading pages that belong to the store. Such a page must not be written after other
+            sequences may read it.
         version: Changes whenever `pages` changes, so that callers can cache copies of the page table.
     """
 
