@@ -99,6 +99,6 @@ class PaddedRows:
 
     def _upload(self) -> None:
         fresh = torch.from_numpy(self._host)
-        # The host does not wait for a copy from pinned memory. torch keeps that memory until the copy is done.
-        # pin_memory() has copied the array to pinned memory, so the array may change immediately.
+        # The host does not wait for a copy from pinned memory. torch keeps it until the copy is done.
+        # pin_memory() has copied the array to pinned memory, so the array may change now.
         self._buffer.copy_(fresh.pin_memory() if self._buffer.is_cuda else fresh, non_blocking=True)

@@ -55,7 +55,7 @@ class Tile:
 
 
 def shapes_of(most_rows: int, sizes: Sequence[int] = SIZES) -> list[TileShape]:
-    """Return the tile shapes that chunks of up to `most_rows` rows need, with the most useful shapes first."""
+    """Return the tile shapes that chunks of up to `most_rows` rows need, most useful shapes first."""
     row_sizes = _row_sizes(most_rows, sizes)
     squares = [TileShape(rows, rows, True) for rows in row_sizes]
     return squares + [TileShape(rows, keys, False) for keys in sizes for rows in row_sizes if rows <= keys]
