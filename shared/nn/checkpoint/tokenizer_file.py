@@ -42,7 +42,7 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return a map of tokens to ids. In a Unigram vocabulary, a list of (token, score), the index is the id."""
+    """Return a map of tokens to ids. A Unigram vocabulary is a list of (token, score) in the order of ids."""
     vocabulary = (raw.get("model") or {}).get("vocab") or {}
     tokens = (
         dict(vocabulary)
