@@ -50,9 +50,9 @@ class PageAllocator:
     consecutive, so that attention on the CPU can read K/V in place:
 
     - A lease grows into the page after its last page if that page is free.
-    - A new lease starts in the middle of the largest free run, so that the lease that ends where the run
-      starts can still grow. If the run begins with page 0, or if the second half of the run is too short, the
-      new lease starts at the beginning of the run.
+    - A new lease starts in the middle of the largest free run. A lease that ends just before this run can
+      then still grow. If the run begins with page 0, or if the second half of the run is too short, the new
+      lease starts at the beginning of the run.
 
     Attributes:
         store: Keeps pages of ended leases. With None, the pages of an ended lease become free.

@@ -136,7 +136,7 @@ class KVPool:
             ) from error
 
     def planes(self) -> list[torch.Tensor]:
-        """Return every plane in the form for `kv_compact`: K and V of all layers, then the features."""
+        """Return every plane, in a form that `kv_compact` accepts: K and V of all layers, then the features."""
         planes = [plane for layer in self._storage.unbind(0) for plane in layer.unbind(0)]
         return planes if self.features is None else [*planes, self.features]
 
@@ -148,7 +148,7 @@ class KVPool:
         num_accepted: torch.Tensor,
         table_rows: torch.Tensor | None = None,
     ) -> None:
-        """Move the accepted nodes' K and V to the committed slots of every layer (see `kv_compact`).
+        """In every layer, move K and V of the accepted tree nodes to the committed slots (see `kv_compact`).
 
         Feature rows are not moved.
         """

@@ -113,8 +113,8 @@ class Decoder:
         because CUDA graphs that are already recorded would still read the old weights.
 
         Raises:
-            ConfigurationError: A layer is not dense with plain attention, or the weights are fp32 on a CPU,
-                or this process has only a share of the model.
+            ConfigurationError: The layers do not consist of plain attention and a dense MLP, the weights are
+                fp32 on a CPU, or this process has only a share of the model.
         """
         try:
             for layer in self.layers:
@@ -128,7 +128,7 @@ class Decoder:
         self._fuse()
 
     def use_rounded(self, head: Linear) -> None:
-        """From now on, compute logits with `head`, an FP8 copy of the output head. Do not change `lm_head`."""
+        """From now on, compute logits with `head`, an FP8 copy of the output head. Keep `lm_head` as it is."""
         self._head = head
         self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
 

@@ -267,9 +267,9 @@ def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
 def store_of_these(store: Store) -> Store:
     """Return a section of the store that no earlier set of ranks has used.
 
-    The ranks must be connected already. The section is named after the secret that the ranks share. The
-    restart count of torchrun would not be a suitable name: a host counts only the restarts that were caused
-    by failures on the same host, so the counts of two hosts may differ.
+    The ranks must be connected already. The section is named after the secret that the ranks share. It could
+    not be named after torchrun's count of restarts. Each host counts only the restarts that its own failures
+    caused, so the counts of two hosts may differ.
     """
     return PrefixStore(bytes(store.get(ADDRESS_KEY)).decode().split(" ")[2], store)
 

@@ -20,8 +20,8 @@ from outrider.shared.parallel.collectives import Collectives
 SUMMED_PARTS_BYTES = 128 << 10
 """Largest size, in bytes, of partial sums that a rank sends without adding them up first.
 
-A rank's product may consist of several partial sums. If they are small, an all-reduce of all of them takes
-less time than first adding them up, because that addition is another kernel launch.
+A rank's product may consist of several partial sums. Adding them up first would need another kernel launch.
+If the partial sums are small, an all-reduce of all of them takes less time than this launch.
 """
 
 

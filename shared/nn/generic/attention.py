@@ -111,8 +111,8 @@ class Call:
     Attributes:
         module: Module that made the call.
         q_shape, k_shape, v_shape: Shapes of the call's query, key and value.
-        mask: The `MaskRule` that was passed as the mask, or any other object that was passed instead.
-        options: All other arguments.
+        mask: The mask argument of the call: a `MaskRule`, or another object if the model makes its own mask.
+        options: All other keyword arguments.
     """
 
     module: nn.Module

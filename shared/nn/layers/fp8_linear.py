@@ -48,7 +48,7 @@ class Fp8Linear(Linear):
         """Quantize a linear layer.
 
         Raises:
-            TypeError: The weight is packed for a CPU, split across processes, or already in FP8.
+            TypeError: The weight is packed for a CPU, split over several processes, or in FP8 already.
         """
         if type(linear) is not Linear or linear.packed:
             raise TypeError("FP8 weights can only be made from whole bf16, fp16 or (on a GPU) fp32 weights")
