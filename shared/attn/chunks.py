@@ -236,7 +236,7 @@ class ChunkAttention:
 
 
 def _tokens(plane: torch.Tensor, pages: torch.Tensor, first: int, count: int, stop: int) -> torch.Tensor:
-    """Copy the tokens ``[first, first + count)`` of a sequence to a contiguous ``[count, kv_heads, dim]``.
+    """Return a contiguous copy ``[count, kv_heads, dim]`` of a sequence's tokens ``[first, first + count)``.
 
     Tokens from `stop` on are replaced by zeros. Only padding rows see these tokens, and their results are
     dropped, but a leftover NaN would spread to other rows.

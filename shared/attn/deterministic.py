@@ -1,4 +1,4 @@
-"""Attention whose result for a row depends only on the tokens that it sees, not on other rows or on slots."""
+"""Attention that computes a row from only the tokens that the row sees, regardless of other rows or slots."""
 
 from __future__ import annotations
 

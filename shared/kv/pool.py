@@ -136,7 +136,7 @@ class KVPool:
             ) from error
 
     def planes(self) -> list[torch.Tensor]:
-        """Return every plane, in a form that `kv_compact` accepts: K and V of all layers, then the features."""
+        """Return every plane in a form for `kv_compact`: K and V of all layers, then the feature plane."""
         planes = [plane for layer in self._storage.unbind(0) for plane in layer.unbind(0)]
         return planes if self.features is None else [*planes, self.features]
 

@@ -128,7 +128,7 @@ class Decoder:
         self._fuse()
 
     def use_rounded(self, head: Linear) -> None:
-        """From now on, compute logits with `head`, an FP8 copy of the output head. Keep `lm_head` as it is."""
+        """From now on, use `head`, an FP8 copy of the output head, for logits. `lm_head` does not change."""
         self._head = head
         self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
 
