@@ -13,7 +13,7 @@ LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
-"""Pairs of file names, in search order: the name of an index, and the name of a single file without index."""
+"""Pairs of names, in search order: an index file, and the single file that a folder has instead."""
 
 
 class CheckpointFiles:

@@ -360,7 +360,7 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def is_weight(dtype: torch.dtype) -> bool:
-    """True if weights of this stored type can be converted. Integers cannot, nor FP8, which needs scales."""
+    """True if weights of this stored type can be converted. Integers cannot. FP8 cannot without scales."""
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -370,7 +370,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the result of `_is_finite` as a ``[] bool`` tensor on the device. Do not wait for the device.
+    """Return a ``[] bool`` tensor on the device: the result of `_is_finite`. Do not wait for the device.
 
     The function reads the tensor once. It makes a copy only if the tensor is FP8.
     """

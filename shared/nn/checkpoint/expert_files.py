@@ -60,7 +60,7 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """Layout of gpt-oss in bf16, in which one tensor contains a matrix of all experts.
+    """Layout of gpt-oss in bf16, in which a single tensor contains the matrices of all experts.
 
     The input dimension of each matrix comes before the output dimension. In a gate_up matrix, columns of gate
     and up alternate.

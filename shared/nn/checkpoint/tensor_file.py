@@ -65,7 +65,7 @@ class TensorFile(Protocol):
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a host tensor, which may share the file's memory. If you keep it, copy it before `close`."""
+        """Return a host tensor, which may share the file's memory. To keep it, copy it before `close`."""
         ...
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class SafetensorsFile(TensorFile):
         return self._tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a host tensor that shares the mapping, or a copy if the tensor is misaligned in the file."""
+        """Return a host tensor, which shares the mapping unless it is misaligned. To keep it, copy it before `close`."""
         info = self._tensors[name]
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
@@ -229,7 +229,7 @@ class PickledFile(TensorFile):
         return self._tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a host tensor, which may map the file. If you keep it, copy it before `close`."""
+        """Return a host tensor, which may map the file. To keep it, copy it before `close`."""
         return self._content[name]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Defines `TensorSource`, which supplies tensors to layers, and `ExpectedTensors`, which lists them."""
+"""Defines `TensorSource`, which supplies tensors to layers, and `ExpectedTensors`, a list of them."""
 
 from __future__ import annotations
 
