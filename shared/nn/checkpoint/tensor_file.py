@@ -119,7 +119,7 @@ class SafetensorsFile(TensorFile):
         return self._tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a host tensor, which shares the mapping unless misaligned. Copy it before `close` to keep it."""
+        """Return a host tensor, which shares the mapping unless misaligned. Copy it before `close`."""
         info = self._tensors[name]
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
