@@ -1,4 +1,4 @@
-"""Attention over paged K/V: the batch of a step, and backends that plan once per step and run per layer."""
+"""Attention over paged K/V: describes a step's batch, and contains backends that attend for each layer."""
 
 from outrider.shared.attn.base import (
     AttentionBackend,

@@ -1,4 +1,4 @@
-"""The interface of attention backends to a decoder's layers: plan once per step, run once per layer."""
+"""The interface between a decoder's layers and attention backends: plan once per step, run once per layer."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ from outrider.shared.kv.pool import KVPool
 from outrider.shared.kv.upload import upload
 
 MANY_ROWS = 256
-"""Number of rows above which numpy computes slots faster than Python."""
+"""Number of rows above which NumPy computes slots faster than plain Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Describes which tokens each row of one forward pass sees, and the slots of the rows' K/V.
+    """Describes which tokens each row of one forward pass sees, and where each row's K/V is stored.
 
     Rows of one sequence are consecutive. Every row sees the whole prefix ``[0, prefix_len)`` of its sequence.
-    Past the prefix:
+    Which later tokens a row sees depends on `ancestors`:
 
     - With `ancestors`, a row sees token index ``prefix_len + j`` iff bit j of its mask is set.
-    - Without `ancestors`, rows are causal: row i of n sees token indices up to ``kv_len - n + i``.
+    - Without `ancestors`, rows are causal. If a sequence has n rows, its row i sees all token indices up to
+      and including ``kv_len - n + i``.
 
-    The tensors may be buffers that are reused (CUDA graphs). Backends read them while the step runs and keep
-    no reference to them.
+    Callers may reuse the tensors as buffers of CUDA graphs. Backends therefore read the tensors while the
+    step runs, and keep no reference to them afterwards.
 
     Attributes:
         page_table: ``[bs, max_pages] int32``. With `table_rows`, it may have any number of rows.
-        prefix_lens: ``[bs] int32``.
-        kv_lens: ``[bs] int32``. Largest number of tokens that a row sees, including this step's rows.
+        prefix_lens: ``[bs] int32``. Number of tokens that every row of the sequence sees.
+        kv_lens: ``[bs] int32``. Number of tokens of the sequence, including this step's rows. No row sees
+            more tokens.
         query_start: ``[bs + 1] int32``. Rows of sequence b are ``[query_start[b], query_start[b + 1])``.
         ancestors: ``[rows, words] int32`` bit masks, or None for causal rows.
         slots: ``[rows] int64``. The slot of each row's K/V, or -1 to store nothing.
-        max_query_len: Upper bound of the number of rows of a sequence. It is a host number, so reading it
-            never waits.
-        max_kv_len: An upper bound of kv_lens, as a host number.
+        max_query_len: Upper bound of the number of rows of a sequence. It is a number on the host, so reading
+            it does not wait for the device.
+        max_kv_len: Upper bound of `kv_lens`, also a number on the host.
         table_rows: ``[bs] int32``. The row of `page_table` that belongs to each sequence, or -1 for an idle
-            sequence. None means that sequence b uses row b.
-        ragged: True if sequences differ and only the device knows how. Attention then plans its work on the
-            device, and its grid depends on the number of rows and on `max_query_len`, but not on
-            `max_kv_len`. A sequence may have no rows. An idle sequence has the table row -1 or no tokens, and
-            its rows are padding, whose results are zeros.
+            sequence. With None, sequence b uses row b.
+        ragged: True if sequences have different numbers of rows that only the device knows. The backend then
+            plans its work on the device. The grid of its kernels depends on the number of rows and on
+            `max_query_len`, but not on `max_kv_len`. A sequence may have no rows. A sequence is idle if its
+            table row is -1 or if it has no tokens. Rows of idle sequences are padding, and their results are
+            zeros.
         host_lens: For each sequence of a causal batch, the token index of its first row and its number of
-            rows, as host numbers. None if the host does not know them or the batch has `ancestors`.
+            rows, as numbers on the host. None if the batch has `ancestors`, or if these numbers are known
+            only on the device.
     """
 
     page_table: torch.Tensor
@@ -69,7 +73,7 @@ class AttentionBackend(Protocol):
 
     @property
     def batch(self) -> AttentionBatch | None:
-        """The batch planned last, which tensor parallelism sends to the other processes."""
+        """The batch of the last `plan` call. Tensor parallelism sends this batch to the other processes."""
         ...
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -88,7 +92,7 @@ class AttentionBackend(Protocol):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Store K/V into the pool's planes of `layer`, then attend.
+        """Store the rows' K and V in the pool's planes of a layer, then attend.
 
         Args:
             layer: Index of the layer within the pool.
@@ -97,13 +101,14 @@ class AttentionBackend(Protocol):
                 values from k.
             pool: The pool that stores K/V.
             scale: Factor on the scores, usually head_dim ** -0.5.
-            window: If above 0, a row at position p sees only positions above p - window. A tree row's
-                position is its prefix plus its number of ancestors. A tree row sees its nearest
-                ``window - 1`` ancestors, because parents have lower columns than their children.
-            sinks: ``[heads] fp32``, one logit per head that takes part in the softmax but has no value,
-                or None.
-            softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask, as in
-                Gemma 2. Sinks are not capped.
+            window: If above 0, a row at position p sees only positions above p - window. The position of a
+                tree row is its prefix length plus its number of ancestors. Past the prefix, a tree row
+                therefore sees at most its nearest ``window - 1`` ancestors. This relies on trees in which
+                every parent has a lower column than its children.
+            sinks: ``[heads] fp32``, or None. Each head has one logit that takes part in the softmax but has
+                no value vector.
+            softcap: If above 0, scaled scores s become ``softcap * tanh(s / softcap)`` before the mask is
+                applied, as in Gemma 2. Sinks are not capped.
 
         Returns:
             ``[rows, heads * head_dim]`` in q's dtype.
@@ -120,19 +125,21 @@ def build_batch(
     ancestors: torch.Tensor | None = None,
     prefix_lens: Sequence[int] | None = None,
 ) -> AttentionBatch:
-    """Build the batch of a step from host lengths. Takes one copy per tensor and never waits for the device.
+    """Build the batch of a step from lengths on the host.
+
+    The function makes one copy to the device per tensor and never waits for the device.
 
     Args:
         pool: The pool of the leases.
         leases: One lease per sequence, each long enough for ``starts[b] + counts[b]`` tokens.
-        starts: Token index of each sequence's first row. Its rows use the slots of the indices
+        starts: Token index of each sequence's first row. The rows use the slots of the token indices
             ``[start, start + count)``.
         counts: Number of rows of each sequence, ≥ 1.
-        ancestors: ``[sum(counts), words] int32`` masks of tree rows (bit j is token index prefix_len + j), or
-            None for causal rows.
-        prefix_lens: Number of tokens that all rows of a sequence see. Defaults to `starts`. The number is
-            smaller than the start if a tree grows level by level. The earlier levels then lie between the
-            prefix and the start, and rows see these levels through mask bits only.
+        ancestors: ``[sum(counts), words] int32`` masks of tree rows, or None for causal rows. Bit j of a mask
+            stands for token index prefix_len + j.
+        prefix_lens: Number of tokens that all rows of a sequence see. Defaults to `starts`. If a tree grows
+            level by level, the number is smaller than the start, because the tree's earlier levels lie
+            between the prefix and the start. Rows see these levels only through bits of their masks.
 
     Raises:
         ValueError: A lease is too short.
@@ -171,7 +178,7 @@ def build_batch(
 
 
 def host_table_rows(batch: AttentionBatch) -> list[int]:
-    """Return the row of the page table of each sequence, or -1 for an idle one. May wait for the device."""
+    """Return each sequence's row of the page table, or -1 if it is idle. May wait for the device."""
     if batch.table_rows is None:
         return list(range(batch.kv_lens.shape[0]))
     return batch.table_rows.tolist()
@@ -185,13 +192,13 @@ def pack_rows(padded: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 def causal_ancestors(count: int, words: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return causal masks ``[count, words] int32``: row i has bits 0…i.
+    """Return masks ``[count, words] int32`` of causal rows. Row i has the bits 0 to i.
 
-    Use these masks in batches that mix causal and tree rows.
+    Use these masks in batches that contain both causal rows and tree rows.
 
     Args:
         count: Number of rows, at most ``32 * words``.
-        words: Mask words per row. The batch's widest tree determines the number.
+        words: Number of mask words per row, which must suffice for the largest tree of the batch.
         device: Device of the masks.
 
     Raises:
@@ -208,7 +215,7 @@ def causal_ancestors(count: int, words: int, device: torch.device | str = "cpu")
 def visible_columns(ancestors: torch.Tensor, num_columns: int) -> torch.Tensor:
     """Unpack mask words ``[rows, words] int32`` into ``[rows, num_columns] bool``.
 
-    Columns past the last mask bit are False.
+    Columns for which the words have no bit are False.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=ancestors.device)
     bits = ((ancestors[:, :, None] >> shifts) & 1).flatten(1).bool()  # [rows, 32 * words]

@@ -1,7 +1,8 @@
-"""Attention of prompt chunks by a library's attention function, over K/V in the pool.
+"""Attention of prompt chunks over K/V in the pool, computed by the attention function of a library.
 
-A chunk's attention is divided into tiles (see `tiles`). The results of a row's tiles are merged by
-log-sum-exp, which is exact. Everything is enqueued without waiting for the device.
+The attention of a chunk is divided into tiles (see `tiles`), and the library computes one tile at a time. If
+several tiles contain the same row, the row's results are merged by their log-sum-exp, which is exact. All
+work is enqueued without waiting for the device.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from outrider.shared.attn.base import AttentionBatch
 from outrider.shared.attn.tiles import LEAST_GAIN_US, SIZES, Tile, TileShape, gain_us, tiles_of
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]]
-"""Attention of one tile: ``(q [rows, heads, dim], k [keys, kv_heads, dim], v [keys, kv_heads, dim], causal,
-scale)`` to ``(out [rows, heads, dim], lse [rows, heads] fp32)``.
+"""A function that computes the attention of one tile.
 
-Inputs are contiguous. Outputs may have any strides with a dense last dimension of `out`. The log-sum-exp is
-the natural logarithm over the scaled scores.
+The arguments are ``(q [rows, heads, dim], k [keys, kv_heads, dim], v [keys, kv_heads, dim], causal, scale)``.
+The function returns ``(out [rows, heads, dim], lse [rows, heads] fp32)``.
+
+Inputs are contiguous. Outputs may have any strides, but the last dimension of `out` is dense. `lse` is the
+log-sum-exp of the scaled scores, with the natural logarithm.
 """
 
 Others = Callable[[int, int, torch.Tensor], None]
-"""Attends from the rows of sequences ``[first, last)`` and writes ``out [rows, heads, dim]`` of the batch."""
+"""A function that attends from the rows of sequences ``[first, last)``.
+
+The third argument is the batch's result ``[rows, heads, dim]``, to which the function writes these rows.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,8 @@ class _Chunk:
 
     Attributes:
         rows: The sequence's rows of the batch.
-        start, stop: Token indices of the rows.
-        tiles: The tiles of the rows, or None if this project's kernel attends from them.
+        start, stop: Token index of the first row, and one past the token index of the last row.
+        tiles: The tiles of the rows. None if this project's kernel attends from the rows.
     """
 
     rows: slice
@@ -46,17 +52,19 @@ class _Chunk:
 
 
 class ChunkAttention:
-    """Attends from prompt chunks by tiles. Use it on the thread that created it.
+    """Computes the attention of prompt chunks by tiles, if this is estimated to be faster.
 
-    A library may keep its plans per thread, so on other threads this class takes no chunk.
+    A library may keep its plans per thread. On any thread but the one that created this object, the object
+    therefore accepts no chunk.
 
     Args:
-        attend: Attention of one tile.
-        shapes: The shapes that `attend` may be called with. Chunks that need other shapes are not taken.
+        attend: Computes the attention of one tile.
+        shapes: The tile shapes that `attend` may be called with. A chunk that needs another shape is not
+            accepted.
         most_rows: Largest number of rows of a tile.
         dtype: Dtype of queries, keys and values.
-        sizes: See `tiles.tiles_of`.
-        least_gain_us: Least estimated gain per layer for which a chunk is taken.
+        sizes: Sizes of tiles; see `tiles.tiles_of`.
+        least_gain_us: Smallest estimated gain, in microseconds per layer, for which a chunk is accepted.
     """
 
     def __init__(
@@ -87,25 +95,25 @@ class ChunkAttention:
         scale: float,
         others: Others,
     ) -> torch.Tensor | None:
-        """Attend from all rows of a causal batch, or return None if no sequence is taken.
+        """Attend from all rows of a causal batch. Return None if no sequence is accepted.
 
         Args:
             batch: The planned batch. Its K/V is stored already.
             q: ``[rows, heads, dim]``.
             k_plane, v_plane: ``[pages, page_size, kv_heads, dim]``.
             scale: Factor on the scores.
-            others: Attends from the sequences that are not taken.
+            others: Called for the sequences that are not accepted, to attend from their rows.
 
         Returns:
-            ``[rows, heads, dim]`` in q's dtype; any strides with a dense last dimension.
+            ``[rows, heads, dim]`` in q's dtype. The strides may be any, but the last dimension is dense.
         """
         chunks = self._chunks(batch, q, k_plane)
         if all(chunk.tiles is None for chunk in chunks):
             return None
-        if len(chunks) == 1 and len(chunks[0].tiles or ()) == 1:  # Without a merge, there is nothing to copy.
+        if len(chunks) == 1 and len(chunks[0].tiles or ()) == 1:  # Without a merge, no copy is needed.
             return self._parts(chunks[0], batch.page_table[0], q, k_plane, v_plane, scale, None)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        first = 0  # First sequence that was neither taken nor passed to `others`.
+        first = 0  # First sequence whose rows have no results yet.
         for b, chunk in enumerate(chunks):
             if chunk.tiles is None:
                 continue
@@ -119,15 +127,15 @@ class ChunkAttention:
 
     @property
     def tile(self) -> Attend:
-        """Attention of one tile by the library."""
+        """The library's function that computes the attention of one tile."""
         return self._attend
 
     def allow(self, shape: TileShape) -> None:
-        """Let the library be called with another shape, whose plan exists now."""
+        """Add a shape that the library may be called with, because its plan has been built."""
         self._shapes.add(shape)
 
     def takes(self, lens: Sequence[tuple[int, int]], width: int) -> bool:
-        """Return True if the library would attend from some of these chunks on this thread.
+        """Return True if this object, on this thread, would accept at least one of these chunks.
 
         Args:
             lens: For each chunk, the token index of its first row and its number of rows.
@@ -138,7 +146,7 @@ class ChunkAttention:
         )
 
     def _chunks(self, batch: AttentionBatch, q: torch.Tensor, k_plane: torch.Tensor) -> list[_Chunk]:
-        """Return the sequences of a batch, or nothing if the batch cannot be taken."""
+        """Return the chunks of a batch, one per sequence. Return no chunks if the batch is not supported."""
         lens = batch.host_lens
         if (
             lens is None
@@ -148,7 +156,7 @@ class ChunkAttention:
         ):
             return []
         width = q.shape[1] * q.shape[2]
-        # The layers of a pass have the same lengths, so divide them once.
+        # All layers of a pass have the same lengths, so divide the lengths only once.
         if self._divided is not None and self._divided[0] is lens and self._divided[1] == width:
             chunks = self._divided[2]
         else:
@@ -158,7 +166,7 @@ class ChunkAttention:
                 chunks.append(_Chunk(slice(row, row + count), start, start + count, tiles))
                 row += count
             self._divided = lens, width, chunks
-        # A draft head may attend from a part of the planned rows only.
+        # A draft head may attend from only some of the planned rows. Such a call is not supported.
         return chunks if chunks and chunks[-1].rows.stop == q.shape[0] else []
 
     def _tiles(self, start: int, stop: int, width: int) -> list[Tile] | None:
@@ -187,14 +195,14 @@ class ChunkAttention:
             q: ``[rows, heads, dim]``.
             k_plane, v_plane: The planes of the layer.
             scale: Factor on the scores.
-            out: Where to write the result, contiguous. May be None if there is a single tile.
+            out: Contiguous tensor to write the result to. May be None if there is a single tile.
         """
         assert chunk.tiles is not None
         start, stop = chunk.start, chunk.stop
         origin = min(tile.row for tile in chunk.tiles)
         last = max(tile.row + tile.shape.rows for tile in chunk.tiles)
         if origin < start or stop < last:
-            # Rows of zeros fill the blocks at both ends. Their results are dropped.
+            # Pad the blocks at both ends with rows of zeros. The results of these rows are dropped.
             q = functional.pad(q, (0, 0, 0, 0, start - origin, last - stop))
         q = q.contiguous()
         left: dict[int, int] = {}
@@ -215,7 +223,7 @@ class ChunkAttention:
             target = None if out is None or left[tile.row] else out[begin - start : end - start]
             before = merged.pop(tile.row, None)
             if before is not None:
-                # Intermediate sums stay in fp32. From the second merge on, they are overwritten.
+                # Intermediate results stay in fp32. From the second merge on, they are overwritten in place.
                 kept = before if before[0].dtype is torch.float32 else (None, None)
                 part, lse = merge_attention(
                     *before, part, lse, out=kept[0] if target is None else target, out_lse=kept[1]
@@ -228,9 +236,10 @@ class ChunkAttention:
 
 
 def _tokens(plane: torch.Tensor, pages: torch.Tensor, first: int, count: int, stop: int) -> torch.Tensor:
-    """Copy ``[first, first + count)`` of a sequence's tokens: ``[count, kv_heads, dim]``, contiguous.
+    """Return a contiguous copy ``[count, kv_heads, dim]`` of a sequence's tokens ``[first, first + count)``.
 
-    Tokens from `stop` on are zeros. Only rows that are dropped see them, but a leftover NaN would spread.
+    Tokens from `stop` on are replaced by zeros. Only padding rows see these tokens, and their results are
+    dropped, but a leftover NaN would spread to other rows.
     """
     size, end = plane.shape[1], min(first + count, stop)
     skipped = first // size

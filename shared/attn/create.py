@@ -23,7 +23,7 @@ class AttentionKind(Enum):
 
 
 def create_backend(name: str | AttentionKind, device: torch.device | str) -> AttentionBackend:
-    """Create a backend. ``auto`` means ``triton`` on CUDA and ``reference`` elsewhere.
+    """Create a backend. The name ``auto`` selects ``triton`` on CUDA and ``reference`` elsewhere.
 
     Raises:
         ConfigurationError: The name is unknown, or the backend cannot run on this device.
@@ -43,8 +43,9 @@ def create_backend(name: str | AttentionKind, device: torch.device | str) -> Att
 
 
 def waits_for_device(backend: AttentionBackend) -> bool:
-    """Return True if planning reads lengths from the device.
+    """Return True if the backend reads lengths from the device when it plans a step.
 
-    Such a backend can neither be captured into a CUDA graph nor run ahead of the device.
+    Such a backend cannot be captured into a CUDA graph. The host also cannot enqueue a pass with this backend
+    before earlier passes are done.
     """
     return isinstance(backend, TorchAttention | FlashInferAttention)

@@ -1,4 +1,4 @@
-"""Attention whose result for a row depends only on the row's own history, not on other rows or on slots."""
+"""Attention that computes a row from only the tokens that the row sees, regardless of other rows or slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from outrider.shared.kv.pool import KVPool
 
 
 class DeterministicAttention:
-    """`AttentionBackend` on `kernels.path_attention`, with windows, sinks and caps. Never waits for a GPU."""
+    """`AttentionBackend` on `kernels.path_attention`. Never waits for a GPU.
+
+    Sliding windows, sinks and caps are supported.
+    """
 
     def __init__(self) -> None:
         self._batch: AttentionBatch | None = None
@@ -24,7 +27,7 @@ class DeterministicAttention:
         return self._batch
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Find the history of every row."""
+        """Find the tokens that each row sees."""
         self._batch = batch
         self._slots = batch.slots
         self._paths = row_paths(
@@ -37,7 +40,7 @@ class DeterministicAttention:
         )
 
     def select(self, row: int) -> OneRow:
-        """Return a backend for one row of the planned step, for a pass of that row alone."""
+        """Return a backend for one row of the planned step, to run a pass of this row alone."""
         assert self._batch is not None, "plan() comes before select()"
         assert self._paths is not None
         rows = slice(row, row + 1)

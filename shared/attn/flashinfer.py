@@ -2,12 +2,12 @@
 
 Only this file imports FlashInfer.
 
-FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. Therefore, this
-backend cannot run in CUDA graphs, and a round cannot be launched before the previous round is read (see
-`create.waits_for_device`).
+FlashInfer's `plan` reads lengths on the host, so every pass waits for the device once. This backend therefore
+cannot run in CUDA graphs. A round also cannot be launched before the host has read the results of the
+previous round (see `create.waits_for_device`).
 
-Trees are passed as custom masks in unpacked form. FlashInfer 0.6.11 reads the bit offsets of packed masks as
-byte offsets, which produces wrong results for more than one sequence.
+Trees are passed as custom masks in unpacked form. FlashInfer 0.6.11 interprets the bit offsets of packed
+masks as byte offsets, which produces wrong results if a batch has more than one sequence.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class _Layout:
     """The K/V of one step in FlashInfer's format.
 
     Attributes:
-        query_start: ``[sequences + 1] int32``.
+        query_start: ``[sequences + 1] int32``. The rows of sequence b are
+            ``[query_start[b], query_start[b + 1])``.
         page_start: ``[sequences + 1] int32``. The pages of sequence b are
             ``pages[page_start[b]:page_start[b + 1]]``.
         pages: ``[pages in use] int32``.
-        last_page_lens: ``[sequences] int32``, number of tokens in each last page.
-        mask: ``[sum of rows * tokens] bool``, by sequence and then by row. None for causal rows.
+        last_page_lens: ``[sequences] int32``, number of tokens in each sequence's last page.
+        mask: ``[sum of rows * tokens] bool``, ordered by sequence and then by row. None for causal rows.
         rows: Number of rows of the layout's sequences.
-        places: ``[rows] int64``, the rows' places in the step. None if they are the first rows.
+        places: ``[rows] int64``, the indices of these rows in the step. None if they are the first rows.
     """
 
     query_start: torch.Tensor
@@ -139,8 +140,8 @@ class FlashInferAttention:
         return torch.nn.functional.pad(out.flatten(1), (0, 0, 0, padding)) if padding else out.flatten(1)
 
     def _plan_variant(self, variant: _Variant, layout: _Layout, page_size: int) -> Any:
-        # Choose fa2, which works with and without a mask. FlashInfer's automatic choice depends on the mask,
-        # but a wrapper never changes its backend.
+        # Choose fa2, which works with and without a mask. FlashInfer's automatic choice would depend on the
+        # mask, but a wrapper keeps its first choice.
         wrapper = self._wrappers.get(variant)
         if wrapper is None:
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
@@ -185,7 +186,7 @@ class FlashInferAttention:
 def step_layout(batch: AttentionBatch, page_size: int) -> _Layout:
     """Return the layout of a step. Waits for the device.
 
-    Sequences without rows and idle ones are left out, because FlashInfer cannot represent them.
+    The layout has no sequences without rows and no idle sequences, because FlashInfer cannot represent them.
     """
     starts, prefix_lens, kv_lens = (
         batch.query_start.tolist(),
@@ -219,7 +220,7 @@ def step_layout(batch: AttentionBatch, page_size: int) -> _Layout:
 
 
 def _tree_mask(ancestors: torch.Tensor, prefix_len: int, kv_len: int) -> torch.Tensor:
-    """Return the tokens that the rows of one sequence see, ``[rows * kv_len] bool``."""
+    """Return a mask ``[rows * kv_len] bool`` of the tokens that each row of one sequence sees."""
     behind = visible_columns(ancestors, kv_len - prefix_len)
     return torch.cat([behind.new_ones(behind.shape[0], prefix_len), behind], dim=-1).flatten()
 

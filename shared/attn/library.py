@@ -1,7 +1,8 @@
-"""Prepares prompt attention by cuDNN, through torch: checks cuDNN, builds its plans, and decides on its use.
+"""Prepares attention of prompts by cuDNN through torch: checks cuDNN, builds its plans, decides on its use.
 
-cuDNN builds a plan for each shape, on the host and once per thread. Building takes too long to do while
-requests wait, so plans are built while no request is live, and only shapes with plans are used.
+cuDNN needs a plan for each shape of its inputs. A plan is built on the host, separately for each thread. This
+takes too long to do while requests wait. Plans are therefore built while the engine has no request, and only
+shapes whose plans exist are used.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from outrider.shared.obs.logging import get_logger
 BUILD_S = 3.0
 """Maximum time for building plans at startup, in seconds. The most useful plans are built first."""
 LARGEST_DIM = 128
-"""Largest head that every cuDNN of torch's packages supports on Hopper."""
+"""Largest head dimension that is supported on Hopper by every cuDNN version in torch's packages."""
 LARGEST_ERROR = 0.02
-"""Largest error relative to this project's kernel, both in 16 bits. Rounding alone causes about 0.004."""
+"""Largest accepted error relative to this project's kernel, in 16 bits. Rounding alone causes about 0.004."""
 _CHECK_PAGE, _CHECK_SCALE = 16, 0.3
-"""A scale well above dim ** -0.5, so that a few tokens have most of the weight, as in a model."""
+"""Page size and scale of the check.
+
+The scale is well above dim ** -0.5, so that a few tokens have most of the weight, as in a real model.
+"""
 
 _log = get_logger("outrider.attention")
 
@@ -36,7 +40,8 @@ def cudnn_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend by cuDNN (see `chunks.Attend`). Several query heads may share a K/V head.
 
-    `scaled_dot_product_attention` does not return the log-sum-exp, so call the operation below it.
+    `scaled_dot_product_attention` does not return the log-sum-exp. This function therefore calls the operator
+    that `scaled_dot_product_attention` uses for cuDNN.
     """
     rows, heads, _ = q.shape
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -54,17 +59,18 @@ def cudnn_attention(
 
 
 class Library:
-    """Prepares attention of prompt chunks by a library, one piece at a time.
+    """Prepares a library's attention of prompt chunks, one plan at a time.
 
     Use it on the thread that runs the passes, because a library may keep its plans per thread.
 
     Args:
         heads, kv_heads, head_dim: Shape of the queries, keys and values of one token in one layer.
-        dtype: Their dtype.
-        device: Their device.
+        dtype: Dtype of queries, keys and values.
+        device: Device of queries, keys and values.
         most_rows: Largest number of prompt tokens per pass.
-        attend: Attention of one tile. By default cuDNN's, if the device is a Hopper GPU.
-        sizes: See `tiles.tiles_of`.
+        attend: Computes the attention of one tile. Defaults to cuDNN's attention if the device is a Hopper
+            GPU.
+        sizes: Sizes of tiles; see `tiles.tiles_of`.
     """
 
     def __init__(
@@ -86,16 +92,16 @@ class Library:
 
     @torch.inference_mode()
     def prepare(self, use: Callable[[ChunkAttention | None], None]) -> Iterator[TileShape | None]:
-        """Check the library, then build one plan for each item that is taken from the iterator.
+        """Check the library, then build its plans. Each step of the iterator does one of these tasks.
 
         Args:
-            use: Called with the library's attention once the library has passed the check. Each plan that is
-                built afterwards adds a shape that this attention supports. Called with None if the library
-                fails later.
+            use: Called with the library's attention when the library has passed the check. Each plan that is
+                built afterwards adds a shape to this attention. If the library fails later, `use` is called
+                again, with None.
 
         Yields:
-            None after the check, then the shape of each plan, the most useful first. Nothing if the library
-            cannot be used. The log says why.
+            None after the check, then the shape of each plan that has been built. The most useful shapes come
+            first. If the library cannot be used, the iterator yields nothing and the reason is logged.
         """
         heads, attend = self._heads, self._attend
         if attend is None:
@@ -107,7 +113,7 @@ class Library:
         wanted = shapes_of(self._most_rows, self._sizes)
         try:
             error = _error(attend, heads, self._sizes)
-            if not error < LARGEST_ERROR:  # A NaN is an error, too.
+            if not error < LARGEST_ERROR:  # This is also true if the error is NaN.
                 _log.error(
                     "prompts attend by this project's kernel: the library's disagrees", error=round(error, 4)
                 )
@@ -120,7 +126,7 @@ class Library:
                 chunks.allow(shape)
                 yield shape
         except Exception:
-            # The library may be missing, too old or out of memory. Serving works without it.
+            # The library may be missing or too old, or memory may be short. Serving works without it.
             _log.exception("prompts attend by this project's kernel: the library's failed")
             use(None)
             return
@@ -133,12 +139,13 @@ def prepare_within(
     limit_s: float = BUILD_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Prepare a library at once, but begin no further plan after `limit_s` seconds.
+    """Prepare a library now, but begin no further plan after `limit_s` seconds.
 
     Args:
         library: The library.
         use: See `Library.prepare`.
-        limit_s: Maximum time in seconds for the check and all plans but the last.
+        limit_s: Number of seconds after which no further plan is begun. A plan that has been begun by then
+            is finished.
         clock: Returns the time in seconds.
     """
     started = clock()
@@ -159,7 +166,7 @@ class _Heads:
 
 
 def _unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why cuDNN's attention is not used, or None if it can be."""
+    """Return the reason why cuDNN's attention cannot be used, or None if it can be used."""
     if device.type != "cuda":
         return "there is no GPU"
     if torch.cuda.get_device_capability(device)[0] != 9:
@@ -172,7 +179,7 @@ def _unsupported(head_dim: int, dtype: torch.dtype, device: torch.device) -> str
 
 
 def _build(attend: Attend, shape: TileShape, heads: _Heads) -> None:
-    """Call the library once with a shape, so that it builds its plan."""
+    """Call the library once with inputs of a shape, so that it builds the plan of this shape."""
     q, k, v = (
         torch.zeros(count, width, heads.dim, dtype=heads.dtype, device=heads.device)
         for count, width in ((shape.rows, heads.q), (shape.keys, heads.kv), (shape.keys, heads.kv))
@@ -181,10 +188,10 @@ def _build(attend: Attend, shape: TileShape, heads: _Heads) -> None:
 
 
 def _error(attend: Attend, heads: _Heads, sizes: Sequence[int]) -> float:
-    """Return the largest relative error of a random chunk against this project's kernel.
+    """Return the largest error of the library for random chunks, relative to this project's kernel.
 
-    The chunk lies behind prefixes of different lengths. All kinds of merges therefore take part, and all
-    their kernels are compiled here.
+    The chunks follow prefixes of different lengths, so that the check uses all kinds of merges and compiles
+    their kernels.
     """
     device, dtype, least = heads.device, heads.dtype, sizes[-1]
     longest = min(8 * least, sizes[0])
@@ -198,7 +205,7 @@ def _error(attend: Attend, heads: _Heads, sizes: Sequence[int]) -> float:
     table = torch.randperm(pages, generator=generator).to(device, torch.int32)[None]
     q = torch.randn(least, heads.q, heads.dim, generator=generator).to(device, dtype)
     largest = 0.0
-    # One merge, two, and as many as there can be. The second chunk is not aligned to tiles.
+    # Use one merge, two merges, and the largest number. The second chunk is not aligned to tiles.
     for start in (least, 2 * least + least // 2, longest - least):
         batch = _check_batch(table, start, least, device)
         chunks = ChunkAttention(
@@ -227,7 +234,7 @@ def _error(attend: Attend, heads: _Heads, sizes: Sequence[int]) -> float:
 
 
 def _check_batch(table: torch.Tensor, start: int, count: int, device: torch.device) -> AttentionBatch:
-    """Return a batch of one sequence."""
+    """Return a batch of one sequence with `count` rows, which begin at token index `start`."""
     prefix, kv, rows = (
         torch.tensor(numbers, dtype=torch.int32).to(device)
         for numbers in ([start], [start + count], [0, count])
@@ -246,4 +253,4 @@ def _check_batch(table: torch.Tensor, start: int, count: int, device: torch.devi
 
 
 def _no_others(first: int, last: int, out: torch.Tensor) -> None:
-    """Do nothing: the only sequence is taken."""
+    """Do nothing, because the only sequence of the check is accepted by the library."""

@@ -1,9 +1,9 @@
-"""Padded inputs of a pass over one sequence's new rows, so that one CUDA graph serves varying row counts.
+"""Padded inputs of a pass over one sequence's new rows, so that one CUDA graph serves different row counts.
 
-All inputs are at fixed addresses. A graph serves any number of rows up to its own.
+All inputs have fixed addresses. A graph that was recorded for n rows serves passes of up to n rows.
 
-Padding is at the front, because causal rows are counted from the end. The last row is therefore always the
-newest token. Results of padding rows are ignored, and their K/V is not stored.
+Padding rows come before the real rows. The rows of a causal batch are counted from the end, so the last row
+is always the newest token. Results of padding rows are ignored, and their K/V is not stored.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ class PaddedRows:
     """Inputs of a pass over at most `size` rows. One copy from the host fills their buffer.
 
     Args:
-        size: Rows of the pass.
-        pages: Columns of the page table.
+        size: Number of rows of the pass.
+        pages: Number of columns of the page table.
         pool: The pool that stores the rows' K/V.
-        extra: Number of further 32-bit words for the caller. The words are 8-byte aligned.
+        extra: Number of 32-bit words that the buffer has for the caller's own inputs. The words are aligned
+            to 8 bytes.
 
     Attributes:
         size, pages: The arguments of the same names.
         tokens: ``[size] int32``.
         positions: ``[size] int32``.
         batch: The batch to plan attention with.
-        extra: ``[extra] int32``.
+        extra: ``[extra] int32``, the caller's own inputs.
     """
 
     def __init__(self, size: int, pages: int, pool: KVPool, extra: int = 0) -> None:
@@ -63,7 +64,7 @@ class PaddedRows:
         self.make_idle()
 
     def fits(self, start: int, count: int) -> bool:
-        """Return True if `load` can take `count` rows that start at token index `start`."""
+        """Return True if `count` rows that start at token index `start` fit into the inputs."""
         return count <= self.size and start + count <= self.pages * self._pool.page_size
 
     def load(
@@ -75,7 +76,7 @@ class PaddedRows:
             lease: The sequence's lease, which must cover the rows.
             tokens: At least one token.
             start: Token index and rotary position of the first row.
-            extra: ``[extra] int32``, or None for zeros.
+            extra: ``[extra] int32``, the caller's own inputs. With None, they are zeros.
         """
         stop, pad = start + len(tokens), self.size - len(tokens)
         more, token_ids, positions, prefix_lens, kv_lens, table = self._columns
@@ -91,13 +92,13 @@ class PaddedRows:
         self._upload()
 
     def make_idle(self) -> None:
-        """Make all rows padding, so that a pass stores nothing."""
+        """Turn all rows into padding, so that a pass stores nothing."""
         self._host[:] = 0
         self._slots[:] = -1
         self._upload()
 
     def _upload(self) -> None:
         fresh = torch.from_numpy(self._host)
-        # The host does not wait for a copy from pinned memory, and torch keeps that memory until the copy is
-        # done. pin_memory() has copied the array, so the array itself may change right away.
+        # The host does not wait for a copy from pinned memory. torch keeps it until the copy is done.
+        # pin_memory() has copied the array to pinned memory, so the array may change now.
         self._buffer.copy_(fresh.pin_memory() if self._buffer.is_cuda else fresh, non_blocking=True)

@@ -1,6 +1,6 @@
-"""Attention in plain torch, optimised for the CPU: reads the K/V of consecutive pages in place.
+"""Attention in plain torch, optimised for the CPU. If a sequence's pages are consecutive, K/V is not copied.
 
-Views and masks are made once per step, not per layer.
+Views and masks are created once per step, not once per layer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class _Sequence:
 
     Attributes:
         rows: The sequence's rows of the batch.
-        prefix_len, kv_len: Number of tokens that every row sees, and largest number that a row may see. The
-            rows of a sequence with kv_len 0 yield zeros.
-        views: K and V of every layer, ``[1, kv_heads, kv_len, head_dim]`` each, if the sequence's pages are
-            consecutive. Otherwise empty.
-        pages: ``[pages in use] int64``. Needed to gather K and V if the pages are not consecutive.
+        prefix_len, kv_len: Number of tokens that every row sees, and largest number of tokens that a row may
+            see. If kv_len is 0, the rows yield zeros.
+        views: If the sequence's pages are consecutive, K and V of every layer, each
+            ``[1, kv_heads, kv_len, head_dim]``. Otherwise empty.
+        pages: ``[pages in use] int64``. If the pages are not consecutive, K and V are gathered from them.
         mask: ``[rows, kv_len]``, added to the scores. None if every row sees all tokens.
-        windowed: Per window size, the first visible token index and the mask from that index on. Filled by
-            the first layer that uses the window.
+        windowed: Maps a window size to the first visible token index and to the mask from that index on. The
+            first layer that uses a window adds its entry.
     """
 
     rows: slice
@@ -46,10 +46,10 @@ class _Plan:
 
     Attributes:
         sequences: The sequences in the order of their rows.
-        stores: K and V of every layer at the step's slots, ``[1, kv_heads, rows, head_dim]`` each, if the
-            slots are consecutive. Otherwise empty.
-        slots: ``[stored rows] int64``. Needed to store K and V if the slots are not consecutive.
-        stored_rows: ``[stored rows] int64`` if some rows are not stored, else None.
+        stores: If the step's slots are consecutive, views of K and V of every layer at these slots, each
+            ``[1, kv_heads, rows, head_dim]``. Otherwise empty.
+        slots: ``[stored rows] int64``. If the slots are not consecutive, K and V are written to these slots.
+        stored_rows: ``[stored rows] int64``, the indices of the rows to store. None if all rows are stored.
     """
 
     sequences: tuple[_Sequence, ...]
@@ -72,7 +72,7 @@ class TorchAttention:
         return self._batch
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Keep the batch. The first layer makes the plan, when the pool is known."""
+        """Keep the batch. The first layer makes the plan, because the pool is known only then."""
         self._batch = batch
         self._plan = None
 
@@ -123,7 +123,7 @@ def _attend(
 ) -> torch.Tensor:
     """Return ``[rows, heads * head_dim]`` for the queries ``[1, heads, rows, head_dim]`` of one sequence.
 
-    Tokens before index `first` are skipped, so the mask starts at `first`.
+    The tokens before index `first` are skipped. The mask therefore begins with token `first`.
     """
     if sequence.views:
         keys, values = sequence.views[2 * layer], sequence.views[2 * layer + 1]
@@ -178,15 +178,14 @@ def _attend_by_scores(
 
 
 def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[int, torch.Tensor | None]:
-    """Return the first token index that any row sees within the window, and the mask from that index on."""
+    """Return the first token index that any row sees in its window, and the mask from this index on."""
     known = sequence.windowed.get(window)
     if known is not None:
         return known
     count, kv_len = sequence.rows.stop - sequence.rows.start, sequence.kv_len
     device = batch.slots.device
-    # A causal row's position is its index. A tree row's position is its prefix plus its number of ancestors.
-    # For tree rows, `index` has the positions of the row's ancestors, counted back from the row's own
-    # position.
+    # The position of a causal row is its token index. The position of a tree row is its prefix length plus
+    # its number of ancestors. For tree rows, `index` contains the positions of the row's ancestors.
     index = torch.arange(kv_len, device=device).expand(count, -1)
     if batch.ancestors is None:
         positions = index[0, kv_len - count :]
@@ -200,7 +199,7 @@ def _windowed(batch: AttentionBatch, sequence: _Sequence, window: int) -> tuple[
         index = torch.cat([index[:, :cut], cut + path - 1], dim=-1)
     first = max(0, min(int(positions.min()) - window + 1, cut))
     hidden = index[:, first:] <= positions[:, None] - window
-    # Without a mask, the only row is causal, and all tokens outside its window lie before `first`.
+    # If there is no mask, the only row is causal, and all tokens outside its window come before `first`.
     mask = None if sequence.mask is None else sequence.mask[:, first:].masked_fill(hidden, float("-inf"))
     sequence.windowed[window] = first, mask
     return first, mask
@@ -240,7 +239,7 @@ def _make_plan(batch: AttentionBatch, pool: KVPool, dtype: torch.dtype) -> _Plan
         views = _views(pool, first * pool.page_size, kv_len) if first is not None else ()
         mask = _mask(batch, rows, prefix_len, kv_len, dtype)
         sequences.append(_Sequence(rows, prefix_len, kv_len, views, pages.to(torch.int64), mask))
-    if starts[-1] < batch.slots.shape[0]:  # rows that belong to no sequence
+    if starts[-1] < batch.slots.shape[0]:  # Some rows belong to no sequence.
         sequences.append(_idle(slice(starts[-1], batch.slots.shape[0]), batch.page_table))
     slots = batch.slots
     host_slots = slots.tolist()
@@ -259,7 +258,7 @@ def _idle(rows: slice, page_table: torch.Tensor) -> _Sequence:
 
 
 def _views(pool: KVPool, first_slot: int, count: int) -> tuple[torch.Tensor, ...]:
-    """Return K and V of every layer (see `KVPool.slot_views`). With a latent, K and V are the same view."""
+    """Return K and V of every layer (see `KVPool.slot_views`). In a latent pool, V is the same view as K."""
     views = pool.slot_views(first_slot, count)
     return tuple(view for view in views for _ in range(2)) if pool.latent else views
 
@@ -274,7 +273,7 @@ def _first_if_consecutive(numbers: list[int]) -> int | None:
 def _mask(
     batch: AttentionBatch, rows: slice, prefix_len: int, kv_len: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Return the additive mask ``[rows, kv_len]`` of one sequence, or None if its rows see everything."""
+    """Return the additive mask ``[rows, kv_len]`` of one sequence, or None if its rows see all tokens."""
     count = rows.stop - rows.start
     device = batch.slots.device
     if batch.ancestors is None:
@@ -282,8 +281,8 @@ def _mask(
             return None
         hidden = torch.ones(count, kv_len, dtype=torch.bool, device=device).triu(kv_len - count + 1)
     elif device.type == "cpu":
-        # Use numpy, because its overhead is a third of torch's. The overhead dominates here, and a draft pays
-        # for it at every level of a tree.
+        # NumPy's overhead is a third of torch's. With these small masks, overhead takes most of the time, and
+        # a draft computes a mask for every level of a tree.
         bits = np.unpackbits(
             batch.ancestors[rows].contiguous().numpy().view(np.uint8), axis=1, bitorder="little"
         )

@@ -13,7 +13,8 @@ from outrider.shared.kv.pool import KVPool
 class StoredAttention(ABC):
     """An `AttentionBackend` that can attend without storing K/V.
 
-    This is an abstract class rather than a Protocol because every pass runs `isinstance` on it.
+    Every pass calls `isinstance` with this class. It is an abstract class rather than a Protocol, because
+    `isinstance` is slow for Protocols.
     """
 
     @abstractmethod

@@ -1,7 +1,8 @@
 """Divides the attention of a prompt chunk into tiles of a few fixed shapes, and estimates their time.
 
 A library such as cuDNN compiles a plan for each shape of its inputs, which takes tens to hundreds of
-milliseconds. Chunks have any length, so their attention is divided into shapes whose plans exist already.
+milliseconds. A chunk may have any length. Its attention is therefore divided into tiles of the few shapes for
+which plans exist already.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SIZES = (8192, 4096, 2048, 1024, 512)
-"""Numbers of rows or tokens of a tile, descending.
+"""Possible numbers of rows or tokens of a tile, descending.
 
-The largest size is the default chunk. Tiles below the smallest size would take longer on the host than on
-the GPU.
+The largest size is the default size of a prompt chunk. A tile below the smallest size would take longer on
+the host than on the GPU.
 """
 
-# Estimates of the time of one layer, fitted to measurements on an H200 with 32 heads of 128 elements: our
-# kernel took 268, 1,586 and 22,463 us for 2048, 8192 and 32768 tokens; cuDNN took 125, 943 and 15,151 us.
+# Constants for estimating the time of one layer, fitted to measurements on an H200 with 32 heads of 128
+# elements. For 2048, 8192 and 32768 tokens, our kernel took 268, 1,586 and 22,463 us, respectively. cuDNN
+# took 125, 943 and 15,151 us.
 OWN_US, OWN_FLOPS_PER_US = 100.0, 395e6
 TILE_US, TILE_FLOPS_PER_US = 40.0, 600e6
 MERGE_BYTES_PER_US = 4e6
 MERGE_BYTES = 10
-"""Bytes per output element that a merge reads and writes: fp32 in and out, 16 bits in."""
+"""Bytes that a merge reads and writes per output element: fp32 input and output, and one 16-bit input."""
 LEAST_GAIN_US = 75.0
-"""Least estimated gain for which tiles are used. Tiles need more launches, which cost time on the host."""
+"""Smallest estimated gain for which tiles are used. Tiles need more launches, which take time on the host."""
 
 
 class TileShape(NamedTuple):
@@ -42,8 +44,8 @@ class Tile:
 
     Attributes:
         row: Token index of the first row.
-        key: Token index of the first token that the rows attend to. Equal to `row` in a causal tile.
-            Otherwise, all rows see all tokens of the tile.
+        key: Token index of the first token that the rows attend to. In a causal tile, this is `row`. In other
+            tiles, all rows see all tokens of the tile.
         shape: Number of rows and tokens.
     """
 
@@ -53,7 +55,7 @@ class Tile:
 
 
 def shapes_of(most_rows: int, sizes: Sequence[int] = SIZES) -> list[TileShape]:
-    """Return the shapes that chunks of up to `most_rows` rows need, the most useful shapes first."""
+    """Return the tile shapes that chunks of up to `most_rows` rows need, most useful shapes first."""
     row_sizes = _row_sizes(most_rows, sizes)
     squares = [TileShape(rows, rows, True) for rows in row_sizes]
     return squares + [TileShape(rows, keys, False) for keys in sizes for rows in row_sizes if rows <= keys]
@@ -62,15 +64,16 @@ def shapes_of(most_rows: int, sizes: Sequence[int] = SIZES) -> list[TileShape]:
 def tiles_of(start: int, stop: int, most_rows: int, sizes: Sequence[int] = SIZES) -> list[Tile]:
     """Return the tiles of rows ``[start, stop)`` of a sequence, in the order of their tokens.
 
-    The tiles cover the rows, rounded outwards to multiples of the smallest size. A block of rows begins at a
-    multiple of its size. The tokens before the block are therefore divided into tiles that are at least as
-    long as the block, so that few shapes suffice. Together, the tiles of a row cover all tokens up to the
-    row.
+    The first and last rows are rounded outwards to multiples of the smallest size, so the tiles cover more
+    rows than requested. The rows are divided into blocks, and each block begins at a multiple of its size.
+    The tokens before a block can therefore be divided into tiles that are at least as long as the block, so
+    that few shapes suffice. Together, the tiles of a row cover all tokens up to and including the row.
 
     Args:
         start, stop: Token indices, ``0 <= start < stop``.
-        most_rows: Largest number of rows of a tile. At least the smallest size is used.
-        sizes: Powers of two, descending.
+        most_rows: Largest number of rows of a tile. A number below the smallest size counts as the smallest
+            size.
+        sizes: Possible sizes of tiles: powers of two, descending.
     """
     least = sizes[-1]
     first, last = start // least * least, -(-stop // least) * least
@@ -82,7 +85,7 @@ def tiles_of(start: int, stop: int, most_rows: int, sizes: Sequence[int] = SIZES
 
 
 def gain_us(tiles: Sequence[Tile], start: int, stop: int, width: int) -> float:
-    """Return the estimated microseconds per layer that tiles save compared with this project's kernel.
+    """Return the estimated microseconds per layer that tiles save, compared with this project's kernel.
 
     Args:
         tiles: The result of `tiles_of`.
@@ -92,7 +95,7 @@ def gain_us(tiles: Sequence[Tile], start: int, stop: int, width: int) -> float:
     count = stop - start
     own = OWN_US + 4 * width * count * (start + count / 2) / OWN_FLOPS_PER_US
     pairs = sum(tile.shape.rows * tile.shape.keys / (2 if tile.shape.causal else 1) for tile in tiles)
-    merged = sum(tile.shape.rows for tile in tiles if not tile.shape.causal)  # one merge for each
+    merged = sum(tile.shape.rows for tile in tiles if not tile.shape.causal)  # one merge per such tile
     return own - (
         TILE_US * len(tiles)
         + 4 * width * pairs / TILE_FLOPS_PER_US

@@ -1,4 +1,4 @@
-"""Attention through this project's own kernels: Triton on CUDA, their references elsewhere."""
+"""Attention by this project's own kernels: Triton kernels on CUDA, and their torch references elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = get_logger("outrider.attention")
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """What a work list depends on beside the batch. Layers with equal values share a list."""
+    """The inputs of a work list, other than the batch. Layers with equal values share a work list."""
 
     heads: int
     kv_heads: int
@@ -33,15 +33,15 @@ class KernelAttention(StoredAttention):
     """`AttentionBackend` on `kernels.kv_store` and `kernels.tree_attention`. Never waits for the device.
 
     Attributes:
-        chunks: Attends from long prompt chunks, where `tree_attention` is slower. None if a library is not
-            used (see `library`).
+        chunks: Computes the attention of long prompt chunks by a library that is faster than `tree_attention`
+            (see `library`). None if no library is used.
     """
 
     def __init__(self) -> None:
         self.chunks: ChunkAttention | None = None
         self._batch: AttentionBatch | None = None
         self._works: dict[_Heads, WorkList] = {}
-        self._parts: dict[tuple[int, int], AttentionBatch] = {}  # parts of the batch, by their sequences
+        self._parts: dict[tuple[int, int], AttentionBatch] = {}  # parts of the batch, by (first, last)
 
     @property
     def batch(self) -> AttentionBatch | None:
@@ -51,14 +51,14 @@ class KernelAttention(StoredAttention):
     def plan(self, batch: AttentionBatch) -> None:
         """Keep the batch. The kernels read its tensors.
 
-        The first layer plans the work of a ragged batch, when the number of heads is known.
+        The work of a ragged batch is planned in the first layer, when the number of heads is known.
         """
         self._batch = batch
         self._works = {}
         self._parts.clear()
 
     def use_library(self, chunks: ChunkAttention | None) -> None:
-        """Use a library for long prompt chunks from now on. None ends the use of the library."""
+        """Use a library for long prompt chunks from now on. With None, use no library from now on."""
         self.chunks = chunks
 
     def run(
@@ -93,7 +93,7 @@ class KernelAttention(StoredAttention):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Attend over K/V that is already in the pool."""
+        """Attend over K/V that is already in the pool (see `StoredAttention.attend`)."""
         batch = self._planned
         planes = _planes(pool, layer)
         out = None
@@ -120,7 +120,7 @@ class KernelAttention(StoredAttention):
         return out.flatten(1)
 
     def _work(self, batch: AttentionBatch, q: torch.Tensor, plane: torch.Tensor) -> WorkList:
-        """Return the work list of the planned step for layers with these heads. Windows do not shorten it."""
+        """Return the work list of the planned step for layers with these heads and any window."""
         rows, count, dim = q.shape
         heads = _Heads(count, plane.shape[2], dim, q.dtype, plane.dtype)
         if heads not in self._works:
@@ -142,11 +142,11 @@ class KernelAttention(StoredAttention):
     def _attend_chunks(
         self, chunks: ChunkAttention, q: torch.Tensor, planes: tuple[torch.Tensor, torch.Tensor], scale: float
     ) -> torch.Tensor | None:
-        """Attend by tiles, or return None if `tree_attention` attends from all rows."""
+        """Attend by the library's tiles. Return None if `tree_attention` has to attend from all rows."""
         others = partial(self._attend_sequences, q, planes, scale)
         try:
             return chunks.attend(self._planned, q, *planes, scale, others)
-        except RuntimeError:  # for example too little memory, or a plan that fails
+        except RuntimeError:  # For example, memory is short or a plan fails.
             _log.exception("prompts attend by this project's kernel from now on: the library's failed")
             self.chunks = None
             return None
@@ -192,8 +192,8 @@ def _planes(pool: KVPool, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _sequences(batch: AttentionBatch, first: int, last: int) -> AttentionBatch:
     """Return the batch of sequences ``[first, last)``, with copied tensors.
 
-    Its rows are still counted from the first row of `batch`. The copies are aligned. Triton would compile
-    another kernel for a tensor at an odd address.
+    Row indices in the returned batch still count from the first row of `batch`. The tensors are copied
+    because copies are aligned. For a tensor at an unaligned address, Triton would compile another kernel.
     """
     assert batch.host_lens is not None
     lens = batch.host_lens[first:last]

@@ -1,4 +1,4 @@
-"""Attention of a pass over one whole prompt by a library, with fixed shapes, so that it can be recorded."""
+"""Attention of a pass over one whole prompt by a library. All shapes are fixed, for use in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from outrider.shared.kv.pool import KVPool
 
 
 class WholePromptAttention(KernelAttention):
-    """`KernelAttention` for a batch of one prompt from its first token on, followed by padding rows.
+    """`KernelAttention` for a batch with one whole prompt, followed by padding rows.
 
-    The library computes causal attention of all rows over all rows. No row of the prompt sees the padding,
-    because the padding is at the end. Layers with windows, sinks or caps use our kernel.
+    The library computes causal attention of all rows over all rows, including padding. No row of the prompt
+    sees the padding, because the padding comes last. Layers with windows, sinks or caps use this project's
+    kernel.
 
     Args:
         attend: The library's attention.
-        pages: ``[ceil(rows / page_size)] int32``, the prompt's pages. Further places may name any page.
+        pages: ``[ceil(rows / page_size)] int32``, the prompt's pages. The entries after the prompt's last
+            page may be any page numbers.
         length: ``[1] int32``, number of tokens of the prompt.
     """
 
@@ -29,7 +31,7 @@ class WholePromptAttention(KernelAttention):
         self._length = length
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Find the padding rows. Their K/V must not be read, because it may be left over or NaN."""
+        """Find the padding rows, whose slots may contain NaN left by other sequences and must not be read."""
         super().plan(batch)
         rows = batch.slots.shape[0]
         self._padding = (torch.arange(rows, device=batch.slots.device) >= self._length)[:, None, None]
@@ -44,7 +46,7 @@ class WholePromptAttention(KernelAttention):
         sinks: torch.Tensor | None = None,
         softcap: float = 0.0,
     ) -> torch.Tensor:
-        """Attend over K/V that is already in the pool."""
+        """Attend over K/V that is already in the pool (see `StoredAttention.attend`)."""
         if pool.latent or window or softcap or sinks is not None:
             return super().attend(layer, q, pool, scale, window, sinks, softcap)
         k, v = (

@@ -8,10 +8,10 @@ states:
     held         one PageLease    PageLease.release(), PageLease.shrink(), or leaving the lease's `with` block
     stored       a PageStore      eviction, or the end of the last lease that reads a removed page
 
-The first `PageLease.shared` pages of a lease are stored pages, which other leases may read too. All later
-pages of a lease are in this lease only. ``free_pages + held_pages + stored pages == num_pages`` holds after
-every call, and `PageAllocator.check` asserts this equation. No other code keeps page numbers after their
-lease has ended.
+The first `PageLease.shared` pages of a lease are stored pages, which other leases may read too. No other
+lease contains any of the later pages. The equation ``free_pages + held_pages + stored pages == num_pages``
+holds after every call, and `PageAllocator.check` asserts it. When a lease has ended, only the allocator and
+the store still have the numbers of the lease's pages.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import Protocol
 
 COMPARED_RUNS = 64
-"""Number of free runs among which a new lease looks for the largest one. More runs would take too long."""
+"""Number of free runs that are compared to find the largest one. Comparing more runs would take too long."""
 
 
 class PageStore(Protocol):
-    """Keeps pages of ended leases for later sequences, and gives them up when pages are short."""
+    """Keeps pages of ended leases for later sequences, and frees them when the allocator needs pages."""
 
     @property
     def evictable(self) -> int:
@@ -35,27 +35,27 @@ class PageStore(Protocol):
         ...
 
     def evict(self, n: int) -> list[int]:
-        """Give up `n` ≤ `evictable` pages and return them."""
+        """Remove `n` ≤ `evictable` pages from the store and return their numbers."""
         ...
 
     def stored_pages(self) -> Collection[int]:
-        """Return all pages of the store."""
+        """Return the numbers of all pages of the store."""
         ...
 
 
 class PageAllocator:
     """Leases the pages ``0 … num_pages - 1``. Not thread-safe: one engine thread owns it.
 
-    Free pages are kept as runs of consecutive pages. Leases stay contiguous unless the pool is crowded, so
-    that attention on the CPU can read K/V in place:
+    Free pages are kept as runs of consecutive pages. Unless the pool is crowded, the pages of a lease are
+    consecutive, so that attention on the CPU can read K/V in place:
 
     - A lease grows into the page after its last page if that page is free.
-    - A new lease starts in the middle of the largest run, so that the lease before the run can still grow.
-      The new lease starts at the beginning of the run if the run begins with page 0, or if the second half of
-      the run is too short.
+    - A new lease starts in the middle of the largest free run. A lease that ends just before this run can
+      then still grow. If the run begins with page 0, or if the second half of the run is too short, the new
+      lease starts at the beginning of the run.
 
     Attributes:
-        store: Keeps pages of ended leases. None frees them.
+        store: Keeps pages of ended leases. With None, the pages of an ended lease become free.
         prefers_runs: True if consecutive pages are faster to read. The store then leaves half of the pages
             free.
     """
@@ -78,7 +78,7 @@ class PageAllocator:
 
     @property
     def available_pages(self) -> int:
-        """Number of pages that can be leased: free pages, and pages that the store would give up."""
+        """Number of pages that can be leased: free pages, and stored pages that can be evicted."""
         return self._free if self.store is None else self._free + self.store.evictable
 
     @property
@@ -90,8 +90,8 @@ class PageAllocator:
         """Lease `n` ≥ 0 pages. Return None and change nothing if fewer pages are available.
 
         Args:
-            n: Number of pages.
-            shared: Pages of the store, which become the lease's first pages in addition.
+            n: Number of pages, without `shared`.
+            shared: Pages of the store, which become the first pages of the lease.
         """
         pages = self._take(n, after=shared[-1] if shared else None)
         if pages is None:
@@ -124,7 +124,7 @@ class PageAllocator:
         assert self.free_pages + self.held_pages + len(stored) == self.num_pages
 
     def _take(self, n: int, after: int | None) -> list[int] | None:
-        """Remove `n` pages from the free runs, starting with the pages that follow page `after`."""
+        """Remove `n` pages from the free runs, if possible those after `after`. Evict pages if needed."""
         if n < 0:
             raise ValueError(f"cannot take {n} pages")
         if n > self._free:
@@ -142,10 +142,7 @@ class PageAllocator:
         return pages
 
     def _pick_start(self, n: int) -> int:
-        """Return the start of a new lease of `n` pages.
-
-        Split the chosen run if the lease starts inside it.
-        """
+        """Return the first page of a new lease of `n` pages. Split its run if the page is inside the run."""
         start = max(islice(self._run_starts, COMPARED_RUNS), key=lambda run: self._run_ends[run] - run)
         end = self._run_ends[start]
         middle = start + (end - start) // 2
@@ -170,7 +167,7 @@ class PageAllocator:
         self._run_ends[start] = end
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Free pages. Only leases and the store, which own them, may call this."""
+        """Mark pages as free. Only leases and the store may call this, each for its own pages."""
         for page in sorted(pages):
             position = bisect_left(self._run_starts, page)
             start, end = page, page + 1
@@ -187,12 +184,13 @@ class PageAllocator:
 class PageLease:
     """The pages of one sequence in token order.
 
-    Page i has the token indices ``[i · page_size, (i + 1) · page_size)``. Only `PageAllocator.allocate` makes
-    leases. A ``with`` statement releases the lease at its end.
+    Page i stores the tokens with indices ``[i · page_size, (i + 1) · page_size)``. Only
+    `PageAllocator.allocate` creates leases. At the end of a ``with`` block, the lease is released.
 
     Attributes:
         pages: The page numbers. Empty after release. Only the lease itself may modify the list.
-        shared: Number of leading pages that belong to the store. They may be read, but never written.
+        shared: Number of leading pages that belong to the store. Such a page must not be written after other
+            sequences may read it.
         version: Changes whenever `pages` changes, so that callers can cache copies of the page table.
     """
 
@@ -215,7 +213,7 @@ class PageLease:
         return self not in self._allocator._leases
 
     def extend(self, n: int) -> bool:
-        """Append `n` ≥ 0 further pages. Return False and change nothing if fewer pages are free."""
+        """Append `n` ≥ 0 further pages. Return False and change nothing if fewer pages are available."""
         if self.released:
             raise ValueError("the lease was released; allocate a new one")
         pages = self._allocator._take(n, after=self.pages[-1] if self.pages else None)
@@ -226,9 +224,9 @@ class PageLease:
         return True
 
     def shrink(self, num_pages: int) -> None:
-        """Keep the first `num_pages` pages and free all later pages. A shorter lease does not change.
+        """Keep the first `num_pages` pages and free all later pages. Shared pages are always kept.
 
-        Shared pages are always kept.
+        A lease that has no more than `num_pages` pages does not change.
         """
         num_pages = max(num_pages, self.shared)
         kept, dropped = self.pages[:num_pages], self.pages[num_pages:]
@@ -242,7 +240,7 @@ class PageLease:
         self.end(self.own_pages)
 
     def end(self, freed: Sequence[int]) -> None:
-        """End the lease and free only these pages of its own; the store keeps all others."""
+        """End the lease and free the pages `freed`. All other pages of the lease now belong to the store."""
         if not self.released:
             self._allocator._leases.discard(self)
             self._allocator.give_back(freed)

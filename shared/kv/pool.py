@@ -16,10 +16,10 @@ from outrider.shared.kv.pages import PageAllocator, PageLease
 from outrider.shared.kv.upload import upload
 
 FEW_TOKENS = 16
-"""Up to this number of tokens, plain Python computes slots faster than NumPy."""
+"""Number of tokens up to which plain Python computes slots faster than NumPy."""
 
 CacheSizing = Callable[[int], int]
-"""Returns the number of tokens to cache, given the bytes that one token takes."""
+"""A function that returns the number of tokens to cache, given the number of bytes that one token takes."""
 
 
 class KVPool:
@@ -28,21 +28,21 @@ class KVPool:
     A *slot* is ``page * page_size + offset``. The token at index i of a sequence is stored in slot
     ``pages[i // page_size] * page_size + i % page_size`` of every plane.
 
-    Planes start as zeros and are written in place. The addresses of the planes never change, so CUDA graphs
-    may use them. Only `resize_features` replaces the feature plane.
+    Planes start as zeros and are written in place. Their addresses never change, so CUDA graphs may contain
+    the addresses. The exception is the feature plane, which `resize_features` replaces.
 
     Args:
-        num_pages: Pages of the pool.
-        page_size: Tokens per page, ≥ 1.
+        num_pages: Number of pages of the pool.
+        page_size: Number of tokens per page, ≥ 1.
         layers: Number of layers that cache K/V.
         kv_heads, head_dim: Shape of one token's K (and V) in one layer.
-        dtype: Element type of feature rows, and of K and V unless `kv_dtype` is given.
+        dtype: Element type of feature rows. With no `kv_dtype`, also the element type of K and V.
         device: Device of the planes.
         feature_size: Width of a feature row. 0 means that there is no feature plane.
         latent: True if a layer has one latent plane instead of two. `k_planes` then contains the latents,
             `v_planes` is empty, and values are read from the keys.
-        kv_dtype: Element type of K and V. FP8 takes half the memory. `kernels.tree_attention` and
-            `kernels.path_attention` can read FP8.
+        kv_dtype: Element type of K and V. FP8 halves the memory of K and V. The kernels `tree_attention` and
+            `path_attention` can read FP8.
 
     Raises:
         ConfigurationError: The device has too little memory.
@@ -74,7 +74,7 @@ class KVPool:
         self.latent = latent
         self.allocator = PageAllocator(num_pages)
         self.allocator.prefers_runs = self.device.type == "cpu"
-        # [layers, 2, num_pages, page_size, kv_heads, head_dim]; with a latent, each layer has one plane
+        # [layers, 2, num_pages, page_size, kv_heads, head_dim]. With a latent, each layer has one plane.
         self._storage = self._allocate(
             self.kv_dtype, layers, 1 if latent else 2, num_pages, page_size, kv_heads, head_dim
         )
@@ -87,7 +87,7 @@ class KVPool:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, both free and leased."""
+        """Total number of pages of the pool."""
         return self.allocator.num_pages
 
     @property
@@ -114,16 +114,16 @@ class KVPool:
         )
 
     def resize_features(self, feature_size: int) -> None:
-        """Replace the feature plane by an empty plane of this width. All stored rows are lost.
+        """Replace the feature plane by a new plane of this width. All stored feature rows are lost.
 
-        A width of 0 removes the plane.
+        With a width of 0, the pool has no feature plane afterwards.
         """
         self.features = None  # Free its memory before allocating the next plane.
         if feature_size:
             self.features = self._allocate(self.dtype, self.num_pages, self.page_size, feature_size)
 
     def _allocate(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Return zeros that may be written outside inference mode, even if they are made inside that mode."""
+        """Return zeros that can be written outside inference mode, even if this call is in inference mode."""
         try:
             with torch.inference_mode(False):
                 return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -136,7 +136,7 @@ class KVPool:
             ) from error
 
     def planes(self) -> list[torch.Tensor]:
-        """Return every plane that `kv_compact` can move: K and V of all layers, then the features."""
+        """Return every plane in a form for `kv_compact`: K and V of all layers, then the feature plane."""
         planes = [plane for layer in self._storage.unbind(0) for plane in layer.unbind(0)]
         return planes if self.features is None else [*planes, self.features]
 
@@ -148,7 +148,7 @@ class KVPool:
         num_accepted: torch.Tensor,
         table_rows: torch.Tensor | None = None,
     ) -> None:
-        """Move the accepted nodes' K and V to the committed slots of every layer (see `kv_compact`).
+        """In every layer, move K and V of the accepted tree nodes to the committed slots (see `kv_compact`).
 
         Feature rows are not moved.
         """
@@ -156,7 +156,7 @@ class KVPool:
         kv_compact(planes, page_table, cached_lens, path, num_accepted, table_rows)
 
     def scrub(self, pages: torch.Tensor) -> None:
-        """Zero ``pages [n] int64`` in every plane, so that their next owner cannot read a leftover NaN."""
+        """Zero ``pages [n] int64`` in every plane, so that the next owner cannot read a leftover NaN."""
         for plane in self.planes():
             plane[pages] = 0
 
@@ -164,8 +164,8 @@ class KVPool:
         """Return views of `count` consecutive slots in all layers, each ``[1, kv_heads, count, head_dim]``.
 
         The views share the planes' memory. Their order is K of layer 0, V of layer 0, K of layer 1, and so
-        on. In a latent pool, there is one view per layer. One call per step is cheaper than calls in each
-        layer.
+        on. In a latent pool, there is one view per layer. To save time, call this once per step instead of
+        once per layer.
         """
         token = self.kv_heads * self.head_dim
         plane = self.num_pages * self.page_size * token
@@ -175,24 +175,24 @@ class KVPool:
         )
 
     def pages_for(self, num_tokens: int) -> int:
-        """Return the number of pages for `num_tokens` tokens."""
+        """Return the number of pages that `num_tokens` tokens take."""
         return -(-num_tokens // self.page_size)
 
     def lease(self, num_tokens: int) -> PageLease | None:
-        """Lease pages for `num_tokens` tokens, or return None if too few pages are free."""
+        """Lease pages for `num_tokens` tokens, or return None if too few pages are available."""
         return self.allocator.allocate(self.pages_for(num_tokens))
 
     def reserve(self, lease: PageLease, num_tokens: int) -> bool:
         """Extend a lease so that at least `num_tokens` tokens fit.
 
-        Return False and change nothing if too few pages are free.
+        Return False and change nothing if too few pages are available.
         """
         return lease.extend(max(0, self.pages_for(num_tokens) - len(lease.pages)))
 
     def page_table(self, leases: Sequence[PageLease]) -> torch.Tensor:
-        """Return ``[bs, max_pages] int32`` on the pool's device.
+        """Return the page table of some leases, ``[bs, max_pages] int32``, on the pool's device.
 
-        Rows are padded with page 0. The padding is never read, because lengths bound the reads.
+        Rows are padded with page 0. The padding is never read, because the sequences' lengths end before it.
         """
         width = max((len(lease.pages) for lease in leases), default=0)
         rows = [lease.pages + [0] * (width - len(lease.pages)) for lease in leases]
@@ -219,7 +219,7 @@ class KVPool:
         return slots
 
     def slot_array(self, lease: PageLease, start: int, stop: int) -> np.ndarray:
-        """Return the result of `token_slots` as ``[stop - start] int64``. This is faster for many tokens."""
+        """Return the slots of `token_slots` as ``[stop - start] int64``. This is faster for many tokens."""
         index = np.arange(start, stop)
         return (
             np.asarray(lease.pages, dtype=np.int64)[index // self.page_size] * self.page_size
@@ -245,28 +245,29 @@ class KVPool:
 
         Args:
             rows: ``[n, feature_size]``, or partial sums ``[splits, n, feature_size] fp32``.
-            slots, places: ``[n] int64``, slots of the feature plane and indices of rows of `out`, or -1.
+            slots: ``[n] int64``, each row's slot in the feature plane, or -1 to skip the row.
+            places: ``[n] int64``, each row's index among the rows of `out`, or -1 to skip the row.
             out: ``[..., feature_size]``, contiguous.
         """
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         scatter_rows(rows, slots, self.features, places, out)
 
     def feature_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return copies of the feature rows at slots ``[n] int64``: ``[n, feature_size]``."""
+        """Return a copy of the feature rows at slots ``[n] int64``, with the shape ``[n, feature_size]``."""
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         return self.features.view(-1, self.feature_size).index_select(0, slots)
 
     def read_features(self, lease: PageLease, start: int, stop: int) -> torch.Tensor:
         """Return a copy of the feature rows of token indices ``[start, stop)`` of one lease.
 
-        Its shape is ``[stop - start, feature_size]``.
+        The shape of the copy is ``[stop - start, feature_size]``.
         """
         assert self.features is not None, "the pool has no feature plane; call resize_features first"
         rows = self.features.view(-1, self.feature_size)
         pages = lease.pages[start // self.page_size : self.pages_for(stop)]
         if pages and pages == list(
             range(pages[0], pages[0] + len(pages))
-        ):  # The usual case: one slice, without sending indices to the device.
+        ):  # In the usual case, the rows are one slice, so no indices are sent to the device.
             first = pages[0] * self.page_size + start % self.page_size
             return rows[first : first + stop - start].clone()
         slots = upload(self.slot_array(lease, start, stop), torch.int64, self.device)
@@ -283,7 +284,7 @@ def token_bytes(
     latent: bool = False,
     kv_dtype: torch.dtype | None = None,
 ) -> int:
-    """Return the bytes per token of a pool of this shape. Used to size a pool before it is made."""
+    """Return the number of bytes per token of a pool of this shape, to size a pool before it is made."""
     return (1 if latent else 2) * layers * kv_heads * head_dim * (
         kv_dtype or dtype
     ).itemsize + feature_size * dtype.itemsize

@@ -1,16 +1,17 @@
-"""Keeps the K/V of token prefixes that sequences have computed, so that others need not compute them again.
+"""Keeps the K/V of prefixes that sequences have computed, so that other sequences need not compute it again.
 
 Life of a stored page (see `prefix_tree` for the tree of pages):
 
-1. `lease` gives a new sequence the pages of its longest stored prefix, and further pages of its own.
-2. `promise` adds the own pages that the prompt will fill to the tree. Other sequences then know that the
-   pages are being computed, and can wait for them. `publish` lets other sequences read them.
-3. `end` adds the full pages that the sequence has filled since then, and ends the lease.
-4. The allocator evicts pages that no lease reads when it needs pages: the least recently used first, and
-   leaves before their parents.
+1. `lease` leases the pages of a new sequence: the stored pages of its longest known prefix, then new pages.
+2. `promise` adds new pages to the tree if the prompt will fill them. Other sequences then find out that the
+   pages are being computed, and can wait for them. `publish` lets other sequences read the pages.
+3. `end` adds the pages that the sequence has filled since `promise` was called, and ends the lease.
+4. When the allocator needs pages, it evicts stored pages that no lease reads. The least recently used pages
+   are evicted first. A page is evicted only after all its children in the tree.
 
-Only full pages whose tokens are all committed are read by others, and a prefix ends before the last token of
-a sequence. Therefore no pass writes a page that another sequence reads.
+A sequence can read another sequence's page only if the page is full and all of its tokens are committed. A
+stored prefix ends before the last token of the sequence that reads the prefix. For these two reasons, no pass
+writes a page that another sequence reads.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class PrefixMatch:
     """The longest stored prefix of a sequence.
 
     Attributes:
-        salt: The salt of the tree.
+        salt: Selects the tree that was searched (see `prefix_tree`).
         nodes: The stored pages, in order.
-        awaited: Number of further pages of the sequence that another sequence is computing.
-        awaited_from: The lease of that sequence. None if `awaited` is 0.
+        awaited: Number of pages that follow the stored pages and that another sequence is computing.
+        awaited_from: The lease of the sequence that is computing these pages. None if `awaited` is 0.
     """
 
     salt: str
@@ -40,7 +41,7 @@ class PrefixMatch:
 
     @property
     def feature_pages(self) -> int:
-        """Number of leading pages whose feature rows are stored."""
+        """Number of leading pages of the prefix whose feature rows are stored."""
         lacking = (index for index, node in enumerate(self.nodes) if not node.has_features)
         return next(lacking, len(self.nodes))
 
@@ -51,10 +52,10 @@ class PrefixStats:
 
     Attributes:
         enabled: False if the cache is turned off.
-        queried_tokens, hit_tokens: Number of prompt tokens of admitted requests, and number of those whose
-            K/V was stored already.
+        queried_tokens, hit_tokens: Number of prompt tokens of admitted requests, and how many of these tokens
+            had stored K/V.
         pages: Number of stored pages that sequences can find.
-        evicted_pages: Number of pages that were evicted because other pages were needed.
+        evicted_pages: Number of pages that were evicted to make room for other pages.
     """
 
     enabled: bool = False
@@ -69,11 +70,11 @@ class _Path:
     """The nodes that a lease pins.
 
     Attributes:
-        salt: The salt of the tree.
+        salt: Selects the tree that contains the nodes.
         nodes: The nodes, in the order of the lease's pages.
-        found: Number of leading nodes that were in the tree before the lease.
+        found: Number of leading nodes that were in the tree when the lease began.
         published: Number of leading nodes that other sequences may read.
-        trusted: False if no further pages of the sequence may be stored.
+        trusted: False if the sequence must not add further pages to the tree.
     """
 
     salt: str
@@ -87,13 +88,13 @@ class PrefixCache:
     """The stored prefixes of one pool, and the leases that use them. The allocator's thread owns the cache.
 
     Args:
-        allocator: The pages.
-        page_size: Tokens per page.
-        enabled: False stores nothing and finds nothing.
+        allocator: Allocates the pages.
+        page_size: Number of tokens per page.
+        enabled: If False, the cache stores nothing and finds nothing.
 
     Attributes:
-        queried_tokens, hit_tokens: Number of prompt tokens that requests have looked up, and that they have
-            found. The scheduler counts them.
+        queried_tokens, hit_tokens: Number of prompt tokens that requests have looked up, and how many of
+            these tokens had stored K/V. The scheduler adds to these counts.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int, *, enabled: bool = True) -> None:
@@ -121,12 +122,12 @@ class PrefixCache:
 
         Args:
             tokens: The tokens of a sequence.
-            limit: Largest number of tokens of the prefix.
-            salt: Selects the tree.
-            with_features: True to find only pages whose feature rows are stored.
+            limit: Largest number of tokens that the prefix may have.
+            salt: Selects the tree to search. A prefix is found only under the salt with which it was stored.
+            with_features: True to find only pages whose feature rows are stored too.
         """
         node, pages = self._tree.find_root(salt), limit // self._page_size
-        # Most misses differ in the first page, so look that page up alone.
+        # Most misses already differ in the first page, so look up the first page alone before the others.
         if node is None or pages < 1 or next(self._tree.keys(tokens, 0, 1)) not in node.children:
             return PrefixMatch(salt)
         found: list[PrefixNode] = []
@@ -142,15 +143,16 @@ class PrefixCache:
         return PrefixMatch(salt, found)
 
     def lease(self, match: PrefixMatch, num_pages: int, spare: int = 0) -> PageLease | None:
-        """Lease the pages of a prefix, and pages of its own for a total of `num_pages`.
+        """Lease `num_pages` pages for a sequence: the stored pages of its prefix, then new pages.
 
         Args:
-            match: The prefix. The cache has not changed since `match` returned it.
-            num_pages: Number of pages of the lease, more than those of the prefix.
+            match: The prefix. The cache must not have changed since `match` returned it.
+            num_pages: Total number of pages of the lease, which must exceed the number of pages of the
+                prefix.
             spare: Number of pages that must remain available.
 
         Returns:
-            None, without any change, if too few pages are available.
+            The lease. None if too few pages are available, in which case nothing has changed.
         """
         nodes, new = list(match.nodes), num_pages - len(match.nodes)
         self._tree.pin(nodes)
@@ -164,9 +166,10 @@ class PrefixCache:
         return lease
 
     def promise(self, lease: PageLease, tokens: Sequence[int]) -> None:
-        """Add the full pages of these tokens to the tree, which the sequence of a lease is about to compute.
+        """Add the full pages of these tokens to the tree before the sequence of the lease computes them.
 
-        The first page that the tree has already, and all pages after it, are left out.
+        If the tree already has one of these pages from another sequence, this page and all later pages are
+        not added.
         """
         path, stop = self._paths[lease], len(tokens) // self._page_size
         if not self.enabled or stop <= len(path.nodes):
@@ -182,9 +185,9 @@ class PrefixCache:
         lease.shared = len(path.nodes)
 
     def publish(self, lease: PageLease, cached_len: int, feature_len: int) -> None:
-        """Let other sequences read the promised pages below `cached_len`.
+        """Let other sequences read the promised pages of a lease whose tokens are below `cached_len`.
 
-        The passes that write these pages must be enqueued already.
+        Call this only after the passes that write these pages have been enqueued.
 
         Args:
             lease: The lease of the sequence that has computed the pages.
@@ -201,7 +204,7 @@ class PrefixCache:
             node.has_features = path.published * self._page_size <= feature_len
 
     def end(self, lease: PageLease, tokens: Sequence[int], feature_len: int) -> None:
-        """Store the full pages of a sequence that ends or gives up its pages, and end its lease.
+        """Store the full pages of a sequence that has ended or is preempted, and end its lease.
 
         Args:
             lease: The lease.
@@ -226,10 +229,10 @@ class PrefixCache:
         self._tree.trim()
 
     def disown(self, lease: PageLease) -> None:
-        """Remove the pages that a lease has added, and all pages after them, from the tree.
+        """Remove the pages that a lease has added to the tree, and all pages below them, from the tree.
 
-        Call this if the contents of these pages may be wrong. Pages that only this lease reads become its
-        own. The sequence stores no pages at its end.
+        Call this if the contents of these pages may be wrong. Afterwards, the lease owns those of the
+        removed pages that no other lease reads. When the sequence ends, none of its pages are stored.
         """
         path = self._paths.get(lease)
         if path is None:
@@ -240,7 +243,7 @@ class PrefixCache:
         self.take_back(lease)
 
     def take_back(self, lease: PageLease) -> bool:
-        """Make the pages outside the tree that only this lease reads its own.
+        """Make a lease the owner of those last pages that are outside the tree and that no other lease reads.
 
         Return True if the lease then owns all of its pages.
         """
@@ -276,7 +279,7 @@ class PrefixCache:
         self._tree.check(pins)
 
     def _store(self, path: _Path, lease: PageLease, tokens: Sequence[int], feature_len: int) -> list[int]:
-        """Add the full pages after a path to the tree. Return the lease's own pages that are left over."""
+        """Add the full pages after a path to the tree. Return the lease's pages that were not added."""
         known, stop = len(path.nodes), len(tokens) // self._page_size
         freed = lease.pages[max(known, stop) :]
         if known >= stop:
@@ -300,7 +303,7 @@ class PrefixCache:
 
 
 def _depth(node: PrefixNode, keys: Iterator[bytes]) -> int:
-    """Return how many nodes below a node these keys name, one below the other."""
+    """Return how many nodes the path from `node` along these keys has in the tree, without `node`."""
     depth = 0
     for key in keys:
         child = node.children.get(key)

@@ -1,12 +1,13 @@
 """The tree of stored pages: adds, pins, removes and evicts nodes. Each node is one full page of tokens.
 
-Each salt has a tree of its own. A node's path from the root is the prefix that the page ends.
+There is one tree per salt. A salt is a text that separates requests whose prefixes must not be shared. The
+path from the root of a tree to a node is a prefix, and the node is the last page of this prefix.
 
     root ── tokens 0-15 ──┬── tokens 16-31 ── tokens 32-47
                           └── tokens 16-31 (other tokens)
 
 Leases *pin* the nodes that their sequences read. The nodes of a lease form a path from the root, so a node
-that is not pinned has no pinned descendant and can be evicted. A pinned node that is removed stays outside
+that is not pinned has no pinned descendant and can be evicted. If a pinned node is removed, it stays outside
 the tree until its last lease ends.
 """
 
@@ -22,21 +23,22 @@ TOKEN_CODE = "I"
 TOKEN_BYTES = array(TOKEN_CODE).itemsize
 ENTRIES_PER_NODE = 2
 SPARE_ENTRIES = 64
-"""The list of leaves is cleaned when it has more than `ENTRIES_PER_NODE` entries per node and this many."""
+"""The list of leaves is cleaned up when its length exceeds `ENTRIES_PER_NODE` per node plus this number."""
 
 
 class PrefixNode:
     """One stored page.
 
     Attributes:
-        key: The tokens of the page; the salt for a root.
-        page: The page number; -1 for a root.
-        parent: The node of the page before. None for a root, and for a node outside the tree.
-        children: Nodes by their keys.
+        key: The tokens of the page. For a root, the salt.
+        page: The page number. -1 for a root.
+        parent: The node of the preceding page. None for a root, and for a node outside the tree.
+        children: The nodes of the pages that may follow, by their keys.
         pins: Number of leases that read the page.
-        promised_by: The lease whose sequence is computing the page. None once others may read the page.
+        promised_by: The lease whose sequence is computing the page. None as soon as other sequences may read
+            the page.
         has_features: True if the feature rows of the page are stored as well.
-        used: Time of the last use; see `PrefixTree.time`.
+        used: Value of `PrefixTree.time` at the last use.
     """
 
     __slots__ = ("children", "has_features", "key", "page", "parent", "pins", "promised_by", "used")
@@ -56,16 +58,16 @@ class PrefixNode:
 
 
 class PrefixTree(PageStore):
-    """The trees of all salts over the pages of one pool. Not thread-safe: the allocator's thread owns them.
+    """The trees of all salts, for one pool. Not thread-safe: only the allocator's thread may use this object.
 
     Args:
-        allocator: The pages. The tree becomes the allocator's store.
-        page_size: Tokens per page.
+        allocator: Allocates the pages. The tree becomes the allocator's store.
+        page_size: Number of tokens per page.
 
     Attributes:
-        time: Counts the ended leases. A node that was used at a later time is evicted later.
+        time: Number of ended leases, which serves as a clock. Nodes with the lowest `used` are evicted first.
         num_nodes: Number of nodes in the trees.
-        evicted_pages: Number of pages that were evicted because other pages were needed.
+        evicted_pages: Number of pages that were evicted to make room for other pages.
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
@@ -74,7 +76,7 @@ class PrefixTree(PageStore):
         self._page_size = page_size
         self._roots: dict[bytes, PrefixNode] = {}
         self._outside: set[PrefixNode] = set()  # nodes that were removed but are still pinned
-        self._leaves: list[tuple[int, PrefixNode]] = []  # a heap; entries may be out of date
+        self._leaves: list[tuple[int, PrefixNode]] = []  # a heap, whose entries may be out of date
         self._evictable = 0
         allocator.store = self
 
@@ -83,11 +85,11 @@ class PrefixTree(PageStore):
         return self._evictable
 
     def find_root(self, salt: str) -> PrefixNode | None:
-        """Return the root of a salt's tree, or None if the tree is empty."""
+        """Return the root of a salt's tree, or None if the tree has no pages."""
         return self._roots.get(salt.encode())
 
     def root(self, salt: str) -> PrefixNode:
-        """Return the root of a salt's tree. The caller adds a node if there is none."""
+        """Return the root of a salt's tree. If there was no tree, the caller has to add a node to it."""
         key = salt.encode()
         if key not in self._roots:
             self._roots[key] = PrefixNode(key, -1, None)
@@ -101,7 +103,7 @@ class PrefixTree(PageStore):
             yield data[start : start + width]
 
     def insert(self, parent: PrefixNode, key: bytes, page: int) -> PrefixNode:
-        """Add a page that is not pinned. If it stays a leaf, call `note_leaf` once it may be evicted."""
+        """Add an unpinned node for a page. If it stays a leaf, call `note_leaf` when it may be evicted."""
         node = parent.children[key] = PrefixNode(key, page, parent)
         node.used = self.time
         self.num_nodes += 1
@@ -109,9 +111,9 @@ class PrefixTree(PageStore):
         return node
 
     def remove(self, top: PrefixNode) -> None:
-        """Remove a node and its descendants, and free those that are not pinned.
+        """Remove a node and its descendants from the tree, and free the pages of those that are not pinned.
 
-        A node outside the tree is left alone.
+        Do nothing if the node is outside the tree already.
         """
         if top.parent is None:
             return
@@ -141,14 +143,14 @@ class PrefixTree(PageStore):
         self._leaves.clear()
 
     def pin(self, nodes: Sequence[PrefixNode]) -> None:
-        """Keep nodes of the tree from eviction."""
+        """Protect nodes of the tree from eviction."""
         for node in nodes:
             if not node.pins:
                 self._evictable -= 1
             node.pins += 1
 
     def unpin(self, nodes: Sequence[PrefixNode]) -> None:
-        """Undo one `pin`. Nodes outside the tree are freed with their last pin."""
+        """Undo one `pin` of each node. When a node outside the tree loses its last pin, its page is freed."""
         for node in reversed(nodes):
             node.pins -= 1
             if node.pins:
@@ -161,9 +163,9 @@ class PrefixTree(PageStore):
                 self.note_leaf(node)
 
     def take_out(self, node: PrefixNode) -> bool:
-        """Give up a node outside the tree that has a single pin; the page becomes the caller's.
+        """Make the caller the owner of a node's page, if the node is outside the tree and has a single pin.
 
-        Return False for any other node.
+        Return False, without any change, for all other nodes.
         """
         if node.pins != 1 or node not in self._outside:
             return False
@@ -171,7 +173,7 @@ class PrefixTree(PageStore):
         return True
 
     def note_leaf(self, node: PrefixNode) -> None:
-        """Remember a node if it can be evicted now."""
+        """Add a node to the list of leaves, if the node can be evicted now."""
         if node.children or node.pins or node.parent is None:
             return
         if len(self._leaves) > ENTRIES_PER_NODE * self.num_nodes + SPARE_ENTRIES:
@@ -181,7 +183,7 @@ class PrefixTree(PageStore):
         heappush(self._leaves, (node.used, node))
 
     def trim(self) -> None:
-        """Evict pages if too few consecutive pages would be left for others."""
+        """If the allocator prefers runs, evict pages until unpinned ones take at most half of the pool."""
         surplus = self._evictable - self._allocator.num_pages // 2
         if self._allocator.prefers_runs and surplus > 0:
             self._allocator.give_back(self.evict(surplus))
@@ -236,6 +238,6 @@ class PrefixTree(PageStore):
             assert node.pins or node.children or id(node) in noted, "a leaf cannot be found for eviction"
 
     def _drop_if_empty(self, node: PrefixNode) -> None:
-        """Forget the tree of a salt that has no pages."""
+        """Remove the tree of a salt if the tree has no pages left."""
         if node.page < 0 and not node.children:
             self._roots.pop(node.key, None)

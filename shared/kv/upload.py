@@ -1,4 +1,4 @@
-"""Copies host numbers to the device without waiting."""
+"""Copies numbers from the host to the device without waiting for the copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def upload(
 ) -> torch.Tensor:
     """Return a tensor with these values on the device.
 
-    The copy is in stream order, so the host does not wait.
+    The copy is enqueued on the current stream, so the host does not wait.
     """
     host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda" or not host.numel():

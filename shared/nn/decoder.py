@@ -40,9 +40,9 @@ _log = get_logger("outrider.decoder")
 
 Pool = TypeVar("Pool", bound=KVPool)
 Progress = Callable[[int, int], None]
-"""A function that is called with the bytes loaded so far and the total bytes."""
+"""A function that is called with the number of bytes loaded so far and the total number of bytes."""
 OnLayer = Callable[[DecoderLayer], None]
-"""A function that changes a layer right after loading, so that the next layer can use the freed memory."""
+"""A function that changes a layer right after it is loaded, so that the next layer can use the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class DecoderOutput:
     """Result of a forward pass.
 
     Attributes:
-        hidden: ``[rows, hidden_size]``, the hidden states after the final norm, which are the input of
-            `Decoder.logits`.
+        hidden: ``[rows, hidden_size]``, the hidden states after the final norm. `Decoder.logits` takes them
+            as its input.
         aux: ``[rows, n_aux * hidden_size]``, the residual stream after each captured layer. None if no layer
             was captured.
     """
@@ -63,17 +63,17 @@ class DecoderOutput:
 class Decoder:
     """Embedding, decoder layers, final norm and output head.
 
-    A decoder is stateless, because K/V is stored in the pool that is passed to each call.
+    A decoder has no state of its own, because K/V is stored in the pool that is passed to each call.
 
     Attributes:
         config, device, dtype: The configuration, the device, and the type of weights and activations.
         embedding: ``[vocab, hidden]``.
-        lm_head: ``[vocab, hidden]`` as it was loaded, even if `logits` uses an FP8 copy. If the weights are
-            tied, `lm_head` is the same tensor as `embedding`.
+        lm_head: ``[vocab, hidden]``, the output head in the type in which it was loaded. `logits` may use an
+            FP8 copy of it. If the weights are tied, `lm_head` is the same tensor as `embedding`.
         layers, norm, rotary: The decoder layers, the final norm and the rotary embedding.
         fingerprint: Identifies the configuration and the weights.
         fused: Fused kernels that replace the layers' own operations, or None.
-        kv_dtype: Type of K and V in the decoder's pools; None means `dtype`.
+        kv_dtype: Type of K and V in the decoder's pools. With None, the type is `dtype`.
     """
 
     kv_dtype: torch.dtype | None = None
@@ -106,15 +106,15 @@ class Decoder:
 
     @torch.inference_mode()
     def quantize_fp8(self) -> None:
-        """Convert the layers' projections to FP8, and compute logits with an FP8 copy of the output head.
+        """Convert the layers' projections to FP8, and use an FP8 copy of the output head to compute logits.
 
-        There is one scale per output channel. The embedding and `lm_head` are not changed, because drafts
-        borrow these tensors, and because the two may be the same tensor. Call this method before the first
-        pass, because recorded CUDA graphs would still read the old weights.
+        Each output channel has a scale. The embedding and `lm_head` are not changed, because drafts borrow
+        these tensors, and because they may be the same tensor. Call this method before the first pass,
+        because CUDA graphs that are already recorded would still read the old weights.
 
         Raises:
-            ConfigurationError: A layer is not dense with plain attention, the weights are fp32 on a CPU, or
-                this process has only a share of the model.
+            ConfigurationError: The layers do not consist of plain attention and a dense MLP, the weights are
+                fp32 on a CPU, or this process has only a share of the model.
         """
         try:
             for layer in self.layers:
@@ -128,7 +128,7 @@ class Decoder:
         self._fuse()
 
     def use_rounded(self, head: Linear) -> None:
-        """Use `head`, an FP8 copy of the output head, for logits from now on. `lm_head` is not changed."""
+        """From now on, use `head`, an FP8 copy of the output head, for logits. `lm_head` does not change."""
         self._head = head
         self.fingerprint = hashlib.sha256(f"{self.fingerprint} fp8".encode()).hexdigest()
 
@@ -139,7 +139,7 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the embedding, output head, FP8 copy of the head and all projections, without norms."""
+        """Bytes of the embedding, output head, FP8 copy of the head and projections, without the norms."""
         layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
         rounded = self._head.nbytes if self._head.rounded else 0
         return self.embedding.nbytes + self.lm_head.nbytes + rounded + layers
@@ -151,7 +151,7 @@ class Decoder:
 
     @property
     def cached(self) -> ModelConfig:
-        """Configuration of the K/V that this process stores."""
+        """Configuration that describes the K/V stored by this process."""
         return self.config
 
     def make_pool(self, num_pages: int, page_size: int, feature_size: int = 0) -> KVPool:
@@ -214,11 +214,12 @@ class Decoder:
 
         Args:
             tokens: ``[rows]``, int32 or int64.
-            positions: ``[rows]``, rotary positions. A tree node's position is the root's position plus the
-                node's depth.
+            positions: ``[rows]``, rotary positions. The position of a tree node is the position of the root
+                plus the depth of the node.
             attention: Backend for which `AttentionBackend.plan` was called with exactly these rows.
-            pool: Pool that supplies the K/V of earlier tokens and stores the rows' K/V at the batch's slots.
-            aux_layer_ids: Layers whose outputs are captured, in ascending order.
+            pool: Pool that contains the K/V of earlier tokens. The K/V of the rows is written to the slots of
+                the planned batch.
+            aux_layer_ids: Indices of the layers whose outputs are captured, in ascending order.
         """
         rotation = self.rotary(positions)
         if self.fused is not None and isinstance(attention, StoredAttention):
@@ -238,8 +239,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits ``[rows, vocab]`` in the weights' type.
 
-        No fp32 copy is made, because it would be the largest tensor of a round. Kernels that read the logits
-        widen each number while they load it.
+        No fp32 copy of the logits is made, because it would be the largest tensor of a round. The kernels
+        that read logits convert each number to fp32 when they load it.
 
         Args:
             hidden: ``[rows, hidden_size]`` after the final norm.
@@ -251,16 +252,16 @@ class Decoder:
     def choose(
         self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return the tokens that `choose_tokens` picks from the rows' logits, ``[rows] int64``."""
+        """Return the tokens ``[rows] int64`` that `choose_tokens` chooses from the logits of these rows."""
         return self.choose_from(self.logits(hidden), sampling, positions)
 
     def choose_from(
         self, logits: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Choose like `choose`, from logits that `logits` has returned for the rows."""
+        """Choose tokens like `choose`, but from logits that `logits` has returned."""
         return choose_tokens(logits, sampling, positions)
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:
-    """Return the type for ``dtype auto``: bf16 on CUDA, fp32 elsewhere."""
+    """Return the type that the setting ``dtype auto`` means: bf16 on CUDA, fp32 elsewhere."""
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32

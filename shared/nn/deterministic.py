@@ -1,9 +1,9 @@
-"""Deterministic decoders, whose result for a row is bit-identical regardless of the other rows in a step.
+"""Deterministic decoders: a row's result has the same bits, whichever other rows are in the same step.
 
-The usual products, norms and softmax add in an order that depends on the number of rows. A vector unit also
-rounds the end of a buffer differently from its middle. The same token may therefore get different last bits
-in a tree, in a decode step and in a prompt chunk. If two tokens nearly tie, a different token may then be
-chosen. Two decoders avoid these differences:
+In other decoders, products, norms and softmax add numbers in an order that depends on the number of rows. The
+vector units of a CPU also round the numbers at the end of a buffer differently from those in its middle. A
+token may therefore get slightly different logits in a tree, in a decode step and in a prompt chunk. If the
+two best tokens nearly tie, this difference may decide which of them is chosen. Two decoders avoid this:
 
 - `RowByRow` (CPU, any model) runs every row as a separate step.
 - `BatchInvariant` (GPU) uses products and norms whose order of addition depends only on the weight.
@@ -34,9 +34,9 @@ from outrider.shared.nn.layers.modules import Attention, DecoderLayer, GatedMLP,
 from outrider.shared.nn.layers.rope import Rotation, rotate
 
 FILTER_ROWS = 16
-"""Rows per call of the sampling filters on a GPU.
+"""Number of rows for which the sampling filters are called together on a GPU.
 
-The number is fixed because the rounding of sums over the vocabulary depends on it.
+The number is fixed, because the rounding of sums over the vocabulary depends on the number of rows.
 """
 
 
@@ -44,8 +44,8 @@ def deterministic(decoder: Decoder) -> Decoder:
     """Return a deterministic decoder over the same weights.
 
     Raises:
-        ConfigurationError: The model has layers without a batch-invariant kernel for the GPU. `field` is the
-            setting.
+        ConfigurationError: The model has layers that have no batch-invariant kernel on the GPU. `field` is
+            the setting.
     """
     return RowByRow(decoder) if decoder.device.type == "cpu" else BatchInvariant(decoder)
 
@@ -53,7 +53,7 @@ def deterministic(decoder: Decoder) -> Decoder:
 class RowByRow(Decoder):
     """Runs each row as a separate step, for any model.
 
-    A row's K/V is stored before later rows run. Parents must therefore come before their children.
+    The K/V of a row is stored when the row runs. A tree node must therefore come after its parent.
 
     Args:
         decoder: Decoder that computes one row at a time.
@@ -86,7 +86,7 @@ class RowByRow(Decoder):
         pool: KVPool,
         aux_layer_ids: Sequence[int] = (),
     ) -> DecoderOutput:
-        """Run each row; see `Decoder.forward`. Rows without a slot are padding and return zeros."""
+        """Run one row after another; see `Decoder.forward`. The results of rows without a slot are zeros."""
         assert isinstance(attention, DeterministicAttention), (
             "a deterministic decoder needs DeterministicAttention"
         )
@@ -180,7 +180,7 @@ class BatchInvariant(Decoder):
     ) -> torch.Tensor:
         """Choose the rows' tokens; see `Decoder.choose_from`.
 
-        With sampling filters, rows are processed in groups of a fixed size. The last group is padded.
+        If sampling filters are used, rows are processed in groups of `FILTER_ROWS`. The last group is padded.
         """
         if sampling.all_greedy or not sampling.any_filter:
             return choose_tokens(logits, sampling, positions)
@@ -211,7 +211,8 @@ def sampling_rows(sampling: SamplingTensors, rows: slice | torch.Tensor) -> Samp
 class _InvariantLayer:
     """One decoder layer with batch-invariant kernels.
 
-    Element-wise operations are torch's own, because on a GPU they compute every element in the same way.
+    Element-wise operations are those of torch. On a GPU, torch computes every element in the same way, so
+    they do not depend on the number of rows.
 
     Args:
         layer: Supplies the weights.

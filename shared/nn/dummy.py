@@ -14,17 +14,17 @@ from outrider.shared.nn.layers.load import load_layer
 from outrider.shared.nn.layers.modules import RMSNorm
 
 SPREAD = 0.02
-"""Standard deviation of the weights, as in the initialization of published models."""
+"""Standard deviation of the weights. Published models are initialized with the same value."""
 
 
 class RandomTensors(TensorSource):
-    """A `TensorSource` that generates tensors: ones for norms, zeros for biases, normal noise elsewhere.
+    """A `TensorSource` that generates tensors: ones for norms, zeros for biases, normal noise for all others.
 
-    A tensor depends only on its name and shape, so that all processes generate the same tensor.
+    A tensor depends only on its name and shape, so all processes generate the same tensor.
 
     Args:
         device: Device of the tensors.
-        dtype: Type of the tensors, unless a caller requests another type.
+        dtype: Type of the tensors, unless a caller of `take` requests another type.
     """
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Projects captured hidden states of the target to a drafter's features: norms, then the matrix ``fc``."""
+"""Projects hidden states of the target to a drafter's features: applies norms, then the matrix ``fc``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _FC_NORM = re.compile(r"fc_norm\.(\d+)\.weight")
 
 
 class FeatureProjector:
-    """Applies a drafter's projector (norms, then ``fc``) to the captured states of the target.
+    """Applies a drafter's projector (norms, then ``fc``) to the target's hidden states.
 
     Args:
-        spec: Features that the drafter needs, and the projector's tensors.
+        spec: Describes the features that the drafter needs, and contains the projector's tensors.
         device: Device of the target.
         dtype: Type of the stored rows.
-        hidden_size: Hidden size of the target, with which the spec is checked.
-        num_layers: Number of layers of the target, with which the spec is checked.
+        hidden_size: Hidden size of the target. The spec must match it.
+        num_layers: Number of layers of the target. The spec must match it.
 
     Raises:
         CheckpointError: The spec is inconsistent or does not fit the target. `field` names the tensor or key.
@@ -60,15 +60,15 @@ class FeatureProjector:
         self._fc = self._projection(width)
 
     def __call__(self, output: DecoderOutput) -> torch.Tensor:
-        """Return the rows to store, ``[rows, feature_size]``, from the states of a forward pass."""
+        """Return the rows to store, ``[rows, feature_size]``, computed from the output of a forward pass."""
         states = self._entering(output)
         return states if self._fc is None else self._fc(states)
 
     def parts(self, output: DecoderOutput) -> torch.Tensor:
-        """Return the rows to store, or fp32 partial sums of them, ``[splits, rows, feature_size]``.
+        """Return the rows to store, or their fp32 partial sums ``[splits, rows, feature_size]``.
 
-        Partial sums are returned only on a GPU, for at most `MANY_ROWS` rows. The caller must add the partial
-        sums.
+        Partial sums are returned only on a GPU, and only for up to `MANY_ROWS` rows. The caller must add them
+        up.
         """
         states, fc = self._entering(output), self._fc
         if fc is None or fc.bias is not None or not states.is_cuda or states.shape[0] > MANY_ROWS:

@@ -1,13 +1,14 @@
 """Moves the FP8 cache scales of a checkpoint (``k_scale``, ``v_scale``) into its weights during loading.
 
-With a scale s, the cache stores K / s and V / s, so that the largest values just fit into e4m3. No kernel
-needs the scales, because they are moved into the weights:
+A scale s belongs to the keys or to the values of a layer. The cache stores K / s or V / s, so that the
+largest numbers just fit into e4m3. No kernel needs the scales, because the weights are changed as follows:
 
-- Keys divided by s and queries multiplied by s give the same scores.
-- Values divided by s and an output projection multiplied by s give the same sum.
+- Keys are divided by their s, and queries are multiplied by the same s. The scores do not change.
+- Values are divided by their s, and the output projection is multiplied by the same s. The results of
+  this projection do not change.
 
-Scales are rounded up to powers of two. Multiplication by a power of two is exact in fp32 and bf16. The
-outputs of a model whose cache is not FP8 therefore stay bit-identical.
+Scales are rounded up to powers of two. In fp32 and bf16, multiplication by a power of two is exact. If the
+cache is not FP8, the outputs of the model therefore stay bit-identical.
 
 The accepted tensor names are those of vLLM's `maybe_remap_kv_scale_name`, which covers compressed-tensors,
 ModelOpt and Quark.
@@ -32,7 +33,7 @@ SPELLINGS = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 
 
 def find_scales(stored: Mapping[str, TensorInfo], config: ModelConfig) -> dict[str, Shape]:
-    """Return name → shape of the layers' cache scales among `stored`. Latent attention has no such scales.
+    """Return the names and shapes of the cache scales among `stored`. Latent attention has no such scales.
 
     Raises:
         CheckpointError: A scale is not a single number.
@@ -60,7 +61,7 @@ def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, f
         found: Names from `find_scales`.
 
     Returns:
-        The scales. A key is the attention's prefix followed by k or v (``….self_attn.k``).
+        The scales. A key is the prefix of the attention's tensors, followed by k or v (``….self_attn.k``).
 
     Raises:
         CheckpointError: A scale is not a positive number.
@@ -79,15 +80,15 @@ def read_scales(reader: CheckpointReader, found: Collection[str]) -> dict[str, f
 
 
 class ScaledSource(TensorSource):
-    """A `TensorSource` whose attention weights produce K and V divided by their scales.
+    """A `TensorSource` whose attention weights produce K and V that are divided by their scales.
 
-    All other tensors are passed on unchanged from another source.
+    All other tensors of the source are passed on unchanged.
 
     Args:
         source: Supplies the stored tensors.
         scales: See `read_scales`.
-        head_norm: True if each head of Q and K is normed after its projection. K's scale is then applied to
-            the weights of these norms, otherwise to the projections of K and Q.
+        head_norm: True if each head of Q and K is normed after its projection. The scale of K is then applied
+            to the weights of these norms. Otherwise, it is applied to the projections of K and Q.
     """
 
     def __init__(self, source: TensorSource, scales: Mapping[str, float], *, head_norm: bool) -> None:
@@ -107,7 +108,7 @@ class ScaledSource(TensorSource):
     def take(
         self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return one tensor, multiplied by its factor if it has one."""
+        """Return one tensor. If the tensor has a factor, return it multiplied by this factor."""
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
     def take_rows(
@@ -117,7 +118,7 @@ class ScaledSource(TensorSource):
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return several tensors as one, each multiplied by its factor if it has one."""
+        """Return several tensors as one tensor. Each tensor that has a factor is multiplied by its factor."""
         out = self._source.take_rows(parts, dtype=dtype, to=to)
         position = 0
         for name, shape in parts:

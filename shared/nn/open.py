@@ -73,9 +73,9 @@ def load_decoder(
 
     Args:
         path: Folder with ``config.json`` and ``*.safetensors`` (or ``pytorch_model*.bin``).
-        device: Device to which the weights are loaded, file by file, without a second copy in host memory.
-        dtype: Type of weights and activations. None means fp32 on a CPU and bf16 on CUDA.
-        progress: Called with the bytes loaded so far and the total.
+        device: Device for the weights. They are loaded file by file, without a second copy in host memory.
+        dtype: Type of weights and activations. With None, the type is fp32 on a CPU and bf16 on CUDA.
+        progress: Called with the number of bytes loaded so far and the total number.
         on_layer: Function that changes each layer right after it is loaded. Not called for models that run
             through `transformers`.
 
@@ -94,7 +94,7 @@ def load_decoder(
         needed = f"{_needed(path, config, dtype)} as {str(dtype).removeprefix('torch.')}"
         if on_layer is None:
             why, smaller = f": its weights need {needed}", " or a smaller dtype"
-        else:  # `on_layer` shrinks the layers by an unknown amount
+        else:  # `on_layer` reduces the size of the layers by an unknown amount.
             why, smaller = (
                 f", even with layers that are quantized as they are loaded "
                 f"(without that, they need {needed})",
@@ -125,7 +125,7 @@ class CheckedSource:
     """An open checkpoint whose headers match the configuration.
 
     Attributes:
-        source: Source of the tensors, which widens FP8 matrices and applies the scales of an FP8 cache.
+        source: Source of the tensors. It widens FP8 matrices and applies the scales of an FP8 cache.
         fingerprint: Identifies configuration and weights.
     """
 
@@ -188,7 +188,7 @@ def _open_generic(
 
 
 def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
-    """Return the memory that a folder's loaded weights take, as text for an error message."""
+    """Return text for an error message that states the memory needed for a folder's loaded weights."""
     names = expected_tensors(config)
     with CheckpointReader(path) as reader:
         stored = reader.tensors.items()
@@ -202,7 +202,7 @@ def _needed(path: Path | str, config: ModelConfig, dtype: torch.dtype) -> str:
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Return name → shape of every tensor that a checkpoint of this configuration must contain."""
+    """Return the name and shape of every tensor that a checkpoint of this configuration must contain."""
     if isinstance(config, GenericConfig):
         return dict(config.layout.shapes)
     return expected_headers(config).shapes
@@ -233,14 +233,14 @@ def _load_parts(source: TensorSource, config: ModelConfig, on_layer: OnLayer | N
 
 
 def expected_headers(config: ModelConfig) -> ExpectedTensors:
-    """Return the tensors, without FP8 scales, that a checkpoint of one of the families must contain."""
+    """Return the tensors that a checkpoint of one of the families must contain, apart from FP8 scales."""
     expected = ExpectedTensors()
     _load_parts(expected, config)
     return expected
 
 
 def _log_ignored(path: Path | str, config: ModelConfig, left: Collection[str]) -> None:
-    """Log which tensors of a checked file are not loaded, and why."""
+    """Log which tensors of a checked file are not loaded, and the reason for each."""
     for pattern, reason in config.ignored.items():
         names = match_names(left, pattern)
         if names:

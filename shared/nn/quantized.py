@@ -1,9 +1,10 @@
 """FP8 products (W8A8, ``--quantization fp8``): rounds a model's weights and activations to e4m3.
 
-Weights have one scale per output channel. Activations have one scale per row, computed on the fly. A GPU has
-kernels for these products. A CPU has no FP8 products. On a CPU, the operands are rounded in the same way and
-multiplied in a wide type. This path is slower, and only serves to show the effect of the rounding on any
-machine.
+Weights have one scale per output channel. Activations have one scale per row, computed when they are needed.
+
+A GPU has kernels for FP8 products. A CPU has none, so it rounds the operands in the same way and multiplies
+them in a wide type. This is slower than not rounding at all. It only serves to show how rounding changes a
+model's output, on any machine.
 
 The embedding and the norms keep their type. Logits are computed with a rounded copy of the output head.
 """
@@ -33,8 +34,8 @@ def round_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tensor: ``[rows, size]``.
 
     Returns:
-        The e4m3 rows, and their scales ``[rows, 1] fp32``. The product of rows and scales approximates the
-        tensor.
+        The e4m3 rows, and their scales ``[rows, 1] fp32``. The rows multiplied by their scales approximate
+        the tensor.
     """
     wide = tensor.float()
     scale = (wide.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=SMALLEST_SCALE)
@@ -42,7 +43,7 @@ def round_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class RoundedLinear(Linear):
-    """``x @ weight.T + bias`` on a CPU, with both operands rounded to FP8 and sums in fp32.
+    """``x @ weight.T + bias`` on a CPU. Both operands of the product are rounded to FP8, and sums are fp32.
 
     Args:
         linear: Layer to round. No reference to this layer is kept.
@@ -67,7 +68,7 @@ class RoundedLinear(Linear):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Not available, because the weight's rows are meaningless without their scales."""
+        """Raises an error, because the weight's rows are meaningless without their scales."""
         raise AssertionError("the rows of an FP8 weight cannot be read without their scales")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,11 +83,11 @@ class RoundedLinear(Linear):
 
 
 def fp8_rounding(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> OnLayer:
-    """Return a function that rounds the products of a layer to FP8.
+    """Return a function that rounds the weights of a layer to FP8.
 
-    The function can run during or after the loading of a model. During loading, at most one layer at a time
-    is in its original type. The function raises ConfigurationError for layers of a kind that has no FP8
-    products.
+    The function can run while a model is loaded, or afterwards. If it runs while the model is loaded, at most
+    one layer at a time is in its original type. The function raises ConfigurationError for layers of a kind
+    that has no FP8 products.
 
     Raises:
         ConfigurationError: The model, its GPU or its type has no FP8 products. `field` is the setting.
@@ -123,7 +124,7 @@ def _round_layer(layer: DecoderLayer, *, on_gpu: bool) -> None:
 def quantize_decoder(decoder: Decoder) -> None:
     """Compute the products of a decoder's layers in FP8 from now on. Call this before the first pass.
 
-    Layers that were rounded while they were loaded stay as they are.
+    Layers that were already rounded while they were loaded are not changed.
 
     Raises:
         ConfigurationError: The decoder's layers, GPU or type have no FP8 products. `field` is the setting.

@@ -1,9 +1,11 @@
-"""The control channel between rank 0 and each other rank. Ends a rank's process if rank 0 is gone.
+"""The control channel between rank 0 and each other rank. Ends a rank's process when rank 0 is gone.
 
-Each rank has one TCP connection to rank 0. Rank 0 sends commands, and the rank sends reports. A frame is a
-length of four bytes, followed by that many bytes. A closed connection reveals a dead process. Regular
-heartbeats ("beats") distinguish a stopped process from a process that has nothing to send. `beat_until_gone`
-sends the beats and ends the process.
+Each rank has one TCP connection to rank 0. Rank 0 sends commands over the connection, and the rank sends
+reports. A frame is a length of four bytes, followed by that many bytes.
+
+A closed connection shows that the peer's process has died. A process that is stopped keeps its connection
+open. Each rank therefore also sends regular heartbeats ("beats"), which a stopped process cannot send.
+`beat_until_gone` sends the beats, and ends the rank's process when the connection to rank 0 closes.
 """
 
 from __future__ import annotations
@@ -52,18 +54,18 @@ class ReportKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A message to rank 0. `text` names the finished work (DONE) or describes the failure (FAILED)."""
+    """A report from a rank. `text` names the finished work (DONE) or describes the failure (FAILED)."""
 
     kind: ReportKind
     text: str = ""
 
 
 class RankConnection:
-    """Frames over a socket. Only one thread may receive, but any thread may send.
+    """Sends and receives frames over a socket. Only one thread may receive, but any thread may send.
 
     Attributes:
-        awake_s: Seconds for which `receive` polls the socket before it blocks. Waking a sleeping core takes
-            ten times as long as receiving a frame.
+        awake_s: Seconds for which `receive` polls the socket before it blocks. Polling avoids the wake-up of
+            a sleeping core, which takes ten times as long as receiving a frame.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -108,8 +110,8 @@ class RankConnection:
     def receive_by(self, deadline: float, most: int) -> bytes | None:
         """Wait for one frame from a peer that is not trusted yet.
 
-        Return None if the frame is longer than `most`, if it is incomplete at `deadline`, or if the peer
-        closes the connection.
+        Return None in three cases: the frame is longer than `most`, the frame is incomplete at `deadline`, or
+        the peer closes the connection.
 
         Args:
             deadline: Time on the monotonic clock by which the whole frame must have arrived.
@@ -150,7 +152,7 @@ class RankConnection:
         return RankReport(ReportKind(body[0]), body[1:].decode(errors="replace"))
 
     def close(self) -> None:
-        """Close the connection. A thread blocked in `receive` gets None."""
+        """Close the connection. If a thread is blocked in `receive`, its call returns None."""
         with contextlib.suppress(OSError):  # The peer has closed the socket already.
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -167,7 +169,7 @@ class RankConnection:
             except BlockingIOError:
                 continue
             except OSError:
-                return  # `_take` meets the same error and handles it.
+                return  # `_take` will get the same error and handle it.
 
     def _take(self, count: int) -> bytes | None:
         while len(self._received) < count:
@@ -186,16 +188,16 @@ class RankConnection:
 def accept_ranks(
     store: Store, host: str, size: int, timeout_s: float, check: Callable[[], None] = lambda: None
 ) -> dict[int, RankConnection]:
-    """Listen, publish the address in the store, and wait for ranks 1 … size - 1.
+    """Listen on a port, publish the address in the store, and wait until ranks 1 … size - 1 have connected.
 
     Args:
-        store: The ranks' common store. It receives the address and a secret. The secret keeps other programs
-            from connecting as a rank.
+        store: The ranks' common store. The function writes rank 0's address and a secret to the store. A
+            connection is accepted only if its greeting contains the secret.
         host: This machine's address as seen by the other ranks.
         size: Number of ranks.
-        timeout_s: Time limit for all ranks together.
+        timeout_s: Time limit in seconds for the whole wait, not for each rank.
         check: Called repeatedly during the wait. `check` can end the wait by raising an error, for example if
-            a process died.
+            a process has died.
 
     Raises:
         UnavailableError: Some ranks did not connect in time.
@@ -236,10 +238,11 @@ def accept_ranks(
 
 
 def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
-    """Connect this rank to rank 0. Wait until rank 0 has put its address in the store.
+    """Connect this rank to rank 0. First wait until rank 0 has put its address in the store.
 
-    A store can outlive the ranks, as torchrun's store does when torchrun restarts the ranks. The store then
-    still contains the address of the previous rank 0, where nothing listens. This function therefore retries.
+    A store can outlive the ranks. For example, torchrun's store stays in use when torchrun restarts the
+    ranks. The store then still contains the address of the previous rank 0, where no process listens, until
+    the new rank 0 replaces the address. This function therefore retries.
 
     Raises:
         UnavailableError: Rank 0 cannot be reached.
@@ -264,8 +267,9 @@ def connect_rank(store: Store, rank: int, timeout_s: float) -> RankConnection:
 def store_of_these(store: Store) -> Store:
     """Return a section of the store that no earlier set of ranks has used.
 
-    The ranks must be connected already. The section is named after the ranks' secret. torchrun's restart
-    count is not a suitable name, because each host counts only the restarts that its own failures caused.
+    The ranks must be connected already. The section is named after the secret that the ranks share. It could
+    not be named after torchrun's count of restarts. Each host counts only the restarts that its own failures
+    caused, so the counts of two hosts may differ.
     """
     return PrefixStore(bytes(store.get(ADDRESS_KEY)).decode().split(" ")[2], store)
 
@@ -273,11 +277,12 @@ def store_of_these(store: Store) -> Store:
 def beat_until_gone(connection: RankConnection, grace_s: float) -> None:
     """Start a thread that sends rank 0 a beat each second and ends this process when rank 0 is gone.
 
-    Ending the process is the only way out of a collective whose peer has died.
+    A collective whose peer has died never returns. The thread must therefore end the whole process.
 
     Args:
         connection: The connection to rank 0.
-        grace_s: Seconds that the process has for an orderly exit before this thread ends it.
+        grace_s: After rank 0 is gone, the thread waits this number of seconds for the process to exit by
+            itself.
     """
     threading.Thread(target=_beat, args=(connection, grace_s), name="tp-beat", daemon=True).start()
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from outrider.shared.base.errors import UnavailableError
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""Switches that turn NVLink multicast off.
+"""Environment variables that turn NVLink multicast off.
 
 Multicast objects are a resource of the whole machine. If a process dies while it owns such an object, GPUs
 that other processes use may become unusable.
@@ -41,27 +41,27 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks, on every rank.
+        """Return the sum of all ranks' tensors, on every rank.
 
         The call may overwrite `tensor`, which must be contiguous.
         """
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy rank 0's tensor into the tensors of the other ranks, which must be contiguous."""
+        """Copy rank 0's tensor into `tensor` on all other ranks. `tensor` must be contiguous."""
         ...
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return all ranks' tensors as ``[size, *tensor.shape]`` on rank 0 and None elsewhere.
+        """Return all ranks' tensors, ``[size, *tensor.shape]``, on rank 0. Return None on the other ranks.
 
         `tensor` must be contiguous.
         """
         ...
 
     def lost(self) -> bool:
-        """Return True if this rank gave up waiting for another rank's data and went on.
+        """Return True if this rank stopped waiting for another rank's data and continued without the data.
 
-        Waits for the device.
+        The call waits for the device.
         """
         ...
 
@@ -71,7 +71,7 @@ class Collectives(Protocol):
 
 
 def missed(rank: int) -> UnavailableError:
-    """Return the error for a rank whose `Collectives.lost` is true."""
+    """Return the error to raise on a rank whose `Collectives.lost` returns True."""
     return UnavailableError(
         f"tp: rank {rank} did not receive another rank's data in time; start the target again.",
         reason="rank_lost",
@@ -85,7 +85,7 @@ class TorchCollectives:
         store: The ranks' common store, used to form the group.
         rank, size: This process's rank and the number of ranks.
         device: Device of the tensors. It selects gloo or NCCL.
-        timeout_s: Time limit after which a collective fails if a rank has not joined it.
+        timeout_s: Seconds after which a collective fails if a rank has not joined it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
@@ -123,7 +123,7 @@ class TorchCollectives:
         return out
 
     def lost(self) -> bool:
-        """Return False, because a late rank makes these collectives fail instead."""
+        """Return False. A collective of this class fails when a rank is late, so no rank continues alone."""
         return False
 
     @property

@@ -1,6 +1,6 @@
 """The commands that rank 0 sends to the other ranks on the control channel.
 
-Commands contain no tensors. Rank 0 broadcasts the tensors of a command right after the command.
+Commands contain no tensors. If a command needs tensors, rank 0 broadcasts them right after the command.
 
 A command is encoded as one byte for its kind, followed by its fields as 64-bit integers. Every rank runs the
 commands in order, so all ranks make the same collective calls.
@@ -16,7 +16,7 @@ from outrider.shared.base.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class MakePool:
-    """Make the rank's part of the K/V pool and acknowledge it."""
+    """Create the rank's part of the K/V pool, and report to rank 0 when the part exists."""
 
     num_pages: int
     page_size: int
@@ -27,14 +27,15 @@ class Forward:
     """Take part in a forward pass. The step's inputs follow as one broadcast (see `packing`).
 
     Attributes:
-        rows, bs, max_pages: Number of token rows and of sequences, and width of the page table.
-        mask_words: Words per ancestor mask. 0 stands for causal rows.
-        wide_tokens, wide_positions: 1 if the tensor is int64, 0 if it is int32.
-        max_query_len, max_kv_len: The attributes of `AttentionBatch`.
-        tables: Rows of the page table if the batch has `table_rows`, which then follow too. 0 if it has none.
-        ragged: 1 if the batch is ragged.
-        one_chunk: 1 if the host knows the lengths of the batch's only sequence. `max_query_len` is then its
-            number of rows, and its last row is the token before index `max_kv_len`.
+        rows, bs, max_pages: Number of token rows, number of sequences, and width of the page table.
+        mask_words: Number of words in each row's ancestor mask. 0 means that the rows are causal.
+        wide_tokens, wide_positions: 1 if the tokens (or positions) are int64, 0 if they are int32.
+        max_query_len, max_kv_len: The attributes of `AttentionBatch` with the same names.
+        tables: Number of rows of the page table if the batch has `table_rows`. The broadcast then contains
+            `table_rows` too. 0 if the batch has no `table_rows`.
+        ragged: 1 if the batch is ragged (see `AttentionBatch.ragged`).
+        one_chunk: 1 if the batch has a single sequence whose lengths are known on the host. The sequence then
+            has exactly `max_query_len` rows, and its last row is the token with index ``max_kv_len - 1``.
     """
 
     rows: int
@@ -55,9 +56,9 @@ class Logits:
     """Compute this rank's columns of the logits and send these columns to rank 0.
 
     Attributes:
-        rows: Number of rows of hidden states, which follow by broadcast. 0 stands for all rows of the last
-            forward pass, which every rank already has.
-        best_only: 1 to send only the best value and its token id for each row, instead of all columns.
+        rows: Number of rows of hidden states. Rank 0 broadcasts these rows after the command. With 0, nothing
+            is broadcast, and the ranks use all rows of the last forward pass, which every rank has already.
+        best_only: 1 to send only each row's highest logit and its token id. 0 to send all columns.
     """
 
     rows: int
@@ -70,9 +71,10 @@ class Compact:
 
     Attributes:
         bs, width: Shape of the tensor of paths.
-        tables, max_pages: Shape of the page table. The page table and the cached lengths then follow too.
-            0 means that the ranks use the page table and the cached lengths of the last forward pass.
-        has_table_rows: 1 if the row of the page table of each sequence follows, 0 if sequence b has row b.
+        tables, max_pages: Shape of the page table. The page table and the cached lengths are then broadcast
+            too. With 0, the ranks use the page table and the cached lengths of the last forward pass.
+        has_table_rows: 1 if `table_rows` is broadcast, which contains each sequence's row of the page table.
+            0 if sequence b uses row b.
     """
 
     bs: int
@@ -91,7 +93,7 @@ class Scrub:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Capture the commands up to `GraphRecorded` into CUDA graph number `graph`. The commands do not run."""
+    """Capture the commands up to `GraphRecorded` into CUDA graph number `graph` without running them."""
 
     graph: int
 

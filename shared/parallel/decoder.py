@@ -30,9 +30,9 @@ class ShardedDecoder(Decoder):
     rank's part of the logits.
 
     Args:
-        shard: This rank's share.
+        shard: Describes this rank's share.
         collectives: Collectives over all ranks.
-        embedding: ``[vocab, hidden]``, whole.
+        embedding: ``[vocab, hidden]``, the whole embedding.
         layers: Layers with this rank's sizes. Each layer sums its results over the ranks.
         norm: The final norm.
         head: ``[vocabulary_rows, hidden]``, this rank's rows of the output head.
@@ -63,12 +63,12 @@ class ShardedDecoder(Decoder):
             self.fused.reduce = self.reduce
 
     def quantize(self) -> None:
-        """Compute this rank's products in FP8 from now on. Call this method on every rank.
+        """Compute this rank's products in FP8 from now on. Every rank must call this method.
 
-        This rank's columns of o and down get their own scales.
+        Each rank computes the scales of its own columns of o and down, so scales differ between ranks.
 
         Raises:
-            ConfigurationError: `quantize_decoder` refuses the model.
+            ConfigurationError: `quantize_decoder` rejects the model.
         """
         for layer in self.layers:
             unparallelise(layer)
@@ -80,28 +80,27 @@ class ShardedDecoder(Decoder):
 
     @property
     def cached(self) -> ModelConfig:
-        """Sizes of the K/V cache on this rank: the config with this rank's number of heads."""
+        """The configuration of the K/V cache on this rank: the model's config with this rank's head count."""
         return self.shard.local
 
     def columns(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's columns of the logits, ``[rows, vocabulary_rows]``.
 
-        Columns past the last token id are meaningless.
+        The last columns may be padding, whose token ids are not in the vocabulary. Ignore these columns.
         """
         return Decoder.logits(self, hidden)
 
     def sent_columns(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `columns` in the dtype of the weights, since ranks can gather tensors of one dtype only."""
+        """Return `columns` in the dtype of the weights, because ranks can only gather equal dtypes."""
         return self.columns(hidden).to(self.dtype).contiguous()
 
     @torch.inference_mode()
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the best value of each row among this rank's columns, with its token id.
+        """Return, for each row, the highest logit among this rank's columns and its token id.
 
-        The result is ``[rows, 2] int32``.
-
-        The first number has the bits of the fp32 value. The second is the token id, or -1 if `choose_tokens`
-        rejects the row's logits (NaN or infinite).
+        The result is ``[rows, 2] int32``. The first number of a row is the logit, as the bits of an fp32
+        number. The second number is the token id, or -1 if `choose_tokens` rejects the row's logits because
+        they contain NaN or infinite numbers.
         """
         rows, first = hidden.shape[0], self.shard.rank * self.shard.vocabulary_rows
         count = max(0, min(self.shard.vocabulary_rows, self.config.vocab_size - first))
@@ -139,8 +138,8 @@ class ShardedDecoder(Decoder):
 def best_of(gathered: torch.Tensor) -> torch.Tensor:
     """Return the greedy token of each row, ``[rows] int64``, from all ranks' results of `best`.
 
-    The result equals that of `choose_tokens` on the whole logits. In a tie, the lowest id wins. A row's token
-    is -1 if any rank's `best` is -1.
+    The tokens are those that `choose_tokens` would choose from the whole logits. In a tie, the lowest id
+    wins. The token of a row is -1 if any rank's `best` has the token id -1 for this row.
 
     Args:
         gathered: ``[ranks, rows, 2] int32``.
@@ -162,7 +161,7 @@ def build_rank(
     reduce: Reduce,
     on_layer: OnLayer | None = None,
 ) -> Rank:
-    """Make a rank's decoder from a source of whole tensors. Each tensor is cut on the device.
+    """Build a rank's decoder from a source of whole tensors. This rank's part is cut out on the device.
 
     `on_layer` is called for each layer, as in `load_decoder`.
     """
@@ -180,5 +179,5 @@ def build_rank(
     tied = config.tie_word_embeddings
     head = shard.output_head(embedding if tied else source.take(LM_HEAD, table))
     if not tied:
-        head = head.clone()  # Make a copy, because a view would keep the whole table in memory.
+        head = head.clone()  # Make a copy, because a view would keep the whole output head in memory.
     return kind(shard, collectives, embedding, layers, norm, head, checkpoint.fingerprint, reduce)

@@ -1,6 +1,7 @@
 """Rank 0's control of the other ranks: sends commands, and notices when a rank is dead, silent or stuck.
 
-A rank reports a regular heartbeat (a "beat", see `channel`). A rank without beats is considered lost.
+The other ranks send regular heartbeats ("beats", see `channel`). A rank that stops sending beats is
+considered lost.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from outrider.shared.parallel.channel import BEAT_S, RankConnection, ReportKind
 from outrider.shared.parallel.commands import Command, Stop, encode
 
 SILENT_BEATS = 15
-"""Number of missed beats after which a rank is considered stopped or cut off."""
+"""Number of missed beats after which a rank is considered lost: it is stopped or cut off from the network."""
 QUIET_BEATS = 3
-"""When an error occurs, a rank that has missed this many beats is blamed for the error."""
+"""Number of missed beats after which a rank is named as the cause when an error occurs."""
 NOTICE_S = 1.0
 
 _LIBRARY_PLACE = re.compile(r"\[[^\]]*\.(cc|cpp|h|hpp|cu):\d+\]")
@@ -38,11 +39,13 @@ class Lead:
 
     Args:
         connections: One connection per rank, starting with rank 1.
-        on_failure: Called once when a rank is lost or out of step, from the thread that notices. Nothing can
-            be computed afterwards, and a running collective may never return, so the process has to end.
-        step_timeout_s: Longest time between two commands of a step (see `step`). Unlimited by default.
-        bounded: True if the collectives inside `together` time out by themselves, as with gloo. With NCCL,
-            collectives in a CUDA graph wait forever.
+        on_failure: Called once, when a rank is lost or out of step. The thread that notices the failure makes
+            the call. The handler has to end the process, because the group cannot compute anything
+            afterwards, and a running collective may never return.
+        step_timeout_s: Largest number of seconds between two commands of a step (see `step`). Unlimited by
+            default.
+        bounded: True if collectives inside `together` end with an error after a time limit of their own, as
+            with gloo. With NCCL, a collective in a CUDA graph may wait forever.
     """
 
     def __init__(
@@ -90,7 +93,8 @@ class Lead:
     def together(self, command: Command) -> Iterator[None]:
         """Send a command to all ranks. Run this rank's part of the command in the `with` block.
 
-        An error in the block leaves the ranks out of step, so the group fails permanently.
+        After an error in the block, the other ranks have run a command that this rank has not finished. The
+        group therefore fails permanently.
         """
         self.send(command)
         self._together = True
@@ -104,8 +108,9 @@ class Lead:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Fail the group if the `with` block does not finish in time. Use this from one thread."""
-        # A thread that waits for the device cannot be woken, so `_watch` fails the group from its own thread.
+        """Fail the group if the `with` block does not finish in time. Only one thread may use this method."""
+        # This thread may be waiting for the device and cannot be woken then, so the thread of `_watch` has to
+        # fail the group.
         self._step_beats = 0
         self._in_step = True
         try:
@@ -114,7 +119,7 @@ class Lead:
             self._in_step = False
 
     def wait_done(self, timeout_s: float) -> dict[int, str]:
-        """Wait for every rank to report that its command is done. Return the reported texts by rank.
+        """Wait until every rank has reported that its command is done. Return each rank's reported text.
 
         Raises:
             OutriderError: A rank failed or did not report in time.
@@ -134,7 +139,10 @@ class Lead:
         return texts
 
     def fail(self, error: OutriderError) -> OutriderError:
-        """Mark the group as failed, call the handler, and return the error. The first error wins."""
+        """Mark the group as failed, call the handler, and return the error.
+
+        If the group has failed already, only return the first error.
+        """
         with self._lock:
             if self.failure is not None or self._closing:
                 return self.failure or error
@@ -176,7 +184,8 @@ class Lead:
     def _watch(self) -> None:
         """Watch for silent ranks and for a step that does not return, until the group fails or closes.
 
-        Time is counted in this thread's own beats, so that no rank is blamed if this process is suspended.
+        Time is counted in iterations of this thread, one per beat. The count stops while this process is
+        suspended, so the other ranks are not blamed for the suspension.
         """
         while self.failure is None and not self._closing:
             time.sleep(BEAT_S)
@@ -196,8 +205,8 @@ class Lead:
     def _explained(self, command: Command, error: BaseException) -> OutriderError:
         """Return the error to report when rank 0 fails during a command.
 
-        A collective usually fails because a rank is lost, so wait until the beats can show which rank is
-        lost.
+        The usual cause of a failed collective is a lost rank. First wait until the beats show whether a rank
+        is lost, and which one.
         """
         self._noticed.wait(NOTICE_S)
         for _ in range(QUIET_BEATS):

@@ -1,7 +1,7 @@
 """Rank 0's decoder and K/V pool, which the engine uses. Each call also runs on the other ranks.
 
-`LeadDecoder` also reports the engine's CUDA graphs to the other ranks. The other ranks record and replay
-their own graphs at the same points.
+When the engine records or replays a CUDA graph, `LeadDecoder` makes the other ranks record or replay a graph
+of their own at the same point.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ POOL_TIMEOUT_S = 120.0
 
 
 class LeadDecoder(ShardedDecoder):
-    """Rank 0's `ShardedDecoder`. Call `connect` first, and then use it like any other `Decoder`.
+    """Rank 0's `ShardedDecoder`. Call `connect` first. Then use this object like any other `Decoder`.
 
-    Only one thread at a time may use this decoder. The decoder also observes the engine's CUDA graphs, so
-    that the other ranks record and replay their own graphs at the same points.
+    Only one thread at a time may use this decoder. The decoder is also a `GraphObserver`: it is notified of
+    the engine's CUDA graphs, and makes the other ranks record and replay graphs of their own.
     """
 
     _lead: Lead
@@ -70,7 +70,7 @@ class LeadDecoder(ShardedDecoder):
         return pool
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight. The output head is read from disk again, because no rank stores it whole."""
+        """Return a weight. No rank stores the whole output head, so it is read from disk again."""
         if name == LM_HEAD and not self.config.tie_word_embeddings:
             assert self._read_head is not None
             return self._read_head()
@@ -107,7 +107,7 @@ class LeadDecoder(ShardedDecoder):
     def choose(
         self, hidden: torch.Tensor, sampling: SamplingTensors, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Choose tokens. If all rows are greedy, ranks send only their best values and ids, not columns."""
+        """Choose tokens. If all rows are greedy, each rank sends only its best logit and token id per row."""
         if not sampling.all_greedy:
             return choose_tokens(self.logits(hidden), sampling, positions)
         with self._together_on(hidden, best_only=True):
@@ -139,8 +139,8 @@ class LeadDecoder(ShardedDecoder):
     def spread_scrub(self, pages: torch.Tensor) -> None:
         """Make the other ranks zero pages.
 
-        Pages are scrubbed after invalid logits. If the logits are invalid because this rank missed another
-        rank's data, fail the group instead.
+        The engine scrubs pages after invalid logits. If this rank has missed another rank's data, which makes
+        logits invalid, fail the group instead.
         """
         if self.collectives.lost():
             raise self._lead.fail(missed(0))
@@ -148,7 +148,7 @@ class LeadDecoder(ShardedDecoder):
             self.collectives.broadcast(pages.to(torch.int64, copy=True))
 
     def watched(self) -> AbstractContextManager[None]:
-        """Watch the `with` block, as `Lead.step` does."""
+        """Fail the group if the `with` block does not finish in time (see `Lead.step`)."""
         return self._lead.step()
 
     # `GraphObserver`: the other ranks record, launch and drop their graphs with the same numbers.
@@ -170,10 +170,10 @@ class LeadDecoder(ShardedDecoder):
 
     @contextmanager
     def _together_on(self, hidden: torch.Tensor, best_only: bool) -> Iterator[None]:
-        """Make the other ranks compute logits of these rows.
+        """Make the other ranks compute the logits of these rows.
 
-        The rows are broadcast, unless they are exactly the rows of the last forward pass. Every rank
-        already has the rows of the last pass.
+        If the rows are exactly those of the last forward pass, every rank has them already. Otherwise,
+        broadcast the rows.
         """
         known = self._last is not None and hidden is self._last[0]
         with self._lead.together(Logits(0 if known else hidden.shape[0], int(best_only))):
@@ -183,7 +183,7 @@ class LeadDecoder(ShardedDecoder):
 
 
 class SpreadPool(KVPool):
-    """Rank 0's part of a pool with planes on all ranks. Operations on rows run on all ranks."""
+    """Rank 0's part of a pool whose planes are on all ranks. `compact` and `scrub` run on all ranks."""
 
     _decoder: LeadDecoder
 

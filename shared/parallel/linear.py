@@ -10,11 +10,11 @@ from outrider.shared.parallel.reduce import Reduce
 
 
 class RowParallelLinear(Linear):
-    """A rank's columns of a matrix. A call returns the whole product on every rank.
+    """A linear layer whose columns are split over the ranks. A call returns the whole product on every rank.
 
     Args:
-        inner: This rank's columns, ``[out, in / ranks]``. Every rank has the whole bias. The bias is moved to
-            this object and added after the sum.
+        inner: Layer with this rank's columns, ``[out, in / ranks]``, and the whole bias. The bias is moved
+            from `inner` to this object, which adds the bias after the sum over the ranks.
         reduce: Computes the sum over the ranks.
     """
 
@@ -43,7 +43,7 @@ class RowParallelLinear(Linear):
         return self._inner
 
     def release(self) -> Linear:
-        """Return this rank's columns as a plain matrix, with the bias. Do not use this object afterwards."""
+        """Return a plain layer with this rank's columns and the bias. Do not use this object afterwards."""
         self._inner.bias = self.bias
         return self._inner
 
@@ -91,9 +91,9 @@ class RowParallelMLP:
 
 
 def parallelise(layer: DecoderLayer, reduce: Reduce) -> DecoderLayer:
-    """Make a layer loaded with a rank's sizes sum over the ranks.
+    """Make a layer sum its results over the ranks. The layer must have been loaded with this rank's sizes.
 
-    Modifies the layer in place and returns it.
+    The layer is modified in place and returned.
     """
     assert isinstance(layer.attention, Attention | LatentAttention)
     layer.attention.o = RowParallelLinear(layer.attention.o, reduce)
@@ -107,7 +107,7 @@ def parallelise(layer: DecoderLayer, reduce: Reduce) -> DecoderLayer:
 def unparallelise(layer: DecoderLayer) -> DecoderLayer:
     """Undo `parallelise` in place, so that the rank's matrices can be replaced. Return the layer.
 
-    Until `parallelise` is called again, the layer's results are wrong.
+    The layer no longer sums over the ranks. Its results are wrong until `parallelise` is called again.
     """
     assert isinstance(layer.attention, Attention | LatentAttention)
     if isinstance(layer.attention.o, RowParallelLinear):

@@ -45,7 +45,7 @@ class StepInputs:
         )
 
     def pack(self) -> torch.Tensor:
-        """Return the inputs as one int32 vector. This takes a single copy on the device."""
+        """Return the inputs as one int32 vector. The inputs are copied once, on the device."""
         batch = self.batch
         lengths = [batch.page_table, batch.prefix_lens, batch.kv_lens, batch.query_start]
         more = [tensor for tensor in (batch.ancestors, batch.table_rows) if tensor is not None]
@@ -55,8 +55,9 @@ class StepInputs:
     def unpack(cls, buffer: torch.Tensor, command: Forward) -> StepInputs:
         """Return the inputs as views of a buffer with `packed_words` words.
 
-        The lengths that the host knows are passed on for a single sequence only. In other passes, a rank may
-        use another attention kernel than rank 0. That is harmless, because each rank has its own heads.
+        Only a batch with a single sequence gets `AttentionBatch.host_lens`. Without `host_lens`, this rank
+        may use another attention kernel than rank 0. This is harmless, because each rank computes different
+        heads.
         """
         parts = iter(unpack(buffer, _layout(command)))
         named = {name: next(parts) for name in _order(command)}
@@ -92,7 +93,7 @@ def words_of(layout: Sequence[Part]) -> int:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return int32 and int64 tensors as one int32 vector. To align int64 tensors, pass them first."""
+    """Return int32 and int64 tensors as one int32 vector. Pass int64 tensors first to align them."""
     return torch.cat([tensor.contiguous().view(-1).view(torch.int32) for tensor in tensors])
 
 

@@ -1,10 +1,11 @@
 """Sums and messages through peer memory, for GPUs of one machine that can access each other's memory.
 
-For the few rows of a decode step, this is faster than NCCL, whose protocol takes longer than moving the data.
+With the few rows of a decode step, NCCL spends more time on its protocol than on moving data. Peer memory is
+faster.
 
-All waits have a time limit. After a timeout, the affected rows are NaN, so no token is chosen from these
-rows. The requests then end with an error, and the group ends too. The limit covers ranks that are alive but
-do not take part. A dead rank is noticed much earlier on the control channel (see `lead`).
+All waits have a time limit, in case another rank is alive but does not take part. After a timeout, the
+affected rows are NaN, so no token is chosen from these rows. The requests then end with an error, and the
+group ends too. A dead rank is noticed much earlier on the control channel (see `lead`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from outrider.shared.parallel.trial import MESSAGES, TRIALS, messages_arrive, su
 
 PEER_DTYPES = (torch.float32, torch.bfloat16)
 MOST_WAIT_S = 300.0
-"""Longest time limit of a wait. The limit leaves a rank enough time to compile and load new kernels."""
+"""Upper bound of every time limit, in seconds. A rank needs this time to compile and load new kernels."""
 TRIAL_WAIT_S = 10.0
 LOOKS_PER_SECOND = 1_000_000
 """Approximate polling rate of a waiting kernel, which is limited by the latency of the device's L2 cache."""
@@ -33,14 +34,14 @@ _log = get_logger("outrider.parallel")
 class OneShotReduce(GroupReduce):
     """Sums a few rows with a kernel that reads the other ranks' memory.
 
-    On two H200s in a CUDA graph, one row of 4096 bf16 numbers takes 6.4 µs, and 64 rows take 9.5 µs. NCCL
-    takes 18 µs in either case.
+    On two H200s in a CUDA graph, summing one row of 4096 bf16 numbers takes 6.4 µs, and summing 64 such rows
+    takes 9.5 µs. With NCCL, each of the two sums takes 18 µs.
 
-    Consecutive sums share memory, so use this object from one stream at a time.
+    All sums use the same memory, so use this object from one stream at a time.
 
     Args:
-        collectives: Collectives over all ranks, for tensors that are too large for this kernel or neither
-            fp32 nor bf16.
+        collectives: Collectives over all ranks. They sum tensors that are too large for the kernel, and
+            tensors that are neither fp32 nor bf16.
         hidden_size, dtype: Width and dtype of the rows.
 
     Raises:
@@ -68,8 +69,8 @@ class PeerReduce(OneShotReduce):
 
     Args:
         collectives, hidden_size, dtype: The arguments of `OneShotReduce`.
-        timeout_s: Seconds for which `add` waits for a rank.
-        lost: ``[1] int32``, set to 1 once a wait has timed out (see `Boxes.lost`).
+        timeout_s: Number of seconds for which `add` waits for another rank's rows.
+        lost: ``[1] int32``, set to 1 after a wait has timed out (see `Boxes.lost`).
 
     Raises:
         RuntimeError: Processes cannot share GPU memory on this machine.
@@ -93,7 +94,7 @@ class PeerReduce(OneShotReduce):
     def proves_itself(self) -> bool:
         """Return True if trial sums are correct on all ranks (see `sums_agree`). All ranks must call this."""
         # Compile all kernels first, so that a short time limit suffices for the trial. Other ranks may still
-        # be compiling at that time, so set `_lost` to turn off all waits.
+        # be compiling, so set `_lost`, which turns off all waits.
         self._lost.fill_(1)
         for rows in TRIALS:
             zeros = torch.zeros(rows, self._width, dtype=self._dtype, device=self._group.device)
@@ -104,7 +105,7 @@ class PeerReduce(OneShotReduce):
         return agrees
 
     def _emptied(self, timeout_s: float) -> Boxes:
-        """Empty every rank's boxes after all earlier messages have arrived. Return this rank's boxes."""
+        """Wait until all messages have arrived, then empty every rank's boxes. Return this rank's boxes."""
         _agreed(True, self._group.device)
         boxes = Boxes.of(self._group.rank, self._inboxes, _looks(timeout_s), self._lost)
         _agreed(True, self._group.device)
@@ -120,7 +121,7 @@ class PeerReduce(OneShotReduce):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Stream:
-        """Add the ranks' parts to the residual (see `Reduce.add`). A few rows take a single kernel."""
+        """Add the ranks' parts to the residual (see `Reduce.add`). For a few rows, one kernel does this."""
         rows, width = residual.shape
         if not can_exchange(rows, width, self._boxes):
             return super().add(parts, residual, norm_weight, eps, bias=bias, out=out)
@@ -128,14 +129,14 @@ class PeerReduce(OneShotReduce):
 
 
 class PeerCollectives:
-    """`Collectives` that pass small integer messages through peer memory. A group does all other operations.
+    """`Collectives` that send small integer tensors through peer memory. `group` does all other operations.
 
     Args:
         group: Collectives over all ranks.
-        timeout_s: Seconds for which a rank waits for a message. After a timeout, a broadcast returns zeros,
-            which are valid addresses. A gather then returns -1, which is not a token. A rank that has missed
-            a message sends only -1 to rank 0 from then on.
-        lost: ``[1] int32``, set to 1 once a wait has timed out (see `Mail.lost`).
+        timeout_s: Number of seconds for which a rank waits for a message. After a timeout, `broadcast`
+            returns zeros, which are valid slots and page numbers, and `gather` returns -1, which is not a
+            token. From then on, a rank that has missed a message sends only -1 to rank 0.
+        lost: ``[1] int32``, set to 1 after a wait has timed out (see `Mail.lost`).
 
     Raises:
         RuntimeError: Processes cannot share GPU memory on this machine.
@@ -163,7 +164,7 @@ class PeerCollectives:
         return arrive
 
     def _emptied(self, timeout_s: float) -> tuple[Mail, Mail]:
-        """Empty every rank's mailboxes. Return this rank's mail from rank 0, and its mail to rank 0."""
+        """Empty every rank's mailboxes. Return two mailboxes: for messages from rank 0, and to rank 0."""
         _agreed(True, self._group.device)
         down, up = (Mail.of(self.rank, boxes, _looks(timeout_s), self._lost) for boxes in self._boxes)
         _agreed(True, self._group.device)
@@ -185,7 +186,7 @@ class PeerCollectives:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return all ranks' tensors on rank 0. Small integer tensors are sent through peer memory.
 
-        A rank that has missed a message sends NaN in floating-point tensors.
+        In place of floating-point numbers, a rank that has missed a message sends NaN.
         """
         if not _is_small(tensor):
             return self._group.gather(
@@ -226,9 +227,9 @@ def connect_peers(
     Args:
         group: Collectives over all ranks.
         hidden_size, dtype: Width and dtype of the rows.
-        kind: The configured way to exchange data.
-        timeout_s: Seconds to wait for a rank.
-        one_host: Whether all ranks run on one machine.
+        kind: The way in which ranks exchange data, from the settings.
+        timeout_s: Number of seconds for which a rank waits for another rank's data.
+        one_host: True if all ranks run on one machine.
     """
     device = group.device
     if device.type != "cuda" or kind is ReduceKind.GROUP or not one_host or dtype not in PEER_DTYPES:
@@ -255,7 +256,7 @@ def connect_peers(
 def _proven(
     group: TorchCollectives, hidden_size: int, dtype: torch.dtype, timeout_s: float
 ) -> tuple[Collectives, Reduce] | None:
-    """Return messages and sums through peer memory, or None if a trial of either fails."""
+    """Return collectives and sums through peer memory, or None if a trial of them fails."""
     lost = torch.zeros(1, dtype=torch.int32, device=group.device)
     messages = PeerCollectives(group, timeout_s, lost)
     sums = PeerReduce(group, hidden_size, dtype, timeout_s, lost)
@@ -270,8 +271,8 @@ def _proven(
 def reaches_all(device: torch.device, rank: int, size: int) -> bool:
     """Return True if this rank's GPU can access the memory of all other ranks' GPUs.
 
-    The ranks' GPUs have consecutive indices in the order of the ranks. A process that sees only its own GPU
-    cannot check the others and gets False.
+    The function assumes that the ranks' GPUs have consecutive indices in the order of the ranks. It returns
+    False in a process that sees only its own GPU, because such a process cannot check the other GPUs.
     """
     index = device.index or 0
     first = index - rank
@@ -291,7 +292,7 @@ def reaches_all(device: torch.device, rank: int, size: int) -> bool:
 
 
 def _shared(group: TorchCollectives, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-    """On every rank, allocate a tensor that all ranks can write to. Return the tensors by rank."""
+    """Allocate, on every rank, a tensor that all ranks can write to. Return these tensors by rank."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     own = symmetric_memory.empty(*shape, dtype=dtype, device=group.device)
@@ -312,7 +313,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 def _agreed(able: bool, device: torch.device) -> bool:
     """Return True if `able` is true on every rank.
 
-    The call is also a barrier: when it returns, each rank's earlier writes to its own memory are done.
+    The call is also a barrier: when it returns, every rank has finished its earlier writes to its own memory.
     """
     flag = torch.tensor([int(able)], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN)

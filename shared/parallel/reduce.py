@@ -1,8 +1,8 @@
-"""All-reduce in a decoder layer: sums over the ranks, and adds the sum to the residual.
+"""All-reduce in a decoder layer: sums a tensor over the ranks, and adds the sum to the residual.
 
-The sums in this module use the group's own all-reduce (gloo or NCCL). For the few rows of a decode step,
-NCCL's protocol takes longer than moving the data. `peer` has faster sums for GPUs that can access each
-other's memory.
+This module's own class, `GroupReduce`, uses the all-reduce of the group (gloo or NCCL). With the few rows of
+a decode step, NCCL spends more time on its protocol than on moving data. `peer` has faster sums for GPUs that
+can access each other's memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from outrider.shared.nn.fused.blocks import ResidualReduce
 from outrider.shared.parallel.collectives import Collectives
 
 SUMMED_PARTS_BYTES = 128 << 10
-"""Largest product, in bytes, whose parts are summed over the ranks separately.
+"""Largest size, in bytes, of partial sums that a rank sends without adding them up first.
 
-Up to this size, separate sums take less time than first adding the parts, because that addition is another
-launch.
+A rank's product may consist of several partial sums. Adding them up first would need another kernel launch.
+If the partial sums are small, an all-reduce of all of them takes less time than this launch.
 """
 
 
@@ -37,9 +37,10 @@ class ReduceKind(Enum):
     """How ranks exchange data.
 
     Attributes:
-        AUTO: Small sums and messages use peer memory, if the GPUs can access it and a trial succeeds.
-        ONE_SHOT: Small sums use the kernel of torch's symmetric memory. The group (NCCL) does the rest.
-        GROUP: The group does everything.
+        AUTO: Small sums and messages use peer memory if the GPUs can access each other's memory and a trial
+            succeeds.
+        ONE_SHOT: Small sums use the kernel of torch's symmetric memory. NCCL does everything else.
+        GROUP: The process group (gloo or NCCL) does everything.
     """
 
     AUTO = "auto"

@@ -1,12 +1,12 @@
 """Splits weights over the ranks and cuts out a rank's share, as in Megatron-LM (arXiv 1909.08053, section 3).
 
-- Column-parallel (the rows of the weight are split): q, k, v, gate, up and lm_head.
-- Row-parallel (the columns are split, and the products are summed over the ranks): o and down. Their biases
-  are whole on every rank and are added after the sum.
-- Whole on every rank: the embedding and the norms.
-- With fewer K/V heads than ranks, several ranks store the same K/V head.
-- In latent attention, the projections out of and into the latent are split by heads. The projection that
-  makes the cached latent is whole on every rank.
+- q, k, v, gate, up and lm_head are column-parallel: the rows of the weight are split over the ranks.
+- o and down are row-parallel: the columns of the weight are split, and the products are summed over the
+  ranks. The biases of o and down are whole on every rank and are added after the sum.
+- The embedding and the norms are whole on every rank.
+- If there are fewer K/V heads than ranks, several ranks store the same K/V head.
+- In latent attention, the projections into and out of the latent space are split by heads. The projection
+  that computes the cached latent is whole on every rank.
 - Every rank has the whole router and a part of each expert. All ranks therefore read the same amount of
   weights, whichever experts are chosen.
 """
@@ -25,7 +25,7 @@ from outrider.shared.nn.config.model_config import ModelConfig
 from outrider.shared.nn.generic.layout import GenericConfig
 
 VOCABULARY_MULTIPLE = 64
-"""Each rank pads its output head to a multiple of this many rows, to align products and gathered rows."""
+"""Each rank's output head is padded to a multiple of this number of rows, which aligns the products."""
 
 _QUERY_ROWS = ("q_proj.weight", "q_proj.bias", "sinks", "q_b_proj.weight", "kv_b_proj.weight")
 _KV_ROWS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
@@ -47,17 +47,18 @@ _FUSED_EXPERTS = {
     "experts.down_proj_blocks": 2,
     "experts.down_proj_scales": 2,
 }
-"""Maps tensors that contain all experts to the dimension that is the intermediate size.
+"""Maps the names of tensors that contain all experts to the dimension that is split: the intermediate size.
 
-In gate_up tensors, that dimension is twice as long. In MXFP4 tensors, it counts groups.
+In gate_up tensors, this dimension has twice the intermediate size. In MXFP4 tensors, it is a number of
+groups.
 """
 _SUMMED = "experts.down_proj_bias"
-"""A bias that every rank's product would include. The sum over the ranks must include it once."""
+"""A bias that would be part of every rank's product. It must be added to the sum over the ranks only once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A rank's part of a dimension: `local` of `whole` units, starting at unit `first`."""
+    """A rank's part of a dimension of `whole` units: `local` units, starting with unit `first`."""
 
     first: int
     local: int
@@ -69,7 +70,7 @@ class Shard:
     """One rank's share of a model.
 
     Attributes:
-        rank, size: This rank and the number of ranks.
+        rank, size: The number of this rank, and the number of ranks.
         config: Config of the whole model.
         local: The same config with this rank's number of heads and MLP sizes.
         kv_heads, columns: This rank's part of the K/V heads, and of the experts' intermediate size.
@@ -103,16 +104,16 @@ class Shard:
 
     @property
     def vocabulary_rows(self) -> int:
-        """Rows of the output head per rank, padding included.
+        """Number of rows of each rank's output head, including padding.
 
-        Rank r has the ids from ``r * vocabulary_rows`` on.
+        The first row of rank r belongs to token id ``r * vocabulary_rows``.
         """
         return -(-self.config.vocab_size // (self.size * VOCABULARY_MULTIPLE)) * VOCABULARY_MULTIPLE
 
     def output_head(self, table: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of ``table [vocab, hidden]`` as ``[vocabulary_rows, hidden]``.
 
-        Rows past the last id are zeros. Without padding, the result shares the table's memory.
+        Rows past the last token id are zeros. If this rank needs no padding, the result is a view of `table`.
         """
         rows = self.vocabulary_rows
         part = table[self.rank * rows : (self.rank + 1) * rows]
@@ -135,7 +136,7 @@ class Shard:
         return None if dim is None else (dim, self.columns)
 
     def leaves_out(self, name: str) -> bool:
-        """Return True if another rank adds the tensor `name` to the sum, and this rank adds zeros."""
+        """Return True if only rank 0 adds the tensor `name` to the sum. This rank must then use zeros."""
         return self.rank > 0 and name.endswith(_SUMMED)
 
 
@@ -154,7 +155,7 @@ class ShardedSource:
     def take(
         self, name: str, shape: Shape, *, dtype: torch.dtype | None = None, to: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return this rank's part of a tensor. `shape` is the part's shape (see `TensorSource.take`)."""
+        """Return this rank's part of a tensor. `shape` is the shape of the part (see `TensorSource.take`)."""
         part = self._shard.part(name)
         if part is None:
             tensor = self._source.take(name, shape, dtype=dtype, to=to)
@@ -180,7 +181,7 @@ class ShardedSource:
             return self._source.take_rows(parts, dtype=dtype, to=to)
         rows, position = sum(shape[0] for _, shape in parts), 0
         out: torch.Tensor | None = None
-        for name, shape in parts:  # Only one whole tensor at a time is in memory.
+        for name, shape in parts:  # Read one whole tensor at a time, to limit the memory.
             part = self.take(name, shape, dtype=dtype, to=to)
             if out is None:
                 out = part.new_empty((rows, *shape[1:]))
@@ -220,9 +221,9 @@ def _refused(problem: str) -> ConfigurationError:
 
 
 def _expert_columns(experts: ExpertsConfig | None, rank: int, size: int) -> Span:
-    """Return a rank's part of each expert. A part is a multiple of the grain, the checkpoint's group size.
+    """Return a rank's part of the experts' intermediate size.
 
-    The parts of two ranks may differ by one grain.
+    The length of a part is a multiple of `ExpertFiles.grain`. The parts of two ranks may differ by one grain.
     """
     if experts is None:
         return Span(0, 0, 0)

@@ -1,4 +1,4 @@
-"""Checks sums and messages through peer memory before they are used, because a machine may be faulty."""
+"""Checks whether sums and messages through peer memory are correct, because a machine may be faulty."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ TRIALS = (1, FEW_ROWS, 1, 5, FEW_ROWS)
 MESSAGES = (1, 700, 3, 5000, 1)
 """Number of words of each trial message."""
 _EPS = 1e-6
-_CLOSE = 1.6e-2  # Twice the rounding error of bf16, which has 8 significant bits.
+_CLOSE = 1.6e-2  # Twice the largest rounding error of bf16, which has 8 significant bits.
 
 
 def sums_agree(
     reduce: Reduce, collectives: Collectives, width: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return True if sums equal those of the group's own all-reduce and have the same bits on every rank.
+    """Return True if trial sums agree with the group's all-reduce and have the same bits on every rank.
 
-    Every rank must call it.
+    Every rank must call this function.
 
     Args:
         reduce: The sums on trial.
@@ -30,7 +30,7 @@ def sums_agree(
         device: This rank's device.
 
     Returns:
-        The same result on all ranks.
+        The same value on all ranks.
     """
     numbers = torch.Generator(device).manual_seed(collectives.rank + 1)
     norm = torch.ones(width, dtype=dtype, device=device)
@@ -47,7 +47,7 @@ def sums_agree(
 
 
 def messages_arrive(messages: Collectives, collectives: Collectives, device: torch.device) -> bool:
-    """Return True if messages arrive unchanged, from rank 0 to every rank and back. All ranks must call this.
+    """Return True if messages arrive unchanged, from rank 0 to every rank and back. Call this on all ranks.
 
     Args:
         messages: The collectives on trial.
@@ -55,7 +55,7 @@ def messages_arrive(messages: Collectives, collectives: Collectives, device: tor
         device: This rank's device.
 
     Returns:
-        The same result on all ranks.
+        The same value on all ranks.
     """
     ranks = torch.arange(collectives.size, dtype=torch.int32, device=device)
     wrong = torch.zeros(1, dtype=torch.int32, device=device)

@@ -78,7 +78,7 @@ class Worker:
         try:
             while not isinstance(command := self._next(), Stop):
                 self._execute(command)
-            self._graphs.clear()  # NCCL cannot destroy a group that a graph still uses.
+            self._graphs.clear()  # NCCL cannot destroy a process group that a graph still uses.
         except RankLost:
             raise
         except Exception as error:
@@ -186,7 +186,7 @@ class _Graphs:
         self._pool: Any = None
 
     def record(self, number: int, run: Callable[[], int]) -> None:
-        """Capture `run` into a graph. If `run` executed no commands, store None instead."""
+        """Capture `run` into a graph. If `run` executes no commands, store None instead of a graph."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Finds and opens the tensor files of a model folder: one file, or shards that must match their index."""
+"""Finds and opens the tensor files of a model folder: a single file, or shards that an index file lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYOUTS = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
 )
-"""Pairs of the index's name and the single file's name, in search order."""
+"""Pairs of names, in search order: an index file, and the single file that a folder has instead."""
 
 
 class CheckpointFiles:
@@ -24,10 +24,10 @@ class CheckpointFiles:
 
     Attributes:
         files: The files, in order of their names.
-        file_of: Tensor name → the file that contains the tensor.
+        file_of: Maps a tensor name to the file that contains the tensor.
 
     Raises:
-        CheckpointError: A file is missing, truncated or corrupt, or the shards and their index disagree.
+        CheckpointError: A file is missing, truncated or corrupt, or the shards do not match their index.
     """
 
     def __init__(self, path: Path) -> None:

@@ -37,24 +37,25 @@ _log = get_logger("outrider.loader")
 
 
 class CheckpointReader(TensorSource):
-    """The tensors of a model folder: one file, or shards listed in an index.
+    """The tensors of a model folder, which has either one tensor file or shards that are listed in an index.
 
-    Opening a reader reads only the headers. `check` compares all headers with the expected tensors and
-    reports every problem in one error. `take` copies a tensor to the device. Use the reader as a context
-    manager. The end of the `with` block unmaps the files.
+    Opening a reader reads only the headers of the files. `check` compares all headers with the expected
+    tensors, and reports every problem in one error. `take` copies a tensor to the device. Use the reader in a
+    ``with`` statement, which unmaps the files at its end.
 
     Args:
-        path: A tensor file, or a folder. The folder contains ``model.safetensors``,
+        path: A tensor file or a folder. The folder must contain ``model.safetensors``,
             ``model.safetensors.index.json``, ``pytorch_model.bin``, ``pytorch_model.bin.index.json``, or
             exactly one ``*.safetensors`` file.
         device: Device to copy tensors to. On ``meta``, headers are checked but no data is read.
-        dtype: Type to which floating-point tensors are converted. None keeps the stored type.
-        progress: Called after each tensor with the bytes taken so far and the total bytes.
+        dtype: Type to which floating-point tensors are converted. With None, tensors keep their stored type.
+        progress: Called after each tensor with the number of bytes taken so far and the total number.
 
     Attributes:
         files: The tensor files.
-        tensors: Name → shape, type and location of every tensor in all files.
-        fingerprint: sha256 over names, shapes, dtypes and a sample of every tensor's bytes.
+        tensors: Maps the name of every tensor in all files to its shape, type and location.
+        fingerprint: sha256 over the names, shapes and dtypes of all tensors, and over a sample of every
+            tensor's bytes.
 
     Raises:
         CheckpointError: A file is missing, truncated or corrupt, or the shards do not match their index.
@@ -78,10 +79,10 @@ class CheckpointReader(TensorSource):
         self._ahead: ReadAhead | None = None
         self._staging: WeightStaging | None = None
         self._started: float | None = None
-        # A CUDA device runs asynchronously, so reading each result would stall every copy.
+        # A CUDA device runs asynchronously. Reading the result of each check would make every copy wait.
         self._checks_each = self.device.type != "cuda"
-        # Tensors that are not yet checked for NaN. An entry contains the names, the type after conversion,
-        # and a ``[] bool`` that is True if all numbers are finite.
+        # Tensors that have been copied but not yet checked. An entry contains the tensors' names, their type
+        # after conversion, and a ``[] bool`` on the device that is True if all numbers are finite.
         self._unchecked: list[tuple[Sequence[str], torch.dtype, torch.Tensor]] = []
         self.tensors: dict[str, TensorInfo] = {
             name: file.tensors[name] for name, file in self._files.file_of.items()
@@ -101,7 +102,7 @@ class CheckpointReader(TensorSource):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the weights, computed from a sample of each tensor instead of all bytes."""
+        """Hash of the weights. To save time, it covers only a sample of each tensor's bytes."""
         digest = hashlib.sha256()
         for name in sorted(self.tensors):
             info = self.tensors[name]
@@ -125,14 +126,15 @@ class CheckpointReader(TensorSource):
         """Compare the headers with the expected tensors before any memory is allocated.
 
         Args:
-            expected: Name → shape of every tensor that must be present.
-            ignored: Names, or patterns with ``*``, of unused tensors that may be present.
+            expected: Maps the name of every tensor that must be present to its shape.
+            ignored: Names of unused tensors that may be present. A name may be a pattern with ``*``.
             floating: True if expected tensors must have a floating-point type.
-            dtypes: Name → exact type, for tensors to which `floating` does not apply.
+            dtypes: Maps names of tensors to the exact type that they must have. `floating` does not apply to
+                these tensors.
 
         Raises:
-            CheckpointError: A tensor is missing, unexpected, misshaped or wrongly typed. The message lists
-                all such tensors, and `field` is the first.
+            CheckpointError: A tensor is missing or unexpected, or its shape or type is wrong. The message
+                lists all such tensors, and `field` is the first of them.
         """
         problems: list[tuple[str, list[str]]] = [
             ("missing", [name for name in expected if name not in self.tensors]),
@@ -187,7 +189,7 @@ class CheckpointReader(TensorSource):
     ) -> torch.Tensor:
         """Copy one tensor to the device; see `TensorSource.take`.
 
-        On a GPU, `check_finite` reports NaN and infinite numbers later.
+        On a GPU, NaN and infinite numbers are reported later, by `check_finite`.
         """
         return self.take_rows([(name, shape)], dtype=dtype, to=to)
 
@@ -220,10 +222,10 @@ class CheckpointReader(TensorSource):
         return out
 
     def check_finite(self) -> None:
-        """Wait for the copies and reject NaN and infinite numbers.
+        """Wait for the copies, and reject tensors that contain NaN or infinite numbers.
 
-        On a CPU, every `take` calls this method. On a GPU, the method is called once, at the end of the
-        `with` block, because each call waits for the device.
+        On a CPU, every `take` calls this method. On a GPU, each call would wait for the device. The method is
+        therefore called only once on a GPU, at the end of the ``with`` block.
 
         Raises:
             CheckpointError: A tensor contains NaN or infinite numbers, in the file or after its conversion.
@@ -234,18 +236,18 @@ class CheckpointReader(TensorSource):
             raise self._not_finite(names, dtype)
 
     def number(self, name: str) -> float:
-        """Return the value of a tensor that contains a single number, such as a scale. Call `check` first."""
+        """Return the value of a tensor with a single number, such as a scale. Call `check` first."""
         self._taken.add(name)
         return float(self._files.file_of[name].read(name).float())
 
     def finish(self, *, ignored: Collection[str] = ()) -> None:
-        """Check that every tensor was taken.
+        """Check that every tensor has been taken.
 
         Args:
-            ignored: Names, or patterns with ``*``, of tensors that need not be taken.
+            ignored: Names of tensors that need not be taken. A name may be a pattern with ``*``.
 
         Raises:
-            CheckpointError: A tensor was neither taken nor ignored. The message lists all such tensors.
+            CheckpointError: A tensor was not taken and is not ignored. The message lists all such tensors.
         """
         left = [
             name
@@ -278,7 +280,7 @@ class CheckpointReader(TensorSource):
             self.close()
 
     def _copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a stored tensor to its destination. Large tensors go to a GPU through pinned memory."""
+        """Copy a stored tensor to its destination. Copy large tensors to a GPU through pinned memory."""
         if self._started is None:
             self._started = time.monotonic()
             if self.device.type == "cuda":
@@ -289,7 +291,7 @@ class CheckpointReader(TensorSource):
             self._staging.copy(out, source)
 
     def _log_speed(self) -> None:
-        """Log the speed of a large load."""
+        """Log the speed of the load if the load is large."""
         if self._started is not None and self._taken_bytes >= LOGGED_BYTES:
             seconds = time.monotonic() - self._started
             rate = self._taken_bytes / 1e9 / max(seconds, 1e-9)
@@ -317,7 +319,7 @@ class CheckpointReader(TensorSource):
         return info
 
     def _not_finite(self, names: Sequence[str], dtype: torch.dtype) -> CheckpointError:
-        """Return the error for NaN or infinite numbers: the file is damaged, or the dtype is too narrow."""
+        """Return the error for NaN or infinite numbers, which a damaged file or a too narrow dtype causes."""
         broken = [
             name
             for name in names
@@ -358,7 +360,7 @@ def _matches(name: str, patterns: Collection[str]) -> bool:
 
 
 def is_weight(dtype: torch.dtype) -> bool:
-    """True if weights of this stored type can be converted. FP8 (which needs scales) and integers cannot."""
+    """True if weights of this stored type can be converted. Integers cannot. FP8 cannot without scales."""
     return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -368,11 +370,11 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `_is_finite` as a ``[] bool`` tensor on the tensor's device, without waiting for the device.
+    """Return a ``[] bool`` tensor on the device: the result of `_is_finite`. Do not wait for the device.
 
     The function reads the tensor once. It makes a copy only if the tensor is FP8.
     """
-    # FP8 has no comparisons.
+    # FP8 tensors cannot be compared, so they are converted first.
     low, high = torch.aminmax(tensor.half() if tensor.dtype.itemsize == 1 else tensor)
     return torch.isfinite(low) & torch.isfinite(high)
 

@@ -1,4 +1,4 @@
-"""Loads the experts of a layer from each layout in which checkpoints store them, and de-quantizes MXFP4.
+"""Loads the experts of a layer from all layouts that checkpoints use for them, and de-quantizes MXFP4.
 
 Every layout is converted to the stacked tensors of `ExpertWeights`.
 """
@@ -26,9 +26,9 @@ class SeparateExperts:
     """Layout with three matrices per expert.
 
     Attributes:
-        router: Name of the router, after the layer's prefix.
-        expert: Prefix of one expert, with ``{}`` for its index.
-        gate, up, down: Names of the expert's matrices.
+        router: Name of the router's tensor, without the prefix of the layer.
+        expert: Prefix of the tensors of one expert, with ``{}`` for the expert's index.
+        gate, up, down: Names of an expert's matrices, without these prefixes.
         grain: Granularity of the intermediate size; see `ExpertFiles`.
     """
 
@@ -60,9 +60,10 @@ class SeparateExperts:
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """Layout of gpt-oss in bf16: all experts in one tensor.
+    """Layout of gpt-oss in bf16, in which a single tensor contains the matrices of all experts.
 
-    The input dimension comes first. Columns of gate and up alternate.
+    The input dimension of each matrix comes before the output dimension. In a gate_up matrix, columns of gate
+    and up alternate.
     """
 
     router: str = "mlp.router"
@@ -84,9 +85,9 @@ class FusedExperts:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Experts:
-    """Layout of gpt-oss as released: MXFP4, de-quantized while it is loaded.
+    """Layout in which gpt-oss was released: MXFP4, which is de-quantized during loading.
 
-    A block is 32 four-bit values with one eight-bit exponent.
+    An MXFP4 block consists of 32 four-bit values and an eight-bit exponent that they share.
     """
 
     router: str = "mlp.router"
@@ -114,12 +115,12 @@ class Mxfp4Experts:
 
 
 def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
-    """Reject MXFP4 scales that are NaN. The E8M0 format of scales has one NaN and no infinity.
+    """Reject MXFP4 scales that are NaN. Their format, E8M0, has one code for NaN and none for infinity.
 
-    Scales are loaded as bytes, so the reader's check for NaN weights does not cover them.
+    Scales are loaded as bytes, so they are not covered by the reader's check for NaN weights.
 
     Raises:
-        CheckpointError: A scale is NaN; the message names the tensor.
+        CheckpointError: A scale is NaN. The message names the tensor.
     """
     if not scales.is_meta and bool((scales == MXFP4_SCALE_NAN).any()):
         raise CheckpointError(
@@ -132,15 +133,14 @@ def check_mxfp4_scales(name: str, scales: torch.Tensor) -> None:
 def dequantise_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the de-quantized weights ``[experts, rows, groups * 32]``.
 
-    The function processes one expert at a time to limit the temporary memory.
+    The function processes one expert at a time to limit the temporary memory. The values (E2M1) and scales
+    (E8M0) are those of the OCP Microscaling Formats (MX) specification 1.0.
 
     Args:
-        blocks: ``[experts, rows, groups, 16] uint8``. The low half of each byte contains the first of its two
-            values.
+        blocks: ``[experts, rows, groups, 16] uint8``. Each byte contains two values, the first one in the low
+            half.
         scales: ``[experts, rows, groups] uint8``, exponents of two with a bias of 127.
         dtype: Type of the result. bf16 represents every value exactly.
-
-    Source: OCP Microscaling Formats (MX) specification 1.0, E2M1 values and E8M0 scales.
     """
     experts, rows, groups, half = blocks.shape
     values = torch.tensor(
@@ -165,5 +165,5 @@ def _fused_biases(
 
 
 def _gate_first(alternating: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of the rows (dimension 1): all rows of gate, then all rows of up."""
+    """Return a contiguous copy with reordered rows (dimension 1): all rows of gate, then all rows of up."""
     return torch.cat([alternating[:, 0::2], alternating[:, 1::2]], dim=1)

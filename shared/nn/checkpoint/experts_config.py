@@ -23,16 +23,17 @@ class Routing:
     """How a router chooses and weights the experts of each row.
 
     Attributes:
-        top_k: Experts per row.
+        top_k: Number of experts per row.
         scoring: How logits become scores. The function is applied over all experts.
-        normalise: True if the weights of the chosen experts are normalized to sum to one before they are
+        normalise: True if the weights of the chosen experts are normalized to a sum of one before they are
             multiplied by `scale`.
         scale: Factor by which the weights are multiplied.
         groups, kept_groups, group_top: Parameters of group-limited routing. The experts form `groups` groups.
-            A group is ranked by the sum of its best `group_top` scores. Experts are chosen from the best
-            `kept_groups` groups.
+            Groups are ranked by the sum of their `group_top` best scores. Experts are chosen only from the
+            `kept_groups` best groups.
         bias: True if the router's projection has a bias.
-        choice_bias: True if each expert has a bias that affects the choice but not the weights.
+        choice_bias: True if each expert has a bias that affects which experts are chosen, but not the weights
+            of the chosen experts.
     """
 
     top_k: int
@@ -50,10 +51,10 @@ class ExpertWeights(NamedTuple):
     """Weights of one layer's routed experts.
 
     Attributes:
-        gate_up: ``[experts, 2 * intermediate, hidden]``, gate first.
+        gate_up: ``[experts, 2 * intermediate, hidden]``. The rows of gate come before those of up.
         down: ``[experts, hidden, intermediate]``.
-        gate_up_bias, down_bias: ``[experts, 2 * intermediate]`` and ``[experts, hidden]``, respectively. None
-            for experts without biases.
+        gate_up_bias: ``[experts, 2 * intermediate]``, or None for experts without biases.
+        down_bias: ``[experts, hidden]``, or None for experts without biases.
     """
 
     gate_up: torch.Tensor
@@ -67,14 +68,14 @@ class ExpertFiles(Protocol):
 
     @property
     def router(self) -> str:
-        """Name of the router's projection, after the layer's prefix."""
+        """Name of the tensor of the router's projection, without the prefix of the layer."""
         ...
 
     @property
     def grain(self) -> int:
         """Granularity of the intermediate size in the files.
 
-        The size of a rank's part of an expert must be a multiple of this number.
+        With tensor parallelism, the size of a rank's part of an expert must be a multiple of this number.
         """
         ...
 
@@ -95,8 +96,9 @@ class ExpertsConfig:
         files: Layout of the experts in the checkpoint.
         shared_size: Intermediate size of the shared expert, through which every row passes. 0 if there is no
             shared expert.
-        swiglu_limit, swiglu_alpha: Parameters of gpt-oss's activation
-            ``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``. A limit of None means ``silu(gate) * up``.
+        swiglu_limit, swiglu_alpha: Parameters of the activation of gpt-oss,
+            ``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``. If the limit is None, the activation is
+            ``silu(gate) * up`` instead.
     """
 
     num_experts: int

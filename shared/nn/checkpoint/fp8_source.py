@@ -1,7 +1,8 @@
-"""Widens FP8 weights with one scale per block (DeepSeek-V3, Qwen3-FP8) while they are loaded.
+"""Widens FP8 weights that have one scale per block (DeepSeek-V3, Qwen3-FP8) while they are loaded.
 
-The scales of the e4m3 matrix ``name.weight`` are in ``name.weight_scale_inv``. There is one scale per block
-of ``weight_block_size`` rows and columns. The original weight is the product of matrix and scales.
+The tensor ``name.weight`` is an e4m3 matrix, and ``name.weight_scale_inv`` contains its scales. A block has
+the numbers of rows and columns that ``weight_block_size`` gives. The original weights are the numbers of the
+matrix multiplied by the scales of their blocks.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ STORED = torch.float8_e4m3fn
 SCALE_SUFFIX = "_scale_inv"
 
 Block = tuple[int, int]
-"""Numbers of rows and columns of a block of weights that share a scale."""
+"""The number of rows and the number of columns of a block of weights that share a scale."""
 
 
 def parse_weight_block(reader: ConfigReader) -> Block | None:
     """Return the block size of an FP8 checkpoint, or None for other checkpoints.
 
     Raises:
-        CheckpointError: The checkpoint is FP8 but has no scale per block.
+        CheckpointError: The checkpoint is FP8 but does not have one scale per block.
     """
     section = reader.raw.get("quantization_config")
     if not isinstance(section, Mapping) or section.get("quant_method") != "fp8":
@@ -44,7 +45,7 @@ def parse_weight_block(reader: ConfigReader) -> Block | None:
 
 
 def expect_scales(expected: ExpectedTensors, stored: Mapping[str, TensorInfo], block: Block) -> None:
-    """Add to `expected` the type and the scales of every FP8 matrix among the `stored` tensors."""
+    """Add to `expected` the stored type and the scales of each FP8 matrix among the tensors `stored`."""
     for name, shape in list(expected.shapes.items()):
         if name in stored and stored[name].dtype == STORED and len(shape) == 2:
             expected.dtypes[name] = STORED
@@ -56,7 +57,7 @@ class Fp8Source(TensorSource):
 
     Args:
         source: Supplies the stored tensors.
-        stored: Name → shape and type of all stored tensors.
+        stored: Maps the names of all stored tensors to their shapes and types.
         block: Numbers of rows and columns that share a scale.
         dtype: Type to which FP8 matrices are widened.
     """
@@ -82,7 +83,7 @@ class Fp8Source(TensorSource):
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return several tensors as one. Tensors stored in FP8 are widened."""
+        """Return several tensors as one tensor. Those that are stored in FP8 are widened."""
         if not any(self._narrow(name) for name, _ in parts):
             return self._source.take_rows(parts, dtype=dtype, to=to)
         out: torch.Tensor | None = None
@@ -101,7 +102,7 @@ class Fp8Source(TensorSource):
         return info is not None and info.dtype == STORED
 
     def _widened(self, name: str, shape: Shape) -> torch.Tensor:
-        """Return the fp32 matrix of `shape`: the stored matrix times its scales."""
+        """Return the fp32 matrix of this shape: the stored matrix multiplied by its scales."""
         weight = self._source.take(name, shape, dtype=STORED).float()
         scales = self._source.take(name + SCALE_SUFFIX, _scale_shape(shape, self._block), to=torch.float32)
         for row, row_scales in enumerate(scales.unbind(0)):

@@ -13,7 +13,7 @@ from outrider.shared.base.errors import CheckpointError, OutriderError
 from outrider.shared.base.model_paths import dangling_link
 
 LARGEST = (1 << 31) - 1
-"""Upper bound of every size. No model has larger sizes, and torch could not describe such tensors."""
+"""Upper bound of every size. No model has larger sizes, and torch could not represent such tensors."""
 
 
 class ConfigReader:
@@ -28,7 +28,7 @@ class ConfigReader:
         return CheckpointError(f"{self.source}: {key}: {problem}.", field=key)
 
     def positive(self, key: str, default: int | None = None) -> int:
-        """Return an integer ≥ 1; null counts as absent. If there is no default, the key is required."""
+        """Return an integer ≥ 1. Null counts as absent. If there is no default, the key is required."""
         value = self.raw.get(key)
         if value is None:
             if default is None:
@@ -43,7 +43,7 @@ class ConfigReader:
         return value
 
     def count(self, key: str, default: int) -> int:
-        """Return an integer ≥ 0; null counts as absent."""
+        """Return an integer ≥ 0. Null counts as absent."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -52,7 +52,7 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number > 0; null counts as absent. If there is no default, the key is required."""
+        """Return a finite number > 0. Null counts as absent. If there is no default, the key is required."""
         value = self.raw.get(key)
         if value is None:
             if default is None:
@@ -68,7 +68,7 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean; null counts as absent."""
+        """Return a boolean. Null counts as absent."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -77,7 +77,7 @@ class ConfigReader:
         return value
 
     def text(self, key: str, default: str) -> str:
-        """Return a string; null counts as absent."""
+        """Return a string. Null counts as absent."""
         value = self.raw.get(key)
         if value is None:
             return default
@@ -97,10 +97,10 @@ class ConfigReader:
 
 @contextmanager
 def faults_of(source: Path | str) -> Iterator[None]:
-    """Turn any exception raised in this context into an error about the file `source`.
+    """Turn any exception that is raised in this context into an error about the file `source`.
 
-    Therefore an invalid value in a file never ends in a traceback. Errors that already name the fault are not
-    changed.
+    An invalid value in a file therefore never ends in a traceback. An `OutriderError` is not changed,
+    because it names the fault already.
 
     Raises:
         CheckpointError: An exception was raised. The message names the file, and the cause is the original
@@ -110,7 +110,7 @@ def faults_of(source: Path | str) -> Iterator[None]:
         yield
     except OutriderError:
         raise
-    except Exception as error:  # An invalid value may raise any exception, also inside transformers.
+    except Exception as error:  # An invalid value may cause any exception, including one in transformers.
         raise CheckpointError(
             f"{source} cannot be read as a model configuration ({type(error).__name__}: {error}); "
             "correct it, or download it again.",
@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        CheckpointError: The file is missing, unreadable or not a JSON object; `field` is the file's path.
+        CheckpointError: The file is missing, unreadable or not a JSON object. `field` is the file's path.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

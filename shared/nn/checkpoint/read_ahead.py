@@ -1,8 +1,8 @@
 """Reads weight files into the page cache with several threads, ahead of the thread that loads the weights.
 
-A mapped file is read one page at a time, when the page is first touched. These threads touch the tensors in
-the order in which they will be used. The disk therefore stays busy, and the copies to the device find their
-pages in the page cache.
+When a program first touches a page of a mapped file, the page is read from disk. These threads touch the
+pages of all tensors, in the order in which the tensors will be used. The disk therefore stays busy, and when
+tensors are copied to the device, their pages are in the page cache already.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 THREADS = 8
 PIECE_BYTES = 32 << 20
 AHEAD_BYTES = 4 << 30
-"""Maximum lead of the threads, in bytes. Pages that are read too early may be evicted before their use."""
+"""Number of bytes that the threads may be ahead. Pages that are read too early may be evicted before use."""
 PAGE_BYTES = 4096
 
 
@@ -31,7 +31,7 @@ class ReadAhead:
         self._changed = threading.Condition()
         self._used = 0
         self._closed = False
-        # Pairs of the number of bytes before a piece, and the piece itself.
+        # Each entry is a piece of a tensor, preceded by the number of bytes in all earlier pieces.
         self._pieces: deque[tuple[int, torch.Tensor]] = deque()
         position = 0
         for tensor in tensors:
@@ -53,7 +53,7 @@ class ReadAhead:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop the threads, which keep the files mapped."""
+        """Stop the threads. Until then, the threads keep the files mapped."""
         with self._changed:
             self._closed = True
             self._pieces.clear()
@@ -66,7 +66,7 @@ class ReadAhead:
             piece[::PAGE_BYTES].sum()  # touches every page, without the GIL
 
     def _next(self) -> torch.Tensor | None:
-        """Wait until the next piece is within the maximum lead. Return the piece, or None at the end."""
+        """Wait until the next piece is at most `AHEAD_BYTES` ahead, and return it. Return None at the end."""
         with self._changed:
             while not self._closed and self._pieces:
                 if self._pieces[0][0] <= self._used + AHEAD_BYTES:

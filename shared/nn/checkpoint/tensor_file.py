@@ -38,7 +38,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape and dtype of a stored tensor. For safetensors, also the tensor's byte range within the file."""
+    """Shape and dtype of a stored tensor. For a safetensors file, also the byte range of the tensor."""
 
     shape: Shape
     dtype: torch.dtype
@@ -61,11 +61,11 @@ class TensorFile(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → info of every tensor."""
+        """Maps the name of every tensor to its shape and dtype."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a host tensor that may share the file's memory; copy it before `close`."""
+        """Return a host tensor, which may share the file's memory. To keep it, copy it before `close`."""
         ...
 
     def close(self) -> None:
@@ -79,8 +79,8 @@ def open_tensor_file(path: Path) -> TensorFile:
     A ``.safetensors`` file is parsed. Any other file is unpickled with ``weights_only``.
 
     Raises:
-        CheckpointError: The file is missing, truncated or corrupt, or would run code. `field` is the file's
-            path or the tensor's name.
+        CheckpointError: The file is missing, truncated or corrupt, or unpickling it would run code. `field`
+            is the file's path or the tensor's name.
     """
     if not path.is_file():
         if link := dangling_link(path):
@@ -100,7 +100,7 @@ class SafetensorsFile(TensorFile):
         if size < 8:
             raise self._corrupt(f"is {size} bytes long, too short for a safetensors header")
         with path.open("rb") as file:
-            # A private mapping: torch needs writable memory, but no write may reach the file.
+            # Make a private mapping, because torch needs writable memory but must never write to the file.
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         try:
             self._tensors = self._read_header(size)
@@ -115,11 +115,11 @@ class SafetensorsFile(TensorFile):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → info of every tensor."""
+        """Maps the name of every tensor to its shape and dtype."""
         return self._tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a host tensor that shares the mapping, unless it is misaligned; copy it before `close`."""
+        """Return a host tensor, which shares the mapping unless misaligned. Copy it before `close`."""
         info = self._tensors[name]
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
@@ -129,7 +129,7 @@ class SafetensorsFile(TensorFile):
         return raw.view(info.dtype).view(info.shape)
 
     def close(self) -> None:
-        """Drop the mapping. The memory is unmapped when the last tensor that shares the mapping is gone."""
+        """Drop the mapping. The memory is unmapped when no tensor shares it any longer."""
         del self._memory
 
     def _corrupt(self, problem: str, field: str | None = None) -> CheckpointError:
@@ -192,9 +192,9 @@ class SafetensorsFile(TensorFile):
 
 
 class PickledFile(TensorFile):
-    """A torch checkpoint: a mapping of names to tensors.
+    """A torch checkpoint that contains a mapping of names to tensors.
 
-    The file is unpickled with ``weights_only=True``, so that the file cannot run code.
+    The file is unpickled with ``weights_only=True``, so the file cannot run code.
     """
 
     def __init__(self, path: Path) -> None:
@@ -225,11 +225,11 @@ class PickledFile(TensorFile):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Name → info of every tensor."""
+        """Maps the name of every tensor to its shape and dtype."""
         return self._tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a host tensor that may map the file; copy it before `close`."""
+        """Return a host tensor, which may map the file. To keep it, copy it before `close`."""
         return self._content[name]
 
     def close(self) -> None:

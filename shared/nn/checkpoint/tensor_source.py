@@ -1,4 +1,4 @@
-"""Defines `TensorSource`, which supplies tensors to layers, and `ExpectedTensors`, which records requests."""
+"""Defines `TensorSource`, which supplies tensors to layers, and `ExpectedTensors`, a list of them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class TensorSource(Protocol):
         Args:
             name: The tensor's name.
             shape: The shape that the tensor must have.
-            dtype: The exact stored type of an index or mask tensor (for example int64 for d2t). None for a
-                floating-point weight, which is converted to the source's dtype.
-            to: Type to which a floating-point weight is converted. None means the source's dtype.
+            dtype: The exact stored type that an index or mask tensor must have (for example int64 for d2t).
+                With None, the tensor is a floating-point weight.
+            to: Type to which a floating-point weight is converted. With None, it is converted to the source's
+                dtype.
 
         Raises:
             CheckpointError: The tensor is missing, has another shape or type, or contains NaN or infinite
@@ -40,7 +41,9 @@ class TensorSource(Protocol):
         dtype: torch.dtype | None = None,
         to: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return several tensors as one, concatenated along the first dimension (for fused q-k-v or gate-up).
+        """Return several tensors as one tensor, concatenated along the first dimension.
+
+        For example, q, k and v are fused into one weight in this way, as are gate and up.
 
         Args:
             parts: Name and shape of each tensor.
@@ -54,11 +57,13 @@ class TensorSource(Protocol):
 
 
 class ExpectedTensors(TensorSource):
-    """A `TensorSource` without a file: records the tensors that a model needs, on the meta device.
+    """A `TensorSource` that has no file and records which tensors a model needs.
+
+    The returned tensors are on the meta device, so they contain no data.
 
     Attributes:
-        shapes: Name → shape of every tensor that was requested.
-        dtypes: Name → exact type, for tensors that were requested with an exact type.
+        shapes: Maps the name of every requested tensor to its shape.
+        dtypes: Maps names to exact types, for the tensors that were requested with an exact type.
     """
 
     def __init__(self) -> None:

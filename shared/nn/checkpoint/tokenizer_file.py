@@ -1,4 +1,4 @@
-"""Reads and fingerprints the vocabulary of a ``tokenizer.json``, to compare the token ids of two folders."""
+"""Reads and fingerprints the vocabulary of a ``tokenizer.json``, to compare two folders' token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Return token → id of a folder's tokenizer, including added tokens.
+    """Return a folder's vocabulary, which maps tokens to ids, including added tokens.
 
     Return None if the folder has no ``tokenizer.json``.
 
@@ -42,7 +42,7 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return token → id. In a Unigram vocabulary, which is a list of (token, score), the id is the index."""
+    """Return a map of tokens to ids. A Unigram vocabulary is a list of (token, score) in the order of ids."""
     vocabulary = (raw.get("model") or {}).get("vocab") or {}
     tokens = (
         dict(vocabulary)
@@ -53,9 +53,9 @@ def _vocabulary_of(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Return a digest of the vocabulary, or an empty string if the folder has no tokenizer.
+    """Return a digest of the folder's vocabulary, or an empty string if the folder has no tokenizer.
 
-    The digest does not depend on the file's formatting.
+    The digest does not depend on how the file is formatted.
     """
     vocabulary = read_vocabulary(folder)
     if vocabulary is None:

@@ -11,7 +11,7 @@ BUFFER_BYTES = 32 << 20
 class WeightStaging:
     """Pinned buffers through which host tensors are copied to a GPU.
 
-    `copy` returns before the GPU has the data. Copies run in the order of the current stream.
+    `copy` returns before the GPU has the data. Copies run on the current stream, in the order of the calls.
 
     Args:
         device: Device to copy to. For a CPU, the buffers are not pinned and copies are synchronous.
@@ -63,7 +63,7 @@ class WeightStaging:
 
 
 def make_staging(device: torch.device) -> WeightStaging | None:
-    """Return buffers for copies to a GPU, or None if there is no pinned memory and copies must be direct."""
+    """Return buffers for copies to a GPU. Return None if there is no pinned memory."""
     try:
         return WeightStaging(device)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Parses a model's `config.json` into `ModelConfig`. Errors for unsupported models name the key."""
+"""Parses a model's `config.json` into `ModelConfig`. Errors name the key that makes a model unsupported."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Configuration of a decoder of one of the families.
+    """Configuration of a decoder of one of the model families in `families`.
 
     Attributes:
-        model_type, architecture: The model type and the architecture that the file names.
+        model_type, architecture: The model type and the architecture that config.json names.
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads: Sizes. num_heads times the width of
             a head need not equal hidden_size.
         num_kv_heads, head_dim: Shape of a token's entry in the KV pool. With latent attention, the entry is
@@ -61,14 +61,14 @@ class ModelConfig:
         eos_token_ids: EOS token ids from generation_config.json, or from config.json if
             generation_config.json has none. May be empty.
         bos_token_id: BOS token id from config.json, or None.
-        dtype: Name of the stored type ("bfloat16"), or None if the file does not name one.
-        fingerprint: Hash of the file's content. Equal configurations have equal hashes.
+        dtype: Name of the stored type ("bfloat16"), or None if config.json does not name one.
+        fingerprint: Hash of the content of config.json. Equal configurations have equal hashes.
         qkv_bias, o_bias, mlp_bias, head_norm, sinks, experts, latent: Features of the family; see `Traits`.
-        windows, sparse: Features of the layers; see `Traits`. In this class, both tuples always have one
+        windows, sparse: Features of each layer; see `Traits`. In this class, both tuples always have one
             entry per layer.
         weight_block: Numbers of rows and columns that share a scale in an FP8 checkpoint. None for other
             checkpoints.
-        ignored: Pattern of tensor names that the decoder does not load → the reason for not loading them.
+        ignored: Maps patterns of tensor names to the reason why the decoder does not load these tensors.
     """
 
     model_type: str
@@ -105,7 +105,7 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """Number of rows of a learned position table, i.e. the longest text. None for rotary positions."""
+        """Number of rows of a learned position table, which limits the text. None for rotary positions."""
         return None
 
     @classmethod
@@ -116,7 +116,7 @@ class ModelConfig:
         source: Path | str = CONFIG_FILE,
         generation: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
-        """Parse a configuration that has already been read, such as one inside a draft head's configuration.
+        """Parse a configuration that has been read already, for example from a draft head's configuration.
 
         Args:
             raw: The JSON object.
@@ -125,7 +125,7 @@ class ModelConfig:
 
         Raises:
             CheckpointError: The configuration is incomplete or describes a model that cannot be served.
-                `field` is the key at fault.
+                `field` is the key that causes the error.
         """
         reader = ConfigReader(raw, source)
         family = find_family(reader)
@@ -170,7 +170,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """Sizes of the attention heads. Scores are scaled by ``scored_dim ** -0.5``."""
+    """Sizes of the attention heads. The factor on the attention scores is ``scored_dim ** -0.5``."""
 
     num_heads: int
     num_kv_heads: int
@@ -237,7 +237,7 @@ def _activation(reader: ConfigReader) -> Activation:
 
 
 def eos_token_ids(reader: ConfigReader, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the EOS token ids of generation_config.json. If there are none, return those of config.json.
+    """Return the EOS token ids of generation_config.json, or of config.json if that file has none.
 
     Raises:
         CheckpointError: ``eos_token_id`` is neither a token id nor a list of token ids.

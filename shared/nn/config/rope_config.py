@@ -28,19 +28,20 @@ class RopeConfig:
     Attributes:
         theta: Base of the frequencies.
         kind: Scaling rule.
-        factor: Divisor of the frequencies. It applies to all frequencies (linear), or only to low frequencies
-            (llama3, yarn).
-        low_freq_factor, high_freq_factor: llama3 only. Wavelengths above `original_max_position` divided by
-            `low_freq_factor` are fully scaled. Wavelengths below `original_max_position` divided by
-            `high_freq_factor` are not scaled. Between these two bounds, the scaling is interpolated.
-        original_max_position: Context length before scaling (llama3, yarn).
-        beta_fast, beta_slow, truncate: yarn only. Dimensions that rotate more than beta_fast times within the
-            original context keep their frequency. Dimensions that rotate less than beta_slow times are fully
-            scaled. If `truncate` is True, the lower of the two resulting dimension indices is rounded down,
-            and the higher index is rounded up.
-        attention_factor: Factor by which cos and sin are multiplied (yarn).
+        factor: Divisor of the frequencies. With the linear rule, it applies to all frequencies. With the
+            rules llama3 and yarn, it applies only to low frequencies.
+        low_freq_factor, high_freq_factor: Only for llama3. Frequencies whose wavelength is above
+            `original_max_position` divided by `low_freq_factor` are fully scaled. Frequencies whose
+            wavelength is below `original_max_position` divided by `high_freq_factor` are not scaled. Between
+            these two bounds, the scaling is interpolated.
+        original_max_position: Context length before scaling. Only for llama3 and yarn.
+        beta_fast, beta_slow, truncate: Only for yarn. Dimensions that rotate more than beta_fast times within
+            the original context keep their frequency. Dimensions that rotate less than beta_slow times are
+            fully scaled. If `truncate` is True, the lower of the two resulting dimension indices is rounded
+            down, and the higher index is rounded up.
+        attention_factor: Factor by which cos and sin are multiplied. Only for yarn.
         softmax_factor: Factor by which the attention scale is multiplied. For DeepSeek, this factor is the
-            square of the correction from mscale_all_dim.
+            square of YaRN's correction for the parameter mscale_all_dim.
     """
 
     theta: float = DEFAULT_ROPE_THETA
@@ -57,7 +58,7 @@ class RopeConfig:
 
 
 def parse_rope(reader: ConfigReader, default_theta: float = DEFAULT_ROPE_THETA) -> RopeConfig:
-    """Parse ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling``.
+    """Parse the key ``rope_parameters`` (transformers 5), or the keys ``rope_theta`` and ``rope_scaling``.
 
     Raises:
         CheckpointError: The scaling rule is not supported, or a number is missing.
@@ -121,5 +122,5 @@ def _parse_yarn(inner: ConfigReader, outer: ConfigReader, theta: float) -> RopeC
 
 
 def _magnitude(factor: float, mscale: float) -> float:
-    """Return YaRN's correction of the attention temperature for a context stretched by `factor`."""
+    """Return YaRN's correction of the attention temperature, for a context that is stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

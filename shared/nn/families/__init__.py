@@ -1,1 +1,1 @@
-"""Families of target models. Each file maps one family's config.json keys and tensor names to the decoder."""
+"""Families of target models. Each family's file maps its config.json keys and tensor names to the decoder."""

@@ -1,4 +1,4 @@
-"""Defines `Family`, the interface of a family's file, and reads sliding windows per layer."""
+"""Defines `Family`, the interface of a family's file, and reads each layer's sliding window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.shared.nn.families.traits import Traits
 
 
 def no_ignored_tensors(reader: ConfigReader, num_layers: int) -> Mapping[str, str]:
-    """Return no patterns, for a family whose tensors are all used."""
+    """Return no patterns. This is `Family.ignored` for a family whose tensors are all used."""
     return {}
 
 
@@ -22,10 +22,11 @@ class Family:
         model_type, architectures: Names by which a config.json identifies the family.
         traits: Function that reads the family's own keys of a config.json. Its second argument is the number
             of layers.
-        ignored: Function that returns patterns of unused tensor names → the reason for not using them. The
-            function has the same arguments as `traits`.
-        bundled_code: Modules that published repositories of the family name in ``auto_map``. This decoder
-            replaces these modules, and they are never run. Any other ``auto_map`` is rejected.
+        ignored: Function that returns a map from patterns of unused tensor names to the reason why these
+            tensors are not used. The function has the same arguments as `traits`.
+        bundled_code: Names of modules in ``auto_map`` that published repositories of the family contain. This
+            decoder replaces these modules, and they are never run. Any other module in ``auto_map`` is
+            rejected.
         quantisations: Values of ``quant_method`` with which the family's tensors can be read.
     """
 
@@ -38,13 +39,13 @@ class Family:
 
 
 def windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return the window of each layer from ``sliding_window`` and ``layer_types``.
+    """Return each layer's window from ``sliding_window`` and ``layer_types``.
 
-    If there are no ``layer_types``, every layer has the window.
+    Without ``layer_types``, every layer has the window ``sliding_window``.
 
     Raises:
-        CheckpointError: ``layer_types`` has the wrong length, or names a kind of attention that stores no K/V
-            per token.
+        CheckpointError: ``layer_types`` has the wrong length, or contains a kind of attention that stores no
+            K/V per token.
     """
     window = reader.positive("sliding_window", 0) if reader.raw.get("sliding_window") is not None else 0
     kinds = reader.strings("layer_types")

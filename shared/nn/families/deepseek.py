@@ -20,7 +20,8 @@ def _v2(reader: ConfigReader, num_layers: int) -> Traits:
             "topk_method", f"{method!r} is not supported; supported: greedy, group_limited_greedy"
         )
     limited, top_k = method == "group_limited_greedy", reader.positive("num_experts_per_tok")
-    # DeepSeek's code (V2's modeling_deepseek.py) either normalizes or scales. transformers ignores this key.
+    # DeepSeek's own code (modeling_deepseek.py of V2) either normalizes the experts' weights or scales them.
+    # transformers ignores this key.
     normalise = reader.flag("norm_topk_prob", False) and top_k > 1
     routing = Routing(
         top_k=top_k,

@@ -1,7 +1,7 @@
 """Reads the config.json of Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and MiMo.
 
-Qwen2 has biases on Q, K and V. Qwen3 has no such biases but a norm per head of Q and K. MiMo is Qwen2 with
-MTP layers.
+Qwen2 has biases on Q, K and V. Qwen3 has no such biases, but a norm for each head of Q and K. MiMo is Qwen2
+with multi-token prediction (MTP) layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.shared.nn.families.traits import Traits
 
 
 def _windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Return the window per layer. With use_sliding_window, layers >= max_window_layers have a window."""
+    """Return each layer's window. With use_sliding_window, only layers from max_window_layers on have one."""
     if not reader.flag("use_sliding_window", False) or reader.raw.get("sliding_window") is None:
         return ()
     if reader.raw.get("layer_types") is not None:

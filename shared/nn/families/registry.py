@@ -70,9 +70,9 @@ ENCODERS = frozenset(
 
 
 def find_family(reader: ConfigReader) -> Family:
-    """Return the family that a config.json names by its `model_type` or, failing that, by its architecture.
+    """Return the family that a config.json names by its `model_type`, or else by its `architectures`.
 
-    A config without model type and architecture is read as Llama.
+    A config.json that has neither key is read as Llama.
 
     Raises:
         CheckpointError: No family reads this model, or the model needs unsupported code or quantized weights.
@@ -93,9 +93,9 @@ def find_family(reader: ConfigReader) -> Family:
 
 
 def check_architecture(reader: ConfigReader) -> None:
-    """Reject a config.json whose `architectures` lists no decoder with an output head.
+    """Reject a config.json unless one of its `architectures` is a decoder with an output head.
 
-    Classifiers and draft heads have other architectures.
+    For example, classifiers and draft heads are rejected.
 
     Raises:
         CheckpointError: `field` is ``architectures``.
@@ -110,7 +110,7 @@ def check_architecture(reader: ConfigReader) -> None:
 
 
 def may_use_transformers(reader: ConfigReader) -> bool:
-    """True if no family reads the model and its type is not known to be unsupported."""
+    """True if no family reads the model, and its type is not one that is known to be unsupported."""
     model_type = reader.raw.get("model_type")
     kinds = RECURRENT | ENCODER_DECODER | ENCODERS
     if not isinstance(model_type, str) or reader.raw.get("is_encoder_decoder"):
@@ -119,7 +119,7 @@ def may_use_transformers(reader: ConfigReader) -> bool:
 
 
 def unsupported_reason(reader: ConfigReader) -> str:
-    """Return a text to append to "… is not supported": why no family reads this model, and the fix."""
+    """Return text that follows "… is not supported": why no family reads this model, and the fix."""
     model_type = _model_type(reader)
     supported = f"serve a model of one of these types: {', '.join(MODEL_TYPES)}"
     kinds = set(reader.strings("layer_types") or ())
@@ -174,7 +174,7 @@ def _check_quantisation(reader: ConfigReader, family: Family) -> None:
 
 
 def _covers_cache_only(section: object) -> bool:
-    """True if the section describes only the scales of the KV cache, and the weights are not quantized."""
+    """True if the quantization section only describes scales of the KV cache, not of the weights."""
     if not isinstance(section, Mapping) or not isinstance(section.get("kv_cache_scheme"), Mapping):
         return False
     of_weights = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}

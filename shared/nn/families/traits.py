@@ -1,4 +1,4 @@
-"""Defines `Traits`: how a family differs from plain Llama, as data for the loader and the layers."""
+"""Defines `Traits`, which describes how a family differs from plain Llama, for the loader and the layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ class LatentConfig:
 
     Attributes:
         rank: Width of the latent.
-        query_rank: Width of the queries' own latent. None if queries are projected directly.
-        nope_dim, rope_dim, value_dim: Widths per head of the unrotated part of queries and keys, of the
-            rotated part of queries and keys, and of the values, respectively.
-        interleaved: True if the file stores the rotated dimensions as adjacent pairs (x0, x1) instead of two
-            halves.
+        query_rank: Width of the latent from which queries are projected. None if queries are projected
+            directly from the layer's input.
+        nope_dim: Width per head of the part of queries and keys that is not rotated.
+        rope_dim: Width per head of the part of queries and keys that is rotated.
+        value_dim: Width per head of the values.
+        interleaved: True if the checkpoint stores the rotated dimensions as adjacent pairs (x0, x1). False if
+            it stores them as two halves.
     """
 
     rank: int
@@ -35,14 +37,14 @@ class Traits:
     Attributes:
         qkv_bias, o_bias, mlp_bias: True if the projections have a bias.
         head_norm: True if RMSNorm is applied to each head of Q and K before rotation.
-        windows: For each layer, the number of tokens that a row sees, including itself. 0 means all tokens.
-            An empty tuple means 0 in every layer.
-        sinks: True if each softmax includes a learned logit per head that carries no value.
-        experts: The sparse layers, or None.
+        windows: For each layer, the number of tokens that a row sees, including itself. 0 means that it sees
+            all tokens. An empty tuple means 0 for every layer.
+        sinks: True if each head has a learned logit that takes part in its softmax but has no value vector.
+        experts: The configuration of the sparse layers, or None.
         sparse: For each layer, True if its MLP consists of experts. An empty tuple means that no layer has
             experts.
-        latent: Multi-head latent attention, or None.
-        rope_theta: The theta of a config that has no rope_theta.
+        latent: The widths of multi-head latent attention, or None for other attention.
+        rope_theta: The theta to use if config.json has no rope_theta.
     """
 
     qkv_bias: bool = False

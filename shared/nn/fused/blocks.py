@@ -33,7 +33,7 @@ from outrider.shared.nn.layers.rope import Rotation
 
 
 class ResidualReduce(Protocol):
-    """Adds a product to the residual stream when its terms are spread over tensor-parallel ranks."""
+    """Adds a product to the residual stream. Each tensor-parallel rank has a part of the product's terms."""
 
     def add(
         self,
@@ -45,9 +45,9 @@ class ResidualReduce(Protocol):
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Stream:
-        """Return the residual stream ``residual + sum of parts over the ranks + bias``.
+        """Return the residual stream ``residual + (sum of parts over the ranks) + bias``.
 
-        The arguments are those of `add_sums`.
+        The arguments are those of the kernel `add_sums`.
         """
         ...
 
@@ -63,7 +63,7 @@ def attention_block(
     reduce: ResidualReduce | None = None,
     lookup: Lookup | None = None,
 ) -> Stream:
-    """Return the residual stream after a layer's attention, prepared for the norm `following`.
+    """Return the residual stream after a layer's attention, in the form that the norm `following` needs.
 
     Args:
         block: The layer's attention.
@@ -72,8 +72,8 @@ def attention_block(
         attention: Backend that was planned for these rows.
         pool: Pool that stores the K/V.
         following: The next norm.
-        reduce: Sums the output projection over the ranks; None without tensor parallelism.
-        lookup: Rows of a table that are added to the q-k-v product, or None.
+        reduce: Sums the output projection over the ranks. None without tensor parallelism.
+        lookup: Table rows to add to the q-k-v product, or None.
     """
     qkv, norm = block.qkv, block.head_norm
     k_plane, v_plane = pool.k_planes[block.layer], pool.v_planes[block.layer]
@@ -107,14 +107,14 @@ def mlp_block(
     reduce: ResidualReduce | None = None,
     out: torch.Tensor | None = None,
 ) -> Stream:
-    """Return the residual stream after a layer's MLP, prepared for the norm `following`.
+    """Return the residual stream after a layer's MLP, in the form that the norm `following` needs.
 
     Args:
         block: The layer's MLP.
         stream: The residual stream before the MLP.
         following: The next norm.
-        reduce: Sums the down projection over the ranks; None without tensor parallelism.
-        out: Tensor to write the residual stream to, or None for a new tensor.
+        reduce: Sums the down projection over the ranks. None without tensor parallelism.
+        out: Tensor to write the residual stream to. With None, a new tensor is created.
     """
     gelu = block.activation is Activation.GELU_TANH
     if _own(Epilogue.GATED, stream.scaled, block.gate_up):
@@ -127,10 +127,10 @@ def mlp_block(
 
 
 def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
-    """True if `skinny_gemm` computes this product.
+    """True if the kernel `skinny_gemm` should compute this product.
 
-    `skinny_gemm` computes all products of few rows. With more rows, `skinny_gemm` computes a product if a
-    measurement or a rule prefers a tile of `skinny_gemm` to the library's product.
+    It computes all products of up to `FEW_ROWS` rows. It also computes a product of up to `MANY_ROWS` rows,
+    unless the weight is in FP8 or `choose_tile` prefers the library's product.
     """
     if x.shape[0] <= FEW_ROWS:
         return True
@@ -141,7 +141,7 @@ def _own(epilogue: Epilogue, x: torch.Tensor, linear: Linear) -> bool:
 
 
 def _product(x: torch.Tensor, linear: Linear) -> torch.Tensor:
-    """Return ``x @ weight.T``, or partial sums that the next kernel adds up."""
+    """Return ``x @ weight.T``, or partial sums of this product that the next kernel adds up."""
     if _own(Epilogue.PLAIN, x, linear):
         return project(x, linear.weight, scales=linear.scales)
     return linear.product(x)

@@ -19,7 +19,7 @@ from outrider.shared.nn.layers.rope import Rotation
 
 
 def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.dtype) -> bool:
-    """True if these layers can run with fused kernels: plain attention and MLP, on CUDA."""
+    """True if these layers can run with fused kernels: on CUDA, with plain attention and plain MLPs."""
     plain = all(type(layer.attention) is Attention and type(layer.mlp) is GatedMLP for layer in layers)
     return plain and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16, torch.float32)
 
@@ -27,14 +27,14 @@ def can_fuse(layers: Sequence[DecoderLayer], device: torch.device, dtype: torch.
 class FusedForward:
     """Runs decoder layers over the rows of a planned step.
 
-    Steps of few rows use this project's kernels for products. Steps of many rows use the library's kernels.
+    For products, steps of few rows use this project's kernels, and steps of many rows use the library's.
 
     Args:
-        layers: Layers that pass `can_fuse`.
+        layers: Layers for which `can_fuse` is True.
         embedding: ``[vocabulary, hidden]``.
         norm: The final norm.
         head: The output head, ``[vocabulary, hidden]``.
-        reduce: Sums the o and down projections over the ranks; None without tensor parallelism.
+        reduce: Sums the o and down projections over the ranks. None without tensor parallelism.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class FusedForward:
         """Run all layers; see `Decoder.forward`.
 
         Returns:
-            The normed rows ``[rows, hidden]``, and the captured outputs ``[rows, n_aux * hidden]`` or None.
+            The normed rows ``[rows, hidden]``, and the captured outputs ``[rows, n_aux * hidden]``. The
+            captured outputs are None if no layer is captured.
         """
         stream = embed_rows(tokens, self._embedding, self._first_norm.weight, self._first_norm.eps)
         rows, hidden = stream.scaled.shape
@@ -85,7 +86,7 @@ class FusedForward:
         return normalise(stream), aux
 
     def uses(self) -> list[ProductUse]:
-        """Return the uses of all products, for which a trial times tiles."""
+        """Return the uses of all products (see `ProductUse`), so that `trial` can time tiles for them."""
         return uses_of(self._blocks, self._head, self._embedding.dtype, reduced=self.reduce is not None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

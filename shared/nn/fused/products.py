@@ -1,7 +1,8 @@
-"""Lists the matrix products of a fused model, so that `trial` can time each of them with any tile.
+"""Lists the matrix products of a fused model, so that `trial` can time each product with any tile.
 
-Products are grouped by shape and by the operation that follows. A timed run includes the kernel that reads
-the product. If a tile stores its product as several partial sums, that kernel spends time on adding them.
+Products are grouped by shape and by the operation that follows the product. The timed work includes the
+kernel that reads the product. If a tile stores a product as several partial sums, this kernel needs time to
+add them.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from outrider.shared.nn.layers.modules import Attention, GatedMLP
 _PAGE = 16
 _EPS = 1e-5
 _FEW_SUMS, _MANY_SUMS = 64, 4
-"""Columns per partial sum of squares in a `Stream`: `_MANY_SUMS` for one or two rows, else `_FEW_SUMS`."""
+"""Columns per partial sum of squares in a `Stream`: `_MANY_SUMS` with one or two rows, else `_FEW_SUMS`."""
 
 Run = Callable[[torch.Tensor, torch.Tensor | None, Tile], object]
-"""A function that uses a given tile to compute a product with a weight ``[out, in]`` and its scales."""
+"""A function that computes a product. It takes a weight ``[out, in]``, its scales, and the tile to use."""
 Prepare = Callable[[int], Run]
-"""A function that creates the inputs for a number of rows and returns the function to time."""
+"""A function that creates the inputs for a number of rows, and returns a `Run` function to time."""
 
 
 @runtime_checkable
@@ -47,7 +48,7 @@ class HasProducts(Protocol):
     """A model that may run with fused kernels."""
 
     def uses(self) -> list[ProductUse]:
-        """Return the uses of the model's products, or an empty list if the model has no fused kernels."""
+        """Return the uses of the model's products. The list is empty if the model has no fused kernels."""
         ...
 
 
@@ -57,7 +58,7 @@ class ProductUse:
 
     Attributes:
         epilogue: Operation that follows the product.
-        linears: All matrices with this shape and use.
+        linears: All linear layers whose matrices have this shape and use.
         prepare: Function that creates the inputs; see `Prepare`.
     """
 
@@ -66,7 +67,7 @@ class ProductUse:
     prepare: Prepare
 
     def of(self, rows: int) -> Product:
-        """Return the product with `rows` rows. This is the key under which the product's tile is stored."""
+        """Return the product with `rows` rows. It is the key under which the choice of a tile is stored."""
         weight = self.linears[0].weight
         return Product(self.epilogue, weight.shape[0], weight.shape[1], rows, weight.dtype)
 

@@ -1,9 +1,10 @@
 """Autotunes matrix products of few rows at startup: times GEMM tiles on GPUs without stored measurements.
 
-A tile (`Tile`) is the method and the block sizes by which a kernel computes a product. A fixed rule picks a
-default tile. For every shape and several row counts, the trial times the default tile, a few similar tiles,
-and the library's product. Each timing uses enough matrices to exceed every cache. A tile replaces the default
-tile if the tile is faster by more than the measurement noise. The choice is stored on disk for later starts.
+A tile (`Tile`) is the method and the block sizes with which a kernel computes a product. A fixed rule picks
+each product's default tile. For every shape and several row counts, the trial times the default tile, a few
+similar tiles, and the library's product. A measurement reads enough matrices to exceed all caches. The
+fastest choice replaces the default tile if it is faster by more than the measurement noise. The choice is
+stored on disk for later starts.
 """
 
 from __future__ import annotations
@@ -28,22 +29,27 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.obs.logging import get_logger
 
 BUDGET_S = 20.0
-"""Time limit of a trial. An idle host with 16 cores needs half this time, mainly to compile 100 kernels."""
+"""Time limit of a trial, in seconds.
+
+An idle host with 16 cores needs half of this time, mainly to compile 100 kernels.
+"""
 DRAFT_BUDGET_S = 5.0
-"""Time limit for a draft in its own process. Its target waits for the draft or serves on the same GPU."""
+"""Time limit in a draft's own process, in seconds. Meanwhile, the target waits or serves on the same GPU."""
 _COMPILING = 0.75
-"""Share of the time limit that compilation may use."""
+"""Fraction of the time limit that compilation may use."""
 ROW_COUNTS = (1, 16, 64, 32, 8, 2)
-"""Row counts to try, most common first. A result also applies to all smaller row counts, down to the next
-smaller entry."""
+"""Row counts to try, most common first.
+
+A result is also used for all smaller row counts that are above the next smaller entry.
+"""
 LEAST_BYTES = 2 << 20
-"""Minimum size of a matrix in a trial. With any tile, a smaller product takes as long as its launch."""
+"""Minimum bytes of a matrix in a trial. With any tile, a smaller product takes as long as its launch."""
 BETTER = 0.97
-"""A tile replaces the rule's tile only if it takes at most this fraction of the time of the rule's tile."""
+"""The best tile replaces the rule's tile only if its time is at most this fraction of the rule's time."""
 _REPEATS = 7
 _LAUNCHES = 8
 _MOST_COPIES = 64
-_CACHES = 3  # a pass over the matrices reads this many times the size of the L2 cache
+_CACHES = 3  # One pass over a trial's matrices reads this many times the size of the L2 cache.
 _WARM_S = 0.05
 Weight = tuple[torch.Tensor, torch.Tensor | None]
 Clock = Callable[[], float]
@@ -58,7 +64,7 @@ def try_products(
     *,
     clock: Clock = time.monotonic,
 ) -> list[Tried]:
-    """Load the tiles of earlier trials, and try the products without such tiles. Do nothing without a GPU.
+    """Load the tiles of earlier trials, and run a trial for the other products. Do nothing without a GPU.
 
     If a trial fails, the failure is logged and the products keep their default tiles. If another process is
     running a trial, this process only uses the stored results, because two trials on one GPU would disturb
@@ -67,13 +73,13 @@ def try_products(
     Args:
         uses: The products of a model.
         device: Device of the model.
-        budget_s: Start no measurement after this number of seconds. A product that was not reached uses the
-            tile of the next larger row count that was tried, or its default tile if there is none. The next
-            start of the service continues the trial.
-        clock: Returns seconds.
+        budget_s: Number of seconds after which no further measurement starts. A product without a measurement
+            uses the tile of the next larger row count that was measured. If there is none, it uses its
+            default tile. The next start of the service continues the trial.
+        clock: Returns the time in seconds.
 
     Returns:
-        Trial results for these uses, including those of earlier starts.
+        The results of this trial and of earlier trials for these products.
     """
     if device.type != "cuda":
         return []
@@ -110,7 +116,7 @@ def try_products(
 def _run(
     work: Sequence[tuple[ProductUse, int]], device: torch.device, budget_s: float, clock: Clock
 ) -> list[Tried]:
-    """Run the trial, log and store the results, and return the stored results."""
+    """Run the trial, log and store its results, and return them."""
     started, name = clock(), device_name(device)
     _log.info("trying tiles", products=len(work), device=name, budget_s=budget_s)
     with torch.cuda.device(device):
@@ -139,8 +145,8 @@ class _Trial:
 
     Args:
         device: The current CUDA device.
-        clock: Returns seconds.
-        deadline: Time after which no new measurement starts.
+        clock: Returns the time in seconds.
+        deadline: Time on `clock` after which no new measurement starts.
     """
 
     def __init__(self, device: torch.device, clock: Clock, deadline: float) -> None:
@@ -176,14 +182,15 @@ class _Trial:
                 return
             run, linear = use.prepare(rows), use.linears[0]
             for tile in self._tiles(use, rows):
-                with contextlib.suppress(Exception):  # a tile that fails here is not measured
+                with contextlib.suppress(Exception):  # A tile that fails here is not measured.
                     run(linear.weight, linear.scales, tile)
 
     def _times(self, use: ProductUse, rows: int) -> dict[Tile, float]:
-        """Return the microseconds per launch of each tile that runs on this GPU. Tiles are measured in turns.
+        """Return the microseconds per launch of each tile that runs on this GPU.
 
-        The result is empty if a tile is not compiled yet, or if the deadline passes before all tiles are
-        recorded. The choice is stored permanently, so it must not be based on a partial measurement.
+        Measurements of the tiles alternate. The result is empty if a tile has not been compiled yet, or if
+        the deadline passes before launches of all tiles are recorded. A choice is stored permanently, so it
+        must not be based on a part of the tiles.
         """
         run = use.prepare(rows)
         tiles = self._compiled(use, rows, run)
@@ -205,7 +212,7 @@ class _Trial:
         return {tile: statistics.median(samples) for tile, samples in times.items()}
 
     def _compiled(self, use: ProductUse, rows: int, run: Run) -> list[Tile]:
-        """Return the tiles whose kernels are compiled. Return no tiles while any tile may be compiling."""
+        """Return the tiles whose kernels are compiled. If a kernel is not compiled yet, return no tiles."""
         linear = use.linears[0]
         states = {
             tile: state_of(self._device, partial(run, linear.weight, linear.scales, tile))
@@ -216,7 +223,7 @@ class _Trial:
         return [tile for tile, state in states.items() if state is Compiled.YES]
 
     def _ring(self, linears: Sequence[Linear]) -> list[Weight]:
-        """Return the weights to read in turn. Copies are added until the total size exceeds the caches."""
+        """Return weights to read one after another. Copies are added until the total exceeds the caches."""
         wanted = min(_MOST_COPIES, max(min(2, len(linears)), -(-self._bytes // linears[0].weight.nbytes)))
         ring = [(linear.weight, linear.scales) for linear in linears[:wanted]]
         return ring + [(weight.clone(), scales) for weight, scales in islice(cycle(ring), wanted - len(ring))]
@@ -225,14 +232,14 @@ class _Trial:
         return max(_LAUNCHES, len(ring))
 
     def _record(self, run: Run, tile: Tile, ring: Sequence[Weight]) -> torch.cuda.CUDAGraph | None:
-        """Record launches over a ring in a CUDA graph. Return None if the tile does not run on this GPU."""
+        """Record launches with these weights in a CUDA graph. Return None if the tile fails on this GPU."""
         try:
-            # The first launch compiles the kernel and fills caches per weight, which must not happen in the
-            # graph.
+            # The first launches compile the kernel and create cached data for each weight. Neither may happen
+            # while the graph is recorded.
             for weight, scales in ring:
                 run(weight, scales, tile)
             torch.cuda.synchronize()
-        except Exception as error:  # for example because of too little shared memory
+        except Exception as error:  # For example, there may be too little shared memory.
             _log.debug("a tile does not run here", error=f"{type(error).__name__}: {error}")
             return None
         graph = torch.cuda.CUDAGraph()
@@ -242,7 +249,7 @@ class _Trial:
         return graph
 
     def _warm_up(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> None:
-        """Replay graphs until an idle GPU has raised its clock."""
+        """Replay graphs until the GPU, which may have been idle, has raised its clock frequency."""
         if self._warm or not graphs:
             return
         self._warm = True
@@ -276,7 +283,7 @@ def pick(product: Product, times: Mapping[Tile, float]) -> Tried:
 
     Args:
         product: The product that was timed.
-        times: Microseconds of each tile.
+        times: Maps each tile to its time in microseconds.
     """
     rule = guess_tile(*product.shape, product.rows, product.dtype.itemsize)
     best = min(times, key=lambda tile: times[tile])
@@ -314,7 +321,7 @@ def _log_choice(tried: Sequence[Tried]) -> None:
 
 
 def describe(tile: Tile) -> str:
-    """Describe a tile in a few words."""
+    """Return a short description of a tile."""
     if tile.method is Method.LIBRARY:
         return "library"
     size = f"{tile.block_n}x{tile.block_k}" if tile.method is Method.DOT else f"{tile.block_n}"

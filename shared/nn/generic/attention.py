@@ -1,4 +1,4 @@
-"""Attention functions for `transformers`: one stores K/V in the pool and attends, one records the call."""
+"""Attention functions for `transformers`: one attends over K/V in the pool, the other records its calls."""
 
 from __future__ import annotations
 
@@ -63,17 +63,18 @@ def paged_attention(
     """Store K/V in the pool and attend over the planned batch.
 
     Args:
-        module: Module to which `bind` attached its layer's `Site`.
+        module: Module to which `bind` attached the `Site` of its layer.
         query: ``[1, heads, rows, head_dim]``, rotated.
-        key, value: ``[1, kv_heads, rows, head_dim]``. Values narrower than keys (expanded latents) are padded
-            with zeros.
-        attention_mask: Not used, because the batch determines what each row sees.
+        key, value: ``[1, kv_heads, rows, head_dim]``. Values may be narrower than keys, as in models that
+            expand latents. They are then padded with zeros.
+        attention_mask: Not used, because the planned batch determines which tokens each row sees.
         scaling: Factor by which the scores are multiplied. None means ``head_dim ** -0.5``.
         s_aux: ``[heads]``, attention sinks, or None.
-        softcap: Bound of the scores, which is applied with tanh. None means no bound.
+        softcap: Bound to which tanh limits the scores. With None, scores have no bound.
 
     Returns:
-        The outputs ``[1, rows, heads, width of a value]``, and None in place of the attention weights.
+        The outputs ``[1, rows, heads, width of a value]``, and None. `transformers` expects attention weights
+        as the second result, but accepts None.
     """
     site: Site = getattr(module, _SITE)
     attention, pool = site.step.attention, site.step.pool
@@ -93,11 +94,11 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """A mask that a model requested from `transformers`, kept as a rule instead of a tensor.
+    """A mask that a model requested from `transformers`, as a rule instead of a tensor.
 
     Attributes:
-        visible: Function ``visible(batch, head, row, column)`` of index tensors. The function returns whether
-            the row sees the column.
+        visible: Function ``visible(batch, head, row, column)`` whose arguments are tensors of indices. It
+            returns whether each row sees each column.
     """
 
     visible: Any
@@ -110,8 +111,8 @@ class Call:
     Attributes:
         module: Module that made the call.
         q_shape, k_shape, v_shape: Shapes of the call's query, key and value.
-        mask: The `MaskRule` that was passed as the mask, or any other object that was passed instead.
-        options: All other arguments.
+        mask: The mask argument of the call: a `MaskRule`, or another object if the model makes its own mask.
+        options: All other keyword arguments.
     """
 
     module: nn.Module
@@ -142,14 +143,14 @@ class Recorder:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
     def mask(self, *_: object, mask_function: Any, **__: object) -> MaskRule:
-        """Return the rule, so that the layers receive the rule instead of a mask."""
+        """Return the rule, so that the layers get the rule instead of a mask tensor."""
         return MaskRule(mask_function)
 
 
 RECORDER = Recorder()
 
-# `transformers` makes masks only for attention names with a mask function. Only the probe's name has a mask
-# function.
+# For an attention name without a mask function, `transformers` makes no masks. Only the name that the probe
+# uses has a mask function.
 AttentionInterface.register(PAGED, paged_attention)
 AttentionInterface.register(PROBE, RECORDER.attention)
 AttentionMaskInterface.register(PROBE, RECORDER.mask)

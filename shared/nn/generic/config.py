@@ -20,7 +20,7 @@ from outrider.shared.nn.generic.probe import probe
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 BATCH_DEPENDENT_ROPE = frozenset(("dynamic", "longrope", "su"))
 LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
-DEFAULT_CONTEXT = 2048  # used if a model's configuration has none
+DEFAULT_CONTEXT = 2048  # used if a model's configuration gives no context length
 IGNORED = {"*": "transformers checks the tensors of its models while loading"}
 
 
@@ -30,11 +30,11 @@ def known(model_type: str) -> bool:
 
 
 def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
-    """Return the class of `transformers` for a config.json, and the parsed configuration.
+    """Return the `transformers` class for a config.json, and the parsed configuration.
 
     Raises:
         CheckpointError: The model is of an unsupported kind, or needs code or quantized weights. `field` is
-            the key at fault.
+            the key that shows this.
     """
     raw, model_type = reader.raw, reader.text("model_type", "")
     if raw.get("auto_map"):
@@ -50,7 +50,7 @@ def find_class(reader: ConfigReader) -> tuple[Any, PreTrainedConfig]:
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except Exception as error:  # any exception from transformers' checks is a fault of this file
+    except Exception as error:  # Whatever transformers' checks raise, this config.json is the cause.
         raise reader.error(
             "model_type", f"transformers rejects this {model_type!r} configuration: {error}"
         ) from error
@@ -107,7 +107,7 @@ def parse_generic_config(reader: ConfigReader, eos_token_ids: tuple[int, ...]) -
 
 
 def _rope(config: PreTrainedConfig) -> RopeConfig:
-    """Return only theta, because no other rotary parameter is compared with the draft's parameters."""
+    """Return a configuration with only theta, because only theta is compared with the draft's parameters."""
     parameters = getattr(config, "rope_parameters", None)
     theta = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
     return RopeConfig(theta=float(theta)) if theta else RopeConfig()
@@ -151,7 +151,7 @@ def _check_kind(reader: ConfigReader, model_class: Any, config: PreTrainedConfig
 
 
 def _rope_types(parameters: object) -> Iterator[str]:
-    """Yield every rope_type. A file may give the parameters per model or per kind of layer."""
+    """Yield every rope_type. A file may have one set of parameters, or one set for each kind of layer."""
     if isinstance(parameters, Mapping):
         for key, value in parameters.items():
             if key in ("rope_type", "type") and isinstance(value, str):

@@ -15,15 +15,16 @@ class GenericLayout:
     Attributes:
         class_name: Name of the model's class in `transformers`.
         attention_paths: For each layer, the path of the module that calls the attention.
-        layer_paths: For each layer, the path of the decoder layer's module. The module's output is the
+        layer_paths: For each layer, the path of the decoder layer's module. The output of this module is the
             residual stream after the layer.
         windows: For each layer, the number of tokens that a row sees, including itself. 0 means all tokens.
         num_heads, num_kv_heads, head_dim: Shape of every layer's attention.
         hidden_size: Width of the rows after the final norm.
         max_positions: Number of rows of the learned position table. None if positions are rotary, which have
             no limit.
-        shapes: Name → shape of the tensors in a checkpoint, without tied tensors. Empty if the files store
-            the weights in another layout than `transformers` (for example with one tensor per expert).
+        shapes: Maps the name of each tensor in a checkpoint to its shape. Tied tensors are left out. Empty if
+            checkpoints store the weights in another layout than `transformers` (for example with one tensor
+            per expert).
     """
 
     class_name: str
@@ -42,7 +43,7 @@ class GenericLayout:
 class GenericConfig(ModelConfig):
     """Configuration of a model that runs through transformers' modules.
 
-    Fields of `ModelConfig` that describe how a decoder computes do not apply to this class.
+    The fields of `ModelConfig` that describe how a decoder computes its results have no meaning here.
 
     Attributes:
         layout: Layout that the probe found.

@@ -25,12 +25,12 @@ from outrider.shared.nn.generic.weights import load_weights
 class GenericDecoder(Decoder):
     """A `transformers` model over the KV pool. The model's modules compute everything except attention.
 
-    The model receives the rows of a step as one batch. The model keeps no cache and makes no mask, because
-    the planned batch determines which tokens each row sees and where the row's K/V is stored.
+    The model gets all rows of a step as one batch. It keeps no cache and makes no mask, because the planned
+    attention batch determines which tokens each row sees and where the row's K/V is stored.
 
     Args:
-        config: Configuration with the layout found by the probe.
-        model: The model with its weights, on its device. The model uses this project's attention.
+        config: Configuration with the layout that the probe found.
+        model: The model with its weights, on its device. It calls this project's attention.
         fingerprint: Identifies configuration and weights.
     """
 
@@ -114,8 +114,8 @@ class GenericDecoder(Decoder):
     ) -> DecoderOutput:
         """Run the model over the rows of a planned step; see `Decoder.forward`.
 
-        Positions beyond a learned table are clamped to its last row. Only draft rows can have such positions,
-        and their tokens can never be emitted.
+        If a position is beyond a learned position table, the last row of the table is used. Only draft rows
+        can have such positions, and the tokens of these rows can never be emitted.
         """
         if self.config.layout.max_positions is not None:
             positions = positions.clamp(max=self.config.layout.max_positions - 1)
@@ -131,15 +131,15 @@ class GenericDecoder(Decoder):
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[rows, vocab]`` as the model computes them, including the model's scale and cap.
+        """Return logits ``[rows, vocab]`` as the model computes them, including its own scale and cap.
 
-        The logits have the model's own type.
+        The type of the logits is the one that the model returns.
         """
         return self._output_head(hidden)
 
     @contextmanager
     def _captured(self, layer_ids: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-        """Collect the outputs of the given layers, ``[rows, hidden_size]`` each, while the model runs."""
+        """While the model runs, collect the outputs of the given layers, ``[rows, hidden_size]`` each."""
         found: list[torch.Tensor] = []
 
         def keep(

@@ -1,4 +1,4 @@
-"""Computes logits from hidden states with a `transformers` model's own code, without running its body."""
+"""Computes logits from hidden states by running only the output head of a `transformers` model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class _Given(nn.Module):
         self.hidden: torch.Tensor | None = None
 
     def forward(self, *_: object, **__: object) -> _BodyOutput:
-        """Return the hidden states in the form that the body returns them."""
+        """Return the hidden states in the same form as the body would return them."""
         return _BodyOutput(last_hidden_state=self.hidden)
 
 
 class OutputHead:
-    """A model's output head with its bias, scale and cap. The model's own code runs on the model's weights.
+    """A model's output head with its bias, scale and cap. It runs the model's own code and weights.
 
     Args:
         model: The model, which is not changed. The output head shares the model's weights.

@@ -1,6 +1,6 @@
-"""Runs a model once without weights to find out how each layer attends, and rejects unsupported attention.
+"""Runs a model once without weights, to find out how each layer attends. Rejects unsupported attention.
 
-The probe derives the sliding window of each layer from the layer's mask.
+The probe derives the sliding window of each layer from the mask that the layer uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.shared.nn.generic.layout import GenericLayout
 from outrider.shared.nn.generic.output_head import OutputHead
 
 ROWS = 5
-MAX_CHECKED_DISTANCE = 1 << 18  # in tokens; a longer window exceeds every context that is served
+MAX_CHECKED_DISTANCE = 1 << 18  # in tokens; no served context is longer, so a longer window has no effect
 CHECKED_PAIRS = 4096
 HONOURED = frozenset(
     (
@@ -45,7 +45,7 @@ MEANINGLESS = frozenset(
 )
 
 Refuse = Callable[[str, str], CheckpointError]
-"""A function that makes an error from a key of config.json and the problem with this key."""
+"""A function that makes an error. It takes a key of config.json and a text that states the key's problem."""
 
 
 def probe(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> GenericLayout:
@@ -106,7 +106,7 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=PROBE).eval()
-    except Exception as error:  # a model class may raise anything for a file that it does not expect
+    except Exception as error:  # If a model class does not expect a file's content, it may raise any error.
         if error.args == (PROBE,):
             raise refuse(
                 "model_type", f"{name} does not use the attention interface of transformers"
@@ -135,7 +135,7 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
             output = model.base_model(
                 input_ids=rows, attention_mask=torch.ones_like(rows), position_ids=rows, use_cache=False
             )
-    except Exception as error:  # a model class may raise anything for tensors without values
+    except Exception as error:  # A model class may raise any error for tensors that have no values.
         raise refuse(
             "model_type",
             f"{name} computes with its attention mask or token values outside of the attention interface "
@@ -145,7 +145,7 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
     try:
         with torch.no_grad():
             OutputHead(model)(hidden[0])
-    except Exception as error:  # as above
+    except Exception as error:  # The same is true for this call.
         raise refuse(
             "model_type", f"the output head of {name} cannot be run apart from its layers ({error})"
         ) from error
@@ -153,7 +153,7 @@ def _run(model_class: Any, config: PreTrainedConfig, refuse: Refuse) -> tuple[Pr
 
 
 def _checked_window(layer: int, call: Call, config: PreTrainedConfig, refuse: Refuse) -> int:
-    """Return the window of a layer, or reject the layer because of its attention options."""
+    """Return the window of a layer. Reject the layer if its attention uses an unsupported option."""
     options: Mapping[str, Any] = {
         key: value for key, value in call.options.items() if value is not None and value is not False
     }
@@ -187,7 +187,7 @@ def _reach(config: PreTrainedConfig) -> int:
 
 
 def _window(layer: int, rule: MaskRule, config: PreTrainedConfig, refuse: Refuse) -> int:
-    """Derive the window from a mask's rule. Check on random token pairs that the mask has no other effect."""
+    """Derive the window from the rule of a mask. Check random token pairs to exclude other kinds of masks."""
     reach = _reach(config)
     columns = torch.arange(reach + 1)
     seen = _visible(rule, torch.full_like(columns, reach), columns).nonzero().flatten()
@@ -215,7 +215,7 @@ def _visible(rule: MaskRule, rows: torch.Tensor, columns: torch.Tensor) -> torch
 
 
 def _layer_paths(model: nn.Module, attention_paths: Sequence[str], refuse: Refuse) -> tuple[str, ...]:
-    """Return the path of the decoder layer around each attention. The layers must form one module list."""
+    """Return, for each attention, the path of its decoder layer. The layers must form one module list."""
     lists = [
         path
         for path, module in model.named_modules()
@@ -232,9 +232,9 @@ def _layer_paths(model: nn.Module, attention_paths: Sequence[str], refuse: Refus
 
 
 def _max_positions(model: PreTrainedModel) -> int | None:
-    """Return the size of the learned position table, or None.
+    """Return the number of rows of the learned position table, or None if there is no such table.
 
-    The learned position table is the smallest embedding table except the table of the tokens.
+    The learned position table is the smallest embedding table, not counting the table of the tokens.
     """
     parts: Any = model
     tokens = parts.get_input_embeddings()
@@ -247,7 +247,7 @@ def _max_positions(model: PreTrainedModel) -> int | None:
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a checkpoint's tensors if the files use the names of the model's parameters."""
+    """Return the shapes of a checkpoint's tensors, if its files use the names of the model's parameters."""
     if any(
         hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter)
         for module in model.modules()

@@ -1,6 +1,7 @@
-"""Loads the weights of a `transformers` model. Every tensor must be used and every parameter filled.
+"""Loads a `transformers` model's weights. Every stored tensor must be used and every parameter filled.
 
-No code from the folder is run. Tensors with wrong types, NaN or infinite numbers are rejected.
+No code from the model folder is run. Tensors with wrong types and tensors with NaN or infinite numbers are
+rejected.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from outrider.shared.nn.generic.layout import GenericConfig
 
 _NOT_FUSED = re.compile(
     r"^(\S+)\s*\|\s*(?:\x1b\[[0-9;]*m)*CONVERSION", re.MULTILINE
-)  # a row of the loading report
+)  # A row of the loading report.
 _BUFFERS = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Names of buffers that old exports contain and `transformers` ignores."""
+"""Patterns of names of buffers that old exports contain and that `transformers` ignores."""
 
 
 def load_weights(
@@ -45,7 +46,7 @@ def load_weights(
     dtype: torch.dtype,
     progress: Progress | None,
 ) -> tuple[PreTrainedModel, str]:
-    """Load a model whose configuration was probed.
+    """Load the weights of a model whose configuration was probed.
 
     `transformers` fills the model in host memory. The weights are then copied to the device.
 
@@ -57,7 +58,7 @@ def load_weights(
             `field` is the first such tensor.
     """
     folder = Path(path)
-    with CheckpointReader(folder) as files:  # check every header before `transformers` opens a file
+    with CheckpointReader(folder) as files:  # Check every header before `transformers` opens a file.
         if any(file.path.suffix != ".safetensors" for file in files.files):
             raise CheckpointError(
                 f"{folder} contains .bin files, but models of type {config.model_type} need safetensors: "
@@ -89,10 +90,10 @@ def _fill(model_class: Any, folder: Path, settings: Any, dtype: torch.dtype) -> 
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # `_check` reports this together with all other problems
+                ignore_mismatched_sizes=True,  # `_check` reports wrong sizes together with all other problems
                 output_loading_info=True,
             )
-        except Exception as error:  # a model class may raise anything for files that it does not expect
+        except Exception as error:  # If a model class does not expect these files, it may raise any error.
             fused = [name for message in messages for name in _NOT_FUSED.findall(message)]
             if not fused:
                 raise CheckpointError(
@@ -120,9 +121,9 @@ class _Messages(logging.Handler):
 
 @contextmanager
 def _collected_messages() -> Iterator[list[str]]:
-    """Collect the loading report of `transformers` instead of logging the report.
+    """Collect the log messages of `transformers` instead of logging them.
 
-    The caller turns the reported problems into errors.
+    The messages are its report on loading, whose problems the caller turns into errors.
     """
     log: Any = transformers_logging
     bars, collector = log.is_progress_bar_enabled(), _Messages()
@@ -139,14 +140,14 @@ def _collected_messages() -> Iterator[list[str]]:
 
 
 def wrong_types(stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """Return name → type of stored tensors that are not weights. `transformers` would silently convert them.
+    """Return the names and types of stored tensors whose type cannot be that of weights (see `is_weight`).
 
-    The result excludes integer buffers of the model and tensors that the model ignores (masks of old
-    exports).
+    `transformers` would silently convert these tensors to weights. The result excludes the model's integer
+    buffers, and tensors that the model ignores (masks of old exports).
 
     Args:
-        stored: Name → shape and type of the stored tensors.
-        model: The model to which the tensors belong. The model may be on the meta device.
+        stored: Maps the names of the stored tensors to their shapes and types.
+        model: The model to which the tensors belong. It may be on the meta device.
     """
     ignored = [
         re.compile(pattern) for pattern in (*(model._keys_to_ignore_on_load_unexpected or ()), *_BUFFERS)

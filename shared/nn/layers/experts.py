@@ -15,9 +15,9 @@ class Router:
     Args:
         weight: ``[experts, hidden] fp32``.
         bias: ``[experts] fp32``, bias of the projection, or None.
-        choice_bias: ``[experts] fp32``, or None. This bias is added to the scores that select the experts,
-            but not to the scores that weight the experts.
-        routing: Rule by which experts are chosen and weighted.
+        choice_bias: ``[experts] fp32``, or None. This bias is added to the scores that choose the experts,
+            but not to the scores that become the experts' weights.
+        routing: How experts are chosen and weighted.
     """
 
     __slots__ = ("bias", "choice_bias", "routing", "weight")
@@ -64,8 +64,8 @@ class Router:
 class SparseMLP:
     """Routed experts, plus an optional shared expert that every row passes through.
 
-    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, so the host does not
-    wait for the device. Otherwise, the experts run one after another.
+    On CUDA in bf16, rows are sorted by expert and multiplied in one grouped product, and the host does not
+    wait for the device. In all other cases, the experts run one after another.
 
     Args:
         router: Chooses the experts of each row.
@@ -115,7 +115,7 @@ class SparseMLP:
         return out
 
     def _run_grouped(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the same sum as `_run_each`, for bf16 on CUDA, without waiting for the device."""
+        """Return the sum that `_run_each` returns, for bf16 on CUDA, without waiting for the device."""
         gate_up, down, gate_up_bias, down_bias = self.weights
         experts, order = chosen.flatten().sort(stable=True)  # [rows * top_k]
         rows = order // chosen.shape[1]

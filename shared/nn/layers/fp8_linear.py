@@ -1,9 +1,9 @@
-"""Linear layers with weights stored in FP8, which halves the bytes that decoding has to read.
+"""Linear layers whose weights are stored in FP8, so that decoding reads half the bytes.
 
-Each weight has a scale per output channel. The method of multiplication depends on the number of rows:
+Each output channel of a weight has a scale. The number of rows determines how the rows are multiplied:
 
 - One or two rows: the rows are not quantized, and the weights are widened in registers.
-- Up to `FEW_ROWS`: the rows are quantized too, and a kernel of this project multiplies in FP8.
+- Up to `FEW_ROWS` rows: the rows are quantized too, and a kernel of this project multiplies in FP8.
 - More rows: the rows are quantized too, and the library multiplies in FP8.
 """
 
@@ -19,7 +19,7 @@ from outrider.shared.nn.layers.linear import Linear
 from outrider.shared.nn.layers.modules import Attention, DecoderLayer, GatedMLP
 
 _LIBRARY_MULTIPLE = 16
-"""The library's FP8 products need both sizes of a weight to be multiples of this number."""
+"""For the library's FP8 products, both sizes of a weight must be multiples of this number."""
 
 
 def quantize_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +48,7 @@ class Fp8Linear(Linear):
         """Quantize a linear layer.
 
         Raises:
-            TypeError: The weight is packed for a CPU, split across processes, or already in FP8.
+            TypeError: The weight is packed for a CPU, split over several processes, or in FP8 already.
         """
         if type(linear) is not Linear or linear.packed:
             raise TypeError("FP8 weights can only be made from whole bf16, fp16 or (on a GPU) fp32 weights")
@@ -91,7 +91,7 @@ class Fp8Linear(Linear):
 
 
 def quantize_layer(layer: DecoderLayer) -> DecoderLayer:
-    """Convert the projections of a layer to FP8 in place, unless they are FP8 already. Return the layer.
+    """Convert the projections of a layer to FP8 in place. Keep those that are FP8 already. Return the layer.
 
     Raises:
         TypeError: The layer is not plain attention with a dense MLP, or a weight cannot be quantized.

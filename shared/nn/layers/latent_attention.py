@@ -1,9 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2): caches one latent row per token instead of K and V.
 
-K and V of all heads are projections of the latent row. The projections are absorbed: queries are projected
-into the latent space before attention, and the attended latents are projected out of the latent space
-afterwards. Attention then uses a single K/V head. The head is as wide as the latent and the rotated part
-together, and the keys also serve as the values. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+K and V of all heads are projections of the latent row, but they are never computed ("absorption"). Instead,
+queries are projected into the latent space before attention, and the attended latents are projected out of
+the latent space afterwards. Attention then has a single K/V head, which is as wide as the latent and the
+rotated part together. The keys of this head also serve as its values. Source: DeepSeek-V2, arXiv 2405.04434,
+section 2.1.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ class LatentAttention:
     """Attention over a pool of latent rows.
 
     Args:
-        queries: One projection, or two projections that are applied in turn with `query_norm` between them.
-        query_norm: The norm between two projections. None with one projection.
-        latent: ``[rank + rope_dim, hidden]``, projects to the cached row. Norm and rotation are applied after
-            the projection.
-        latent_norm: Norm over the first `rank` dimensions.
+        queries: One projection, or two projections that are applied one after the other.
+        query_norm: The norm between two projections. None if there is one projection.
+        latent: ``[rank + rope_dim, hidden]``, projects to the cached row, before its norm and rotation.
+        latent_norm: Norm over the first `rank` dimensions of the cached row.
         key_in: ``[heads, nope_dim, rank]``, projects a query into the latent space.
         value_out: ``[heads, rank, value_dim]``, projects an attended latent out of the latent space.
-        o: ``[hidden, heads * value_dim]``.
+        o: ``[hidden, heads * value_dim]``, the output projection.
         config: The widths; see `LatentConfig`.
         scale: Factor by which the scores are multiplied.
         layer: Index of the pool's layer.
@@ -135,7 +135,7 @@ def load_latent_attention(
         latent: The model's latent widths.
         prefix: Prefix of the tensor names.
         layer: Index of the layer in the pool.
-        input_size: Input width of the projections. None means hidden_size.
+        input_size: Input width of the projections. With None, it is the model's hidden_size.
     """
     heads, width = config.num_heads, input_size or config.hidden_size
     head_rows = heads * (latent.nope_dim + latent.rope_dim)

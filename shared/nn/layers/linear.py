@@ -13,13 +13,13 @@ _PACK_ROWS = 16
 class Linear:
     """``x @ weight.T + bias``.
 
-    In fp32 on a CPU, the weight is packed, i.e. stored in oneDNN's blocked layout instead of rows. Packed
-    products were measured with 12 layers of hidden size 256 and two threads. They were 2.1 times as fast as
-    plain products for one row, and 2.5 times as fast for 16 rows. With packed weights, verifying 16 rows
-    takes only 1.9 times as long as verifying one row.
+    In fp32 on a CPU, the weight is packed, i.e. stored in oneDNN's blocked layout instead of row by row. This
+    was measured for 12 layers of hidden size 256, with two threads. Compared with the plain layout, packed
+    products were 2.1 times as fast for one row, and 2.5 times as fast for 16 rows. With packed weights,
+    verifying 16 rows took only 1.9 times as long as verifying one row.
 
     Args:
-        weight: ``[out, in]``. If the weight is packed, the layer keeps no reference to this tensor.
+        weight: ``[out, in]``. If the layer packs the weight, it keeps no reference to this tensor.
         bias: ``[out]`` or None.
     """
 
@@ -29,8 +29,8 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.nbytes = weight.nbytes
         self.bias = bias
-        # Keep the overload itself, because looking it up by name on every call costs as much as a small
-        # operation.
+        # Keep a reference to the operator's overload. Looking it up by name on every call would take as long
+        # as a small operation.
         self._packed_linear = torch.ops.mkldnn._linear_pointwise.default if can_pack(weight) else None
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed_linear else weight
@@ -38,7 +38,7 @@ class Linear:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight ``[out, in]``, for kernels that read it directly. Not available for a packed weight."""
+        """The weight ``[out, in]``, for kernels that read it. Raises an error if the weight is packed."""
         assert self._packed_linear is None, "a weight in oneDNN's layout has no rows"
         return self._weight
 
@@ -54,11 +54,11 @@ class Linear:
 
     @property
     def scales(self) -> torch.Tensor | None:
-        """``[out] fp32``, the factor on each row of the weight, or None."""
+        """``[out] fp32``, the factors by which the rows of the weight are multiplied, or None."""
         return None
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x @ weight.T``, ``[rows, out]``, without the bias. Not available for a packed weight."""
+        """Return ``x @ weight.T``, ``[rows, out]``, without the bias. The weight must not be packed."""
         return functional.linear(x, self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Linear:
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """True if oneDNN can pack this weight, which must be fp32 and on a CPU. Torch must include oneDNN."""
+    """True if oneDNN can pack this weight: the weight is fp32 on a CPU, and torch includes oneDNN."""
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.float32

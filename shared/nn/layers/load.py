@@ -1,7 +1,7 @@
 """Loads decoder layers and their parts: maps tensor names to attention, MLP, experts and norms.
 
-Given `ExpectedTensors`, the same functions run on the meta device and list the tensors that a checkpoint must
-contain.
+The functions take tensors from a `TensorSource`. If the source is an `ExpectedTensors`, it lists the tensors
+that a checkpoint must contain, and the layers are on the meta device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def load_layer(
         config: Configuration of the model.
         prefix: Prefix of the layer's tensor names.
         layer: Index of the layer in the pool.
-        like: Index of a layer of the model that has the same window and kind of MLP as this layer. None means
-            `layer`.
+        like: Index of a layer of the model. The new layer gets the same window and kind of MLP as that layer.
+            With None, this index is `layer`.
     """
     kind = layer if like is None else like
     latent = config.latent
@@ -65,7 +65,7 @@ def load_attention(
         config: Configuration of the model.
         prefix: Prefix of the tensor names.
         layer: Index of the layer in the pool.
-        input_size: Input width of q, k and v. None means hidden_size.
+        input_size: Input width of q, k and v. With None, it is the model's hidden_size.
         window: Number of tokens that a row sees, including itself. 0 means all tokens.
     """
     width = input_size or config.hidden_size
@@ -103,7 +103,7 @@ def load_mlp(
         source: Supplies the tensors.
         config: Configuration of the model.
         prefix: Prefix of the tensor names.
-        intermediate_size: Width of the MLP. None means the width in the configuration.
+        intermediate_size: Width of the MLP. With None, it is the width in the configuration.
     """
     hidden, intermediate = config.hidden_size, intermediate_size or config.intermediate_size
     names = (f"{prefix}gate_proj", f"{prefix}up_proj")

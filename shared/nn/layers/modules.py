@@ -1,8 +1,8 @@
 """Norms, grouped-query attention, gated MLP and the decoder layer, as callable objects with weights.
 
 Weights are shared by reference and never change. The layers are plain objects and not `torch.nn.Module`s. A
-step at batch 1 calls each kind of layer a dozen times. The hooks, parameters and training modes of a module
-would cost more time than the layers' small matrix products.
+step at batch 1 calls each kind of layer a dozen times. The hooks, parameters and training modes of modules
+would take more time in these calls than the layers' small matrix products.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class RMSNorm:
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension.
 
     In fp32 on a CPU, the norm is computed as ``x / hypot(‖x‖, sqrt(size · eps)) * (weight · sqrt(size))``.
-    This form takes half the time of torch's version, which consists of nine small operations on a CPU.
+    This form takes half the time of torch's own norm, which consists of nine small operations on a CPU.
 
     Args:
         weight: ``[size]``.
-        eps: Added to the mean square.
+        eps: Number that is added to the mean square.
     """
 
     __slots__ = ("_floor", "_scaled_weight", "_shape", "eps", "weight")
@@ -64,8 +64,8 @@ class HeadNorm:
     """`RMSNorm` over each head of Q and K, with one weight for Q and one for K (Qwen3).
 
     Args:
-        q_weight, k_weight: ``[head_dim]``.
-        num_heads, num_kv_heads: Number of heads that `q_weight` and `k_weight` scale, respectively.
+        q_weight, k_weight: ``[head_dim]``, for the heads of Q and of K.
+        num_heads, num_kv_heads: Number of heads of Q, and of K.
         eps: As in `RMSNorm`.
     """
 
@@ -127,10 +127,10 @@ class MLPBlock(Protocol):
 
 
 class GatedMLP:
-    """``down(act(gate(x)) * up(x))`` with gate and up fused.
+    """``down(act(gate(x)) * up(x))``, where one matrix contains the rows of gate and up.
 
     Args:
-        gate_up: ``[2 * intermediate, hidden]``, gate first.
+        gate_up: ``[2 * intermediate, hidden]``. The rows of gate come before those of up.
         down: ``[hidden, intermediate]``.
         activation: Function that is applied to the gate.
     """
@@ -161,16 +161,16 @@ class GatedMLP:
 class Attention:
     """Rotary grouped-query attention with a fused q-k-v projection.
 
-    The input may be wider than the hidden size (EAGLE-3: twice as wide).
+    The input may be wider than the hidden size. In EAGLE-3, it is twice as wide.
 
     Args:
-        qkv: ``[(heads + 2 * kv_heads) * head_dim, input]``, rows in the order q, k, v.
+        qkv: ``[(heads + 2 * kv_heads) * head_dim, input]``. The rows are in the order q, k, v.
         o: ``[hidden, heads * head_dim]``.
-        num_heads, num_kv_heads, head_dim: Number and width of the heads.
+        num_heads, num_kv_heads, head_dim: Number of query heads, number of K/V heads, and width of a head.
         layer: Index of the pool's layer that stores the K/V.
-        head_norm: Norm over Q and K before rotation, or None.
+        head_norm: Norm of the heads of Q and K before rotation, or None.
         window: Number of tokens that a row sees, including itself. 0 means all tokens.
-        sinks: ``[heads]``, one logit per head, or None. Each softmax includes this logit, which has no value
+        sinks: ``[heads]``, or None. Each head has one logit that takes part in its softmax but has no value
             vector.
     """
 
@@ -233,7 +233,7 @@ class Attention:
 
 
 class DecoderLayer:
-    """Pre-norm decoder layer, which adds attention and then the MLP to the residual stream."""
+    """Pre-norm decoder layer, which adds first attention and then the MLP to the residual stream."""
 
     __slots__ = ("attention", "input_norm", "mlp", "post_attention_norm")
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Hugging Face layout: dimension i rotates with dimension i + head_dim / 2)."""
+"""Rotary position embedding in the layout of Hugging Face: dimensions i and i + head_dim / 2 form a pair."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Rotation(NamedTuple):
 class RotaryEmbedding:
     """Turns positions into rotations.
 
-    The angles are computed for the rows of each step. They are not read from a table, so any position works.
+    The angles are computed for each step's rows and not read from a table, so any position can be used.
 
     Args:
         config: Base and scaling rule of the frequencies.
@@ -61,8 +61,8 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> None:
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """Return the scaled frequencies, ``[head_dim / 2] fp32``, in radians per position.
 
-    Sources: the rule of llama3, with the three bands that `RopeConfig` describes, is from the Llama 3.1
-    release. The rule of yarn is from arXiv 2309.00071, section 3.2.
+    Sources: the llama3 rule is from the Llama 3.1 release; see `RopeConfig` for its three ranges of
+    wavelengths. The yarn rule is from arXiv 2309.00071, section 3.2.
     """
     frequencies = 1.0 / (config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if config.kind is RopeKind.DEFAULT:
@@ -76,13 +76,13 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     smooth = (config.original_max_position / wavelengths - config.low_freq_factor) / (
         config.high_freq_factor - config.low_freq_factor
     )
-    # 1 for a high frequency, which is not scaled; 0 for a low frequency, which is fully scaled.
+    # High frequencies get 1 and are not scaled. Low frequencies get 0 and are fully scaled.
     kept = smooth.clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / config.factor
 
 
 def _yarn_ramp(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return ``[head_dim / 2]``: 0 for frequencies that are kept, 1 for frequencies that are fully scaled."""
+    """Return ``[head_dim / 2]``: 0 for frequencies that are not scaled, 1 for those that are fully scaled."""
 
     def dimension(turns: float) -> float:
         """Return the (fractional) dimension that rotates `turns` times within the original context."""

@@ -1,8 +1,8 @@
 """Precomputes the first layer's q-k-v product for every token of the vocabulary, if the device has room.
 
-The first layer's q-k-v product depends only on the token. With few rows, reading the weights takes most of
-the time of a pass. A lookup in a table ``[vocabulary, out]`` reads only one row per token, while the product
-reads the whole matrix.
+The first layer's input is the embedding of the token, so its q-k-v product depends only on the token. With
+few rows, most of the time of a pass is spent on reading weights. A product reads the whole weight, but a
+lookup in a table ``[vocabulary, out]`` reads only one row per token.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch.nn import functional
 from outrider.shared.nn.layers.modules import RMSNorm
 
 MEMORY_SHARE = 0.02
-"""Maximum share of a device's memory for a table. In bf16, 128,256 tokens by 6,144 outputs take 1.5 GiB."""
+"""Largest fraction of a device's memory for a table. In bf16, 128,256 × 6,144 numbers take 1.5 GiB."""
 FREE_SHARE = 0.5
-"""Maximum share of the device's free memory for a table."""
+"""Largest fraction of the device's free memory for a table."""
 CHUNK_ROWS = 8192
 
 
 def fits(nbytes: int, free: int, total: int) -> bool:
-    """Return whether a table of `nbytes` may be allocated on a device with `free` of `total` bytes free."""
+    """Return True if a table of `nbytes` may be allocated on a device with `free` of `total` bytes free."""
     return nbytes <= min(FREE_SHARE * free, MEMORY_SHARE * total)
 
 
