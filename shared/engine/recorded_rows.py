@@ -1,4 +1,4 @@
-"""CUDA graphs of passes over the new rows of one sequence, with the number of rows padded to a few sizes."""
+"""CUDA graphs of passes over the new rows of one sequence. The number of rows is padded to a few sizes."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@
 - `blob_mailbox` and `cuda_blob_mailbox` exchange the blobs of rounds, without and with GPUs respectively.
 - `deferred_release` frees memory that a GPU's streams may still use.
 
-A reader of tensors never waits for its peer's memory, because a message names a slot only after the rows have
-been written there. If no slot is free, rows are sent inside the message, or later. Messages that do not fit
-the mailbox are refused. Therefore, if a peer stops or dies, the other side sees only a silent or closed
-socket.
+A reader of tensors never waits for its peer's memory, because the writer names a slot in a message only after
+it has written the rows to the slot. If no slot is free, the writer sends the rows inside the message, or
+later. The reader refuses a message that contradicts the mailbox's layout or counters. Therefore, if a peer
+stops or dies, the other side only finds that the socket is silent or closed.
 """

@@ -23,7 +23,7 @@ MEMCPY_DEFAULT = 4
 LATE_WRITES_S = 3.0
 """Shortest time for which device memory is kept after its connection was closed.
 
-Another process that has mapped the memory may still use it. This time is longer than any wait of that
+A process that has mapped the memory may still write to it. `LATE_WRITES_S` is longer than any wait of that
 process's streams.
 """
 
@@ -35,7 +35,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class CudaError(UnavailableError):
-    """A call of the CUDA runtime or driver failed. Tensors can still be sent without CUDA IPC."""
+    """A call of the CUDA runtime or driver failed. The connection can still send tensors without CUDA IPC."""
 
     reason = "cuda_ipc"
 
