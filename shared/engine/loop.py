@@ -39,7 +39,7 @@ class Steppable(Protocol):
         ...
 
     def step_failed(self, error: Exception) -> None:
-        """Handle an error of `step`: fail the requests that the step worked on, and keep the others running."""
+        """Handle an error of `step`: fail the requests that the step worked on, and let the others run."""
         ...
 
 

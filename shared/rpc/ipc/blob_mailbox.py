@@ -91,7 +91,10 @@ class BlobMailbox(Protocol):
         ...
 
     def send(self, number: int, blob: torch.Tensor) -> None:
-        """Send this side's blob of a round, ``[n] uint8``, in stream order. Sets the header's number."""
+        """Send this side's blob of a round, ``[n] uint8``, in stream order.
+
+        Sets the round's number in the blob's header.
+        """
         ...
 
     def receive(self, number: int, blob: torch.Tensor, expected: torch.Tensor, limit_s: float) -> None:
