@@ -18,7 +18,7 @@ class SpeculationMode(Enum):
 
     Attributes:
         AUTO: The target's controller chooses the tree shape of each round.
-        ON: Every round uses exactly the given shape.
+        ON: Every round uses exactly the tree shape that the request specifies.
         OFF: Plain decoding.
     """
 

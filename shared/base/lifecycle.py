@@ -3,7 +3,7 @@
 Every service shuts down in this order:
 
 1. Report NOT_SERVING. This must come first, because ``server.stop`` refuses new calls immediately.
-2. Wait for the notice period, so that callers see the change.
+2. Wait for the notice period, so that callers notice the new status.
 3. Stop admitting requests.
 4. Let running streams finish.
 5. Stop the server.

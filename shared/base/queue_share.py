@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 SHARE = 3
-"""Largest ratio of a tenant's part of the queue to the free part. One tenant alone can fill three quarters.
+"""Largest ratio of a tenant's part of the queue to the free part.
+
+With 3, one tenant alone can fill three quarters of the queue.
 """
 
 

@@ -65,7 +65,7 @@ class EngineThread:
     Args:
         engine: The engine to run.
         name: The thread's name.
-        on_start: Called first on the thread, e.g. to select its CUDA device.
+        on_start: Function that the thread calls first, e.g. to select its CUDA device.
         event: The event that the thread sleeps on when the engine has no work. By default, a new
             `threading.Event`.
 

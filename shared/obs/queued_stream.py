@@ -129,7 +129,9 @@ class QueuedStream(io.TextIOBase):
 
 
 def queue_stderr() -> None:
-    """Replace `sys.stderr` by a `QueuedStream`, whose queued text is written at the end of the process.
+    """Replace `sys.stderr` by a `QueuedStream`.
+
+    At the end of the process, the text that is still queued is written.
 
     If tests or other programs have replaced `sys.stderr`, their stream stays.
     """

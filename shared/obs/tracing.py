@@ -38,8 +38,8 @@ class Span:
     """A span that records nothing.
 
     Attributes:
-        traceparent: The value to send to the next service. It names this span. Without tracing, it is the
-            value that the client sent.
+        traceparent: The value to send to the next service. With tracing, the value names this span. Without
+            tracing, it is the value that this service received.
     """
 
     __slots__ = ("traceparent",)

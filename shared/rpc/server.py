@@ -35,8 +35,8 @@ class PatientHealth(health.HealthServicer):  # type: ignore[misc]  # the library
 
     When a watcher leaves, grpc's health library takes its lock to remove the watcher, on the thread that also
     completes sends. The library holds the same lock while it waits until a status has been sent. If a watcher
-    left at that moment, the whole server would therefore block. This class removes watchers on the health
-    workers instead.
+    left at that moment, the whole server would therefore block. This class removes watchers on the threads of
+    the health checks instead.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ class SeatedGroup(Protocol):
 
     Attributes:
         key: Identifies everything that a recorded graph of `draft` depends on, except the sizes that were
-            passed to `seat`. This includes the addresses of the drafter's static tensors.
+            passed to `seat`. The key also identifies the addresses of the drafter's static tensors.
         refused: Indices of sessions that cannot draft in this round, because memory is short.
     """
 

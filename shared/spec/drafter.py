@@ -209,7 +209,7 @@ class Drafter(Protocol):
         A draft loses a session by a restart, an eviction or a fence mismatch.
 
         Open each of these sessions again with epoch + 1. Then send the session's features from position
-        `have_len` if the draft reported one, otherwise from position 0.
+        `have_len`, or from position 0 if the draft reported no `have_len`.
         """
         ...
 

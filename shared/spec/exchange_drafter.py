@@ -93,15 +93,15 @@ class ExchangedSlots(Protocol):
     def obstacle(self, session_id: int, shape: DraftShape, *, must_wait: bool) -> str:
         """Return the reason why a session cannot draft in the next round, or an empty string.
 
-        The reason is `AWAITED` if a session that must wait can draft soon.
+        The reason is `AWAITED` if the session's row must wait for its tree and the session can draft soon.
         """
         ...
 
     def begin(self, groups: Sequence[ExchangedGroup]) -> ExchangedRound | None:
         """Announce the next round to the drafter. A session without a slot gets one.
 
-        Before a session gets a slot, the drafter must have received all of its committed tokens and feature
-        rows that the host has read.
+        Before this call, the caller must send the drafter all committed tokens and feature rows of the
+        sessions without a slot, as far as the host has read them.
 
         Returns:
             The round, or None if no session can draft.

@@ -12,7 +12,7 @@ MASK_64 = (1 << 64) - 1
 
 
 def extend_prefix_hash(prefix_hash: int, token_ids: Iterable[int]) -> int:
-    """Extend the FNV-1a 64-bit hash of a token sequence. Start from `FNV_OFFSET`.
+    """Extend the FNV-1a 64-bit hash of a token sequence. The hash of no tokens is `FNV_OFFSET`.
 
     Each id is hashed as four little-endian bytes. To extend the hash, target and draft need only the new
     tokens.

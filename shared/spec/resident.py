@@ -1,11 +1,11 @@
-"""The data that a target and a draft process exchange in rounds that stay on both devices: states and trees.
+"""Device rounds between a target and a draft in another process: the states and trees that they exchange.
 
-In the steady state, no round waits until a host has read the previous one. The target's host enqueues each
-round before it reads the result of the round before. The enqueued work sends the state, receives the trees
-and runs the verify pass.
+In the steady state, the devices do not wait until a host has read the previous round. The target's host
+enqueues each round before it reads the result of the round before. The enqueued work sends the state,
+receives the trees and runs the verify pass.
 
-`shared.spec.exchange_drafter` defines the interface of such a draft. A drafter in the target's own process
-implements `shared.spec.device_drafter` instead.
+A draft in another process implements the interface in `shared.spec.exchange_drafter`. A drafter in the
+target's own process implements the interface in `shared.spec.device_drafter`.
 
 Terms: the root of a tree is the last committed token of its sequence, and committed_len is the number of
 committed tokens, including the root. A feature row is the target's hidden state at one position, in the form
@@ -13,7 +13,7 @@ that the drafter uses (`shared.spec.drafter.FeatureSpec`).
 
 A sequence must have a *slot* at the drafter to draft in these rounds. It gets or leaves the slot between two
 rounds. The slots that draft with the same tree shape in a round form a *group*. Each round transfers two
-blobs:
+blobs, where G is the number of rows of a group, and N is the number of nodes of its trees:
 
     states    for each group `RoundState.packed`: header, committed_lens, counts, tokens, features
     trees     for each group: header, then int32: num_nodes [G], tokens [G, N], parents [G, N];

@@ -1,8 +1,9 @@
 """Exchanges the blobs of rounds between the GPU streams of two processes, without involving their hosts.
 
-Each stream writes words, and waits for words, in host memory that both processes have registered with CUDA.
-The words are in host memory so that the CPU can write them too. If a peer has died, stopped or fallen behind,
-the `DoorbellWatchdog` of the waiting process writes the peer's word, and the waiting stream continues.
+Each stream writes the words of `doorbells`, and waits for words, in host memory that both processes have
+registered with CUDA. The words are in host memory so that the CPU can write them too. If a peer has died,
+stopped or fallen behind, the `DoorbellWatchdog` of the waiting process writes the peer's word, and the
+waiting stream continues.
 
 The blobs lie on the target's GPU. The draft maps that memory. It may use the same GPU or another GPU of the
 host.

@@ -1,9 +1,9 @@
 """Doorbells: words in shared memory that signal the progress of rounds, and the watchdog that limits waits.
 
 In every round of drafting and verifying, the target sends the state of its batch and the draft replies with
-trees (`shared.spec.resident`). A word contains the number of a round, and the number only increases. In
-normal operation, one side writes the word, as the table shows. A side's wait for round n ends when the peer's
-word is at least n. The watchdog limits every wait.
+trees (`shared.spec.resident`). A word is a 32-bit integer. It contains the number of a round, which only
+increases. In normal operation, only the writer that the table names writes the word. A side's wait for round
+n ends when the peer's word is at least n. The watchdog limits every wait.
 
     word            writer                               meaning
     STATE           the target, after writing it         the state of round n is in slot n % 2
