@@ -40,7 +40,8 @@ class Constraint:
         kind: The kind of the source.
         source: The schema, expression, grammar or choices, as text.
         begins_after: Text after which the form begins, such as ``</think>``. The output before this text is
-            free, but it must not end there. If `begins_after` is empty, the form begins with the first token.
+            free, but the output must not end before it. If `begins_after` is empty, the form begins with the
+            first token.
         opening: Text, such as ``<think>``, with which a free part of the output may begin. If the output
             begins with this text or the prompt ends with it, the form begins after `begins_after`. Otherwise,
             the form begins with the first token. If `opening` is empty, the output always begins with the

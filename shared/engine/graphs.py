@@ -5,7 +5,7 @@ Without CUDA, the functions run eagerly.
 A replay uses the same memory addresses as the recording. A recorded function must therefore:
 
 - read its inputs from tensors that never move,
-- use no number of the host that affects its work, unless the key determines the number,
+- depend on a number of the host only if the key determines the number,
 - never wait for the device,
 - return tensors that the next replay may overwrite.
 """
@@ -185,7 +185,8 @@ class GraphCache:
     def keeping(self) -> Iterator[None]:
         """Make the graphs recorded in this block permanent, unless they are dropped explicitly.
 
-        Once the first such block has ended, at most `max_late_graphs` other graphs are kept.
+        After the first such block has ended, the cache keeps at most `max_late_graphs` graphs that were
+        recorded outside such a block.
         """
         self._keeping = True
         try:
@@ -204,7 +205,7 @@ class GraphCache:
         Args:
             key: The key of `run`.
             counted_as: Name under which occurrences are counted, even during start-up. Keys with the same
-                name share one count and become due together. None counts `key` alone.
+                name share one count and become due together. With None, `key` has a count of its own.
         """
         if self.holds(key) or (not self._started and counted_as is None):
             return True

@@ -22,7 +22,7 @@ Inputs = TypeVar("Inputs", bound=HasRows)
 
 
 class RecordedRows(ABC, Generic[Inputs]):
-    """Chooses the size of a recorded pass and keeps the static inputs of each size.
+    """Pads passes to a recorded number of rows, and keeps the static inputs for each of these numbers.
 
     Use from the engine thread only.
 

@@ -59,8 +59,8 @@ class OtelTracer(Tracer):
     Args:
         service: gateway, target or draft.
         processor: The span processor that receives the ended spans.
-        share: Share of the traces that are recorded, 0 to 1. If the caller's ``traceparent`` decides, `share`
-            does not apply.
+        share: Share of the traces that are recorded, 0 to 1. If a request has a ``traceparent``, the flag in
+            the ``traceparent`` decides instead.
     """
 
     active = True

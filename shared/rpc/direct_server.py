@@ -75,8 +75,8 @@ class ServerStream:
 
         Args:
             message: The bytes.
-            then: Called once the message is on its way, on the server's polling thread. Never called if the
-                stream ends before that.
+            then: Called on the server's polling thread when the message is on its way. Never called if the
+                stream ends earlier.
         """
         with self._lock:
             if self._ended:

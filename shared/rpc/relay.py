@@ -151,7 +151,7 @@ class StreamRelay:
     def settle(self, number: int, num_bytes: int) -> NDArray[np.uint8]:
         """Wait until the device has copied this side's blob of a round to the host, and return the blob.
 
-        The array is valid until the round after the next round is enqueued.
+        The array for round n is valid until round n + 2 is enqueued.
         """
         self._given[number % SLOTS].synchronize()  # polls without holding the GIL
         start = self._out(number)
@@ -163,7 +163,7 @@ class StreamRelay:
         A state may lack unused rows at its end.
 
         Raises:
-            ProtocolError: The blob has a wrong size. The wait continues.
+            ProtocolError: The blob has a wrong size. The stream continues to wait.
         """
         enqueued, num_bytes = self._sizes[number % SLOTS]
         size = len(data)
@@ -179,8 +179,8 @@ class StreamRelay:
     def release(self, number: int) -> None:
         """End the wait for a round without a blob.
 
-        The reader of the slot detects this, because the header there still contains the number of an earlier
-        round.
+        The reader of the slot detects this, because the header in the slot still contains the number of an
+        earlier round.
         """
         self._peer.give(number)
 

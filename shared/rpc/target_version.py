@@ -1,4 +1,4 @@
-"""Versions and features of the target's gRPC service that this release supports, and the check of a peer's.
+"""Versions and features of the target's gRPC service, and how gateway and target agree on them.
 
 A target sends its range of versions and its features in GetInfoReply. The gateway passes the reply to
 `agree_with_target`, and uses only the features that both sides support.

@@ -1,4 +1,4 @@
-"""Versions and features of the draft protocol that this release supports, and how two peers agree on them.
+"""Versions and features of the draft protocol, and how target and draft agree on them.
 
 The target sends an `Offer` in Hello, and the draft sends one in HelloAck. Both sides pass the two offers to
 `agree`, which returns the same result on both sides.
@@ -69,7 +69,7 @@ class Offer:
 
         Raises:
             ProtocolError: The message contains no version or an invalid range, or its `protocol_version` is
-                outside the range.
+                outside this range.
         """
         side = Side.TARGET if isinstance(message, draft_pb2.Hello) else Side.DRAFT
         single, lowest, highest = message.protocol_version, message.min_version, message.max_version

@@ -1,4 +1,4 @@
-"""The interface of a drafter in another process, to which the target's device sends states for trees.
+"""The interface of a drafter in another process. The target's device sends it states and receives trees.
 
 `shared.spec.resident` defines the terms state, slot, group and tree.
 """

@@ -125,7 +125,7 @@ class RoundState:
             target's feature of position ``committed_len - 1 - counts + i``. The drafter uses it together with
             ``tokens[i]``, the token at index ``committed_len - counts + i``. Entries from `counts` on are
             undefined and may contain NaN. feature_size is 0 if the drafter uses no features.
-        temperature: ``[bs] fp32``; 0 = greedy.
+        temperature: ``[bs] fp32``; 0 means greedy.
         seeds: ``[bs] int64``, the bit pattern of the request's seed.
         choices: ``[bs] int32``; index of the sequence among the n choices of its request.
         packed: ``[n] uint8``, one contiguous block of memory that is sent to a draft in another process. The

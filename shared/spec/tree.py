@@ -1,7 +1,7 @@
 """Draft trees as tensors: the shape of a tree, and a batch of trees with parents, depths and ancestor masks.
 
 Node 0 is the root: the last committed token, whose K/V is not written yet. Parents precede children. A tree's
-ancestor mask has one row for each node, which consists of 32-bit words. In the row of node n, bit j of word w
+ancestor mask has one row for each node. A row consists of 32-bit words. In the row of node n, bit j of word w
 is set if node 32·w + j is node n itself or one of its ancestors.
 """
 

@@ -36,8 +36,10 @@ class BlobLayout:
     """Sizes of the slots for states and for trees.
 
     Attributes:
-        state_bytes, trees_bytes: Size of one slot.
-        inside: True if the slots are in the shared memory, behind the words. False if they are on a device.
+        state_bytes: Size of a slot for states.
+        trees_bytes: Size of a slot for trees.
+        inside: True if the slots are in the shared memory, after the words of `doorbells`. False if they are
+            on a device.
     """
 
     state_bytes: int = STATE_BYTES

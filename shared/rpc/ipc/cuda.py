@@ -43,8 +43,8 @@ class CudaError(UnavailableError):
 class DeviceMemory:
     """Zeroed device memory of this process that other processes can map.
 
-    The memory is freed at least `LATE_WRITES_S` after the last reference is gone, because a peer may still be
-    writing to it.
+    The memory is freed no earlier than `LATE_WRITES_S` seconds after the last reference to it is gone,
+    because a peer may still be writing to it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class DeviceMemory:
 class PeerMemory:
     """Device memory of another process, mapped for kernels and copies of `device`.
 
-    `device` may be another GPU of the host than the one that owns the memory.
+    The GPU that owns the memory may be `device` or another GPU of the host.
 
     Raises:
         CudaError: The GPUs cannot access each other's memory, or the handle was made by this process itself.

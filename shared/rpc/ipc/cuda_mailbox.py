@@ -40,7 +40,7 @@ class CudaTensorWriter:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def write(self, parts: Sequence[torch.Tensor]) -> common_pb2.TensorData:
-        """Return the message for rows in a slot, or inline.
+        """Return the message for rows, which are in a slot if one is free, and otherwise inline.
 
         This method waits for the copies, which finish a few µs after the rows are computed.
         """
