@@ -22,8 +22,8 @@ class LogitRules:
     """Rules that change the logits of the next token. The defaults change nothing.
 
     The rules apply in this order: bias, repetition penalty, frequency and presence penalty, forbidden tokens.
-    "Output" means the tokens that were generated before the next token. In a draft tree, it includes the
-    tokens on the path from the root to the token's node.
+    "Output" means the tokens that were generated before the next token. In a draft tree, these include the
+    tokens on the path from the root to the node after which the next token is chosen.
 
     Attributes:
         presence_penalty: Number that is subtracted from the logit of each token that the output contains.
@@ -35,7 +35,7 @@ class LogitRules:
             once.
         min_tokens: Smallest number of output tokens. Before this number is reached, tokens that end the text
             are forbidden.
-        allowed_token_ids: The only tokens that may be chosen. None allows all tokens.
+        allowed_token_ids: The only tokens that may be chosen. With None, all tokens are allowed.
         bad_words: Token sequences that the output must not contain.
     """
 

@@ -13,7 +13,8 @@ def open_tracer(service: str, endpoint: str, share: float = 1.0) -> Tracer:
 
     Args:
         service: gateway, target or draft.
-        endpoint: Address of an OpenTelemetry collector (OTLP over HTTP). Empty records nothing.
+        endpoint: Address of an OpenTelemetry collector (OTLP over HTTP). If it is empty, no traces are
+            recorded.
         share: Share of the traces that are recorded, 0 to 1. If a caller's `traceparent` is marked as
             sampled, the trace is always recorded.
 

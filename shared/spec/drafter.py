@@ -62,7 +62,7 @@ class SequenceOpen:
 
     Attributes:
         fence: The sequence's fence. The fence's committed_len equals the number of `token_ids`.
-        token_ids: All tokens committed so far: the prompt and, if the sequence is reopened, the tokens
+        token_ids: All tokens committed so far: the prompt and, if the sequence is opened again, the tokens
             emitted after the prompt.
         seed, temperature, choice_index: Parameters of the target's sampling noise, for coupled drafting.
         traceparent: W3C trace context of the target's span for the request. Empty if the request is not

@@ -16,7 +16,7 @@ from outrider.shared.spec.tree import DraftBatch, DraftShape
 
 @dataclass(frozen=True, slots=True)
 class ExchangedGroup:
-    """The sessions that draft with one shape in a round.
+    """The sessions that draft with the same tree shape in a round.
 
     Attributes:
         shape: Shape of every tree.

@@ -5,8 +5,8 @@ registered with CUDA. The words are in host memory so that the CPU can write the
 stopped or fallen behind, the `DoorbellWatchdog` of the waiting process writes the peer's word, and the
 waiting stream continues.
 
-The blobs lie on the target's GPU. The draft maps that memory. It may use the same GPU or another GPU of the
-host.
+The blobs lie on the target's GPU. The draft maps their memory, and runs on the same GPU or on another GPU of
+the host.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Side(Enum):
 
 
 class Doorbells:
-    """One side's view of the words. `release` and the reading properties may be used from any thread.
+    """One side's view of the words in the table above. Any thread may call `release` and read the properties.
 
     Args:
         memory: Shared memory whose first page contains the words.

@@ -160,7 +160,7 @@ def _on_gpu(sizes: tuple[int, int], made: contextlib.ExitStack, device: torch.de
 
 
 def accept(offer: draft_pb2.MailboxOffer, files: Sequence[int], device: torch.device) -> Mapped:
-    """Map the offered mailboxes.
+    """Map the mailboxes that the target offers.
 
     Args:
         offer: The target's offer.

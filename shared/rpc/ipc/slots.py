@@ -51,7 +51,7 @@ class SlotLayout:
     Attributes:
         slots: Number of slots.
         slot_bytes: Bytes of each slot.
-        slots_inside: True if the slots are in the shared memory, behind the counters. False if they are on a
+        slots_inside: True if the slots are in the shared memory, after the counters. False if they are on a
             device.
     """
 
