@@ -27,7 +27,9 @@ class SeatedGroup(Protocol):
         ...
 
     def draft(self, rows: GroupRows) -> DraftBatch:
-        """Enqueue one round of drafting: process each session's new rows in the state, then grow the trees.
+        """Enqueue one round of drafting: process the sessions' new tokens and features, then grow the trees.
+
+        For each session, `rows.counts` is the number of new tokens and features.
 
         A CUDA graph must be able to capture this method, so it only enqueues. It never synchronises with the
         host or branches on the contents of tensors. On a CPU, the same code runs immediately. During a

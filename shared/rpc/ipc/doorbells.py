@@ -69,7 +69,9 @@ class Side(Enum):
 
 
 class Doorbells:
-    """One side's view of the words in the table above. Any thread may call `release` and read the properties.
+    """One side's view of the words in this module's table.
+
+    Any thread may call `release` and read the properties.
 
     Args:
         memory: Shared memory whose first page contains the words.
